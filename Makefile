@@ -7,6 +7,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 XLA    := .venv-xla
 COMPAT := .venv-compat
+PEERS  := .venv-peers
+DOCS   := .venv-docs
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # What the examples and the tests take from the command line.
@@ -24,7 +26,7 @@ TORCH29 := $(addprefix tests/unit/,accelerators precision strategies fabric) \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train digits test test-slow test-mesh test-gpu test-xla test-engines test-compat check format bench docs docs-test all clean
+.PHONY: help setup train digits test test-slow test-mesh test-gpu test-xla test-engines test-compat check format bench bench-peers docs docs-test all clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -78,12 +80,18 @@ format: setup  ## format the code and apply automatic fixes
 bench: setup  ## measure against a hand-written loop; writes benchmarks/RESULTS.md
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
-docs: setup  ## write docs/lifecycle.md, and the reference into site/
-	$(BIN)/python -m loopwright lifecycle > docs/lifecycle.md
-	$(BIN)/python -m pdoc --docformat google --no-show-source --output-directory site loopwright
+bench-peers: setup $(PEERS)/installed  ## measure a step beside other trainers, in .venv-peers
+	$(BIN)/python benchmarks/run.py --only peers $(ARGS)
 
-docs-test: setup  ## run the examples of README and docs, and check links and docs/lifecycle.md
+docs docs-test: export NO_MKDOCS_2_WARNING := 1
+docs: setup $(DOCS)/installed  ## write docs/lifecycle.md, and the site: open site/index.html
+	$(BIN)/python -m loopwright lifecycle > docs/lifecycle.md
+	$(DOCS)/bin/mkdocs build --quiet
+
+docs-test: setup $(DOCS)/installed  ## run the examples of README and docs, and look at the site in a browser
 	$(BIN)/python docs/check_docs.py
+	$(DOCS)/bin/mkdocs build --quiet --strict
+	$(BIN)/python docs/check_site.py
 
 all: check test test-slow test-mesh docs-test  ## what CI runs, but for test-xla
 
@@ -123,6 +131,18 @@ $(VENV)/hydra/installed: pyproject.toml | $(BIN)/python
 $(COMPAT)/installed: tests/compat/environment.py tests/compat/requirements.txt pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(COMPAT)
 	$(COMPAT)/bin/python tests/compat/environment.py
+	@touch $@
+
+# Other trainers, for `make bench-peers` and `python benchmarks/run.py --only recipes`, with the torch of constraints.txt.
+$(PEERS)/installed: benchmarks/peers_environment.py benchmarks/peers_requirements.txt pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python benchmarks/peers_environment.py
+	@touch $@
+
+# The generator of the site; it reads the package's source without importing it, so torch is not installed here.
+$(DOCS)/installed: docs/site/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/site/requirements.txt
 	@touch $@
 
 # The repository root is the package, whatever its folder is called; mypy finds it here under its own name. Examples and

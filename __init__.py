@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from .lazy import attach
 
 if TYPE_CHECKING:
+    import loopwright.optim  # noqa: F401  # so that type checkers know `lw.optim`
+
     # For type checkers and editors; a test compares these with `_HOME`.
     from .accelerators import ACCELERATOR_REGISTRY as ACCELERATOR_REGISTRY
     from .accelerators import Accelerator as Accelerator
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from .data import CombinedLoader as CombinedLoader
     from .data import DataModule as DataModule
     from .data import ShardedIterable as ShardedIterable
+    from .data import ThreadDataLoader as ThreadDataLoader
     from .errors import CheckpointError as CheckpointError
     from .errors import ConfigError as ConfigError
     from .errors import DataError as DataError
@@ -130,6 +133,7 @@ if TYPE_CHECKING:
     from .trainer.trainer import Trainer as Trainer
     from .tuner import LearningRateCurve as LearningRateCurve
     from .tuner import SchedulePreview as SchedulePreview
+    from .tuner import SpeedTable as SpeedTable
     from .tuner import Tuner as Tuner
     from .tuner import preview_schedule as preview_schedule
 
@@ -221,6 +225,7 @@ _HOME = {
     "SimpleProfiler": "profilers",
     "SingleDeviceStrategy": "strategies",
     "SingleDeviceXLAStrategy": "strategies",
+    "SpeedTable": "tuner",
     "SpikeDetection": "callbacks",
     "StochasticWeightAveraging": "callbacks",
     "StopBySignal": "errors",
@@ -229,6 +234,7 @@ _HOME = {
     "StrategyRegistry": "strategies",
     "TQDMProgressBar": "callbacks",
     "TensorBoardLogger": "loggers",
+    "ThreadDataLoader": "data",
     "Throughput": "fabric.throughput",
     "ThroughputMonitor": "callbacks",
     "Timer": "callbacks",

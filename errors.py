@@ -4,6 +4,7 @@
     ├── ConfigError (ValueError)            an invalid argument or combination of arguments
     ├── ModuleError (TypeError)             an invalid module, callback or data module
     ├── LaunchError (RuntimeError)          processes could not be started or joined
+    │   └── MissingVariable (KeyError)          an environment variable of a launcher is not set
     ├── RankFailure (RuntimeError)          a rank failed; names rank, host, step and hook
     ├── CheckpointError (RuntimeError)      a checkpoint cannot be written or read
     ├── DataError (RuntimeError)            a loader returned unusable data
@@ -17,6 +18,7 @@ They are raised as early as possible: in a constructor, or before processes star
 from __future__ import annotations
 
 from difflib import get_close_matches
+from operator import ne
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ __all__ = [
     "LaunchError",
     "LoopwrightError",
     "MissingDependency",
+    "MissingVariable",
     "ModuleError",
     "NonFiniteError",
     "RankFailure",
@@ -70,6 +73,10 @@ class ModuleError(LoopwrightError, TypeError):
 
 class LaunchError(LoopwrightError, RuntimeError):
     """Processes could not be started or joined."""
+
+
+class MissingVariable(LaunchError, KeyError):
+    """An environment variable that a launcher sets is not set."""
 
 
 class RankFailure(LoopwrightError, RuntimeError):
@@ -121,8 +128,12 @@ class StopBySignal(SystemExit):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the nearest of the known names, or an empty string."""
-    matches = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""
+    matches = get_close_matches(name, list(known), n=3, cutoff=0.6)
+    if not matches:
+        return ""
+    # One wrong letter is likelier than a missing one: "dpp" is "ddp", not "dp".
+    near = (one for one in matches if len(one) == len(name) and sum(map(ne, one, name)) == 1)
+    return f" (did you mean {next(near, matches[0])!r}?)"
 
 
 def join_errors(errors: Sequence[ConfigError]) -> ConfigError:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..messages import warn
+
 __all__ = [
     "MATMUL_PRECISIONS",
     "BackendModes",
@@ -105,7 +107,7 @@ class BackendModes:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
             if benchmark:
-                warnings.warn("benchmark=True lets cuDNN choose algorithms; deterministic=True may fail", stacklevel=5)
+                warn("benchmark=True lets cuDNN choose algorithms; deterministic=True may fail")
         if benchmark is not None or deterministic:
             self._benchmark = torch.backends.cudnn.benchmark
             torch.backends.cudnn.benchmark = bool(benchmark)

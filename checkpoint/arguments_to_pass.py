@@ -14,19 +14,31 @@ import argparse
 import dataclasses
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import ConfigError
 from ..protocols import StateDict
+from .omegaconf_containers import restore_containers
 from .plain import Untrusted, to_plain
 
-__all__ = ["INSTANTIATOR", "describe", "put_back", "require_passed", "split", "to_pass_key", "trusted_key"]
+__all__ = [
+    "INSTANTIATOR",
+    "describe",
+    "put_back",
+    "refusal",
+    "require_passed",
+    "settings_of",
+    "split",
+    "to_pass_key",
+    "trusted_key",
+]
 
 # Any in this file: hyperparameters of any type.
 
 INSTANTIATOR = "_instantiator"
 _LONGEST_TEXT = 120
+_OF_LIGHTNING = ("lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
 
 
 def to_pass_key(prefix: str) -> str:
@@ -58,9 +70,14 @@ def split(
         if left_out or _becomes_a_dict(value):
             to_pass[str(name)] = describe(value)
     if to_pass:
-        call = ", ".join(f"{name}=..." for name in to_pass)
-        plain[INSTANTIATOR] = f"loopwright.{owner}({call}): these arguments are not in the file and have to be passed"
+        plain[INSTANTIATOR] = refusal(owner, to_pass)
     return plain, to_pass
+
+
+def refusal(owner: str, to_pass: Iterable[str]) -> str:
+    """Return the text with which other readers refuse a file that lacks arguments, to stand under INSTANTIATOR."""
+    call = ", ".join(f"{name}=..." for name in to_pass)
+    return f"loopwright.{owner}({call}): these arguments are not in the file and have to be passed"
 
 
 def require_passed(
@@ -80,7 +97,8 @@ def require_passed(
     """
     to_pass = checkpoint.get(to_pass_key(prefix)) or {}
     hparams = checkpoint.get(f"{prefix}hyper_parameters") or {}
-    trusted = {name: "an object" for name, value in hparams.items() if isinstance(value, Untrusted)}
+    marks = {name: next(_marks(value), None) for name, value in hparams.items()}
+    trusted = {name: getattr(mark, "kind", "an object") for name, mark in marks.items() if mark is not None}
     is_taken = _takes(cls, checkpoint.get(f"{prefix}hparams_name"))
     missing = {name: what for name, what in {**trusted, **to_pass}.items() if name not in passed and is_taken(name)}
     if not missing:
@@ -95,8 +113,20 @@ def require_passed(
     )
 
 
+def settings_of(checkpoint: Mapping[str, Any], prefix: str) -> StateDict | None:
+    """Return the hyperparameters that are settings of Lightning's command line; None if they are arguments.
+
+    Classes in them are named by `class_path`, with `init_args`; the object's own class by `_class_path`.
+    """
+    hparams = checkpoint.get(f"{prefix}hyper_parameters")
+    marked = str(hparams.get(INSTANTIATOR)) if isinstance(hparams, dict) else ""
+    if hparams is None or marked not in _OF_LIGHTNING:
+        return None
+    return {name: value for name, value in hparams.items() if name != INSTANTIATOR}
+
+
 def put_back(checkpoint: StateDict) -> None:
-    """Restore trusted objects in `hyper_parameters`, as hooks expect them; in place.
+    """Restore trusted objects and OmegaConf containers in `hyper_parameters`, as hooks expect them; in place.
 
     The file has trusted objects under a separate key, so that other readers do not mistake a mark for a value.
     """
@@ -109,6 +139,16 @@ def put_back(checkpoint: StateDict) -> None:
             to_pass = checkpoint.get(to_pass_key(prefix), {})
             for name in [name for name, value in trusted.items() if not isinstance(value, Untrusted)]:
                 to_pass.pop(name, None)
+            restore_containers(checkpoint, prefix)
+
+
+def _marks(value: Any) -> Iterator[Untrusted]:
+    """Yield the objects in a hyperparameter that were not opened."""
+    if isinstance(value, Untrusted):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _marks(item)
 
 
 def _takes(cls: type, container: str | None) -> Callable[[str], bool]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..protocols import StateDict
-from .plain import Trusted, Untrusted
+from .plain import Trusted, Untrusted, WithObjects
 
 __all__ = ["HostCopy", "Taken"]
 
@@ -92,7 +92,7 @@ class _Copier:
             return value
         if id(value) in self._objects:
             return self._objects[id(value)]
-        if kind in (dict, OrderedDict, Counter, list):
+        if kind in (dict, OrderedDict, Counter, list, WithObjects):
             return self._container(value, kind())
         if kind in (tuple, set):
             result = kind(self.copied(item) for item in value)

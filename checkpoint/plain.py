@@ -17,7 +17,19 @@ from ..errors import CheckpointError
 from ..protocols import StateDict, Tree
 from .to_plain import MAX_INT_BITS, to_plain
 
-__all__ = ["TRUSTED_KEY", "Trusted", "Untrusted", "replace_marked", "require_plain", "tensors", "to_plain", "untrust"]
+__all__ = [
+    "TRUSTED_KEY",
+    "Trusted",
+    "Unopened",
+    "Untrusted",
+    "WithObjects",
+    "has_unopened",
+    "replace_marked",
+    "require_plain",
+    "tensors",
+    "to_plain",
+    "untrust",
+]
 
 TRUSTED_KEY = "__loopwright_trusted__"
 _SIMPLE = frozenset((type(None), bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device))
@@ -52,6 +64,8 @@ def require_plain(value: Tree, where: str = "checkpoint") -> None:
     Raises:
         CheckpointError: Some entries are not plain; the message lists the path and the type of each.
     """
+    if type(value) is WithObjects:
+        return
     problems = [f"{_show(where, path)}: {what}" for path, what in _walk(value) if isinstance(what, str)]
     if not problems:
         return
@@ -80,7 +94,7 @@ def tensors(value: Tree, where: str = "checkpoint") -> Iterator[tuple[str, Tenso
 
 def _walk(value: Tree) -> Iterator[tuple[_Path, str | Tensor]]:
     """Yield tensors, and what is wrong with an entry as text; breadth first, so that nothing recurses."""
-    queue: list[tuple[Tree, _Path]] = [(value, None)]
+    queue: list[tuple[Tree, _Path]] = [(dict(value) if type(value) is WithObjects else value, None)]
     seen: set[int] = set()
     for item, path in queue:  # grows while it is read
         kind = type(item)
@@ -119,6 +133,8 @@ def _walk(value: Tree) -> Iterator[tuple[_Path, str | Tensor]]:
 
 
 def _describe(item: object) -> str:
+    if isinstance(item, Unopened):
+        return f"an object of {item.kind} that was not opened"
     kind = type(item)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     base = next((b for b in kind.__mro__[1:] if b in _SIMPLE | _TENSORS | _DICTS | _SEQUENCES | {int, bytes}), None)
@@ -207,6 +223,45 @@ class Untrusted:
             "weights_only=True, so it was not unpickled.",
             fix="pass weights_only=False, only if you trust whoever wrote the file: unpickling can run any code.",
         )
+
+
+class Unopened(Untrusted):
+    """A placeholder for an object that a file opened with weights_only=True holds as pickle wrote it; not savable.
+
+    Args:
+        kind: Name of its class, or of the function that makes it.
+        where: Its path in the checkpoint.
+    """
+
+    def __init__(self, kind: str, where: str) -> None:
+        super().__init__(b"", where)
+        self.kind = kind
+
+    def __reduce__(self) -> NoReturn:
+        self._refuse()
+
+    def __repr__(self) -> str:
+        return f"<Unopened {self._where}: {self.kind}>"
+
+    def _refuse(self) -> NoReturn:
+        raise CheckpointError(
+            f"{self._where} is an object of {self.kind}, and the checkpoint was opened with weights_only=True.",
+            fix="pass weights_only=False, only if you trust whoever wrote the file: unpickling can run any code.",
+        )
+
+
+def has_unopened(value: Tree) -> bool:
+    """Return whether a loaded checkpoint has an `Unopened` object."""
+    if isinstance(value, dict | list | tuple):
+        return any(has_unopened(item) for item in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Unopened)
+
+
+class WithObjects(dict[str, Any]):  # Any: what pickle can write
+    """A checkpoint that may hold any object: programs for other trainers pickle them, and read them with pickle.
+
+    It is written as a dict. Opened with weights_only=True, its objects are `Unopened`.
+    """
 
 
 @overload

@@ -18,6 +18,8 @@ from ..protocols import MapLocation, StateDict
 from ..strategies.load_weights import load_weights
 from . import arguments_to_pass, content, storage
 from .frozen_parameters import check_loaded
+from .omegaconf_containers import find_containers, make_container
+from .plain import untrust
 
 __all__ = ["constructor_arguments", "load_datamodule", "load_module", "read_hparams_file"]
 
@@ -47,7 +49,7 @@ def load_module(
     on_load = getattr(module, "on_load_checkpoint", None)
     if on_load is not None:
         on_load(checkpoint)
-    own_strict = getattr(module, "strict_loading", True)
+    own_strict = getattr(module, "strict_loading", True) is not False
     if strict is not None and not own_strict and strict:
         raise ConfigError(
             f"load_from_checkpoint(strict=True), but {cls.__name__} sets strict_loading = False.",
@@ -95,10 +97,15 @@ def _build(
     source: str,
 ) -> T:
     """Return a `cls` made with the hyperparameters whose keys in the checkpoint begin with this prefix."""
+    settings = arguments_to_pass.settings_of(checkpoint, prefix)
     arguments_to_pass.put_back(checkpoint)
     # Also with a file of hyperparameters: a logger's has the object's text.
     arguments_to_pass.require_passed(cls, checkpoint, prefix, overrides, source=source)
-    hparams = dict(checkpoint.get(f"{prefix}hyper_parameters") or {})
+    if settings is not None and hparams_file is None:
+        from ..cli.make import make  # settings of a command line are converted as it does
+
+        return make(cls, {**settings, **overrides})
+    hparams = checkpoint.get(f"{prefix}hyper_parameters") or {}
     if hparams_file is not None:
         hparams = read_hparams_file(hparams_file)
     return cls(**constructor_arguments(cls, hparams, checkpoint.get(f"{prefix}hparams_name"), overrides))
@@ -108,7 +115,9 @@ def _load(source: str | Path | IO[bytes], map_location: MapLocation, *, weights_
     location = "cpu" if map_location is None else map_location
     if isinstance(source, str | Path):
         return storage.load(source, map_location=location, weights_only=weights_only)
-    loaded: StateDict = torch.load(source, map_location=location, weights_only=True)
+    loaded: StateDict = untrust(
+        torch.load(source, map_location=location, weights_only=weights_only), allow=not weights_only
+    )
     return loaded
 
 
@@ -131,8 +140,12 @@ def constructor_arguments(
     if container_name and container_name != "kwargs":
         from ..data.hparams import HyperParameters
 
-        merged = HyperParameters({**hparams, **{k: v for k, v in overrides.items() if k not in parameters}})
-        arguments: StateDict = {container_name: merged}
+        entries = {name: value for name, value in overrides.items() if name not in parameters}
+        whole = find_containers(hparams).get("")
+        if isinstance(whole, dict):
+            arguments: StateDict = {container_name: make_container({**whole, **entries})}
+        else:
+            arguments = {container_name: HyperParameters({**hparams, **entries})}
         arguments.update({key: value for key, value in overrides.items() if key in parameters})
     else:
         arguments = {key: value for key, value in hparams.items() if takes_any or key in parameters}

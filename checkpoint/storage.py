@@ -27,7 +27,7 @@ from .file.archive import Damaged
 from .file.disk import cannot_remove, cannot_write
 from .file.remote import Remote, as_local
 from .formats import find_format
-from .plain import require_plain, tensors
+from .plain import WithObjects, require_plain, tensors
 from .verified import CheckpointNotFound, Verified, newest_valid, verify
 
 __all__ = [
@@ -206,12 +206,14 @@ def _save_remote(checkpoint: StateDict, remote: Remote) -> None:
 
 
 def _write(checkpoint: StateDict, file: io.FileIO) -> None:
+    from .file.pickling import PICKLE  # not imported where nothing is saved
+
     # Large records pass through a BufferedWriter without a copy. It is as fast as torch's own file writer, and gives
     # the system's error (disk full, quota) where torch gives "file write failed".
     writer = io.BufferedWriter(file, _BUFFER)
     try:
         with _crc32():
-            torch.save(checkpoint, writer)
+            torch.save(dict(checkpoint) if type(checkpoint) is WithObjects else checkpoint, writer, PICKLE)
         writer.flush()
     except BaseException:
         file.close()  # else the writer would try once more to write when it is collected

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 
 from packaging.requirements import Requirement
 
@@ -81,7 +82,7 @@ def judge_needed(requirement: str, broken: Mapping[str, str] = _NONE) -> Finding
     found = _version(needed.name)
     if found is None:
         return Finding(_SECTION, needed.name, "missing", Level.PROBLEM, f"pip install '{requirement}'")
-    if not needed.specifier.contains(found, prereleases=True):
+    if not needed.specifier.contains(found.split(" (")[0], prereleases=True):
         return Finding(
             _SECTION,
             needed.name,
@@ -111,7 +112,19 @@ def _judge_import(package: str, found: str, broken: Mapping[str, str], advice: s
 
 
 def _version(package: str) -> str | None:
+    """Return the version of an installed package; None where nothing can be imported under its name.
+
+    Another distribution may bring the module: mlflow-skinny has mlflow. Its version counts then.
+    """
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
+        pass
+    try:
+        is_there = find_spec(_module(package)) is not None
+    except (ImportError, ValueError):  # a module without a spec in sys.modules
+        is_there = False
+    if not is_there:
         return None
+    owners = metadata.packages_distributions().get(_module(package), [])
+    return f"{metadata.version(owners[0])} ({owners[0]})" if owners else "of unknown version"

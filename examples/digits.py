@@ -99,7 +99,7 @@ class Classifier(lw.Module):
         self._evaluate(batch, "test")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+        return lw.optim.adamw(self.parameters(), lr=self.lr)
 
 
 def main() -> None:

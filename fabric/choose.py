@@ -39,8 +39,15 @@ _PRECISION_ALIASES: dict[object, str] = {
     "32": "32-true",
     "16": "16-mixed",
     "bf16": "bf16-mixed",
+    "fp64": "64-true",
+    "float64": "64-true",
+    "fp32": "32-true",
+    "float32": "32-true",
+    "fp16": "16-mixed",
+    "float16": "16-mixed",
+    "bfloat16": "bf16-mixed",
 }
-_AMBIGUOUS = (16, "16", "bf16")
+_AMBIGUOUS = (16, "16", "bf16", "fp16", "float16", "bfloat16")
 _PLANNED_PRECISIONS = ("transformer-engine", "transformer-engine-float16")
 
 
@@ -125,7 +132,8 @@ def choose_strategy(strategy: object) -> Strategy:
         known = ["auto", *STRATEGY_REGISTRY.names()]
         raise ConfigError(
             f"Expected the name of a registered strategy, got strategy={strategy!r}{nearest(name, known)}.",
-            fix=f"use one of {', '.join(known)}, or pass a Strategy.",
+            fix="use one of auto, ddp, fsdp, deepspeed or mesh:fsdp=2,tp=2, or pass a Strategy; "
+            f"registered names are {', '.join(known[1:])}.",
         )
     try:
         return STRATEGY_REGISTRY.create(name)

@@ -12,6 +12,7 @@ from ..data.combined import CombinedLoader
 from ..data.distributed.evaluation import shard_eval
 from ..data.distributed.indexed import drawn_alike
 from ..data.distributed.shard import Shard, merge_states
+from ..data.gather import gathering
 from ..data.limit import find_length
 from ..data.move import move_to_device
 from ..data.rng import capture_rng, restore_rng
@@ -108,6 +109,8 @@ class FabricDataLoader:
         fabric, stream, moves = self._fabric, self._stream, self._moves
         previous = fabric._reader
         mark = self._current = object()
+        if moves and fabric.device.type == "cuda":
+            stream.pin_batches()
         self._open()
         try:
             # With several processes and unknown lengths, they synchronize whether each has a batch.
@@ -221,7 +224,7 @@ class FabricDataLoader:
 
 def _batches_of(loader: Any) -> Iterator[object]:
     """Return the batches of a loader, without the indices that a CombinedLoader adds."""
-    return (batch for batch, _, _ in loader) if isinstance(loader, CombinedLoader) else iter(loader)
+    return (batch for batch, _, _ in loader) if isinstance(loader, CombinedLoader) else iter(gathering(loader))
 
 
 def _shard_of(fabric: Fabric, loader: object, is_dealt: bool, uneven: str | None) -> Shard | None:

@@ -6,8 +6,7 @@ import builtins
 import functools
 import inspect
 import logging
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +22,11 @@ from ..accelerators.matmul_precision import (
 )
 from ..accelerators.matmul_precision import State as MatmulState
 from ..checkpoint import TorchCheckpointIO
+from ..console import show_logs
 from ..data.hparams import without_omegaconf
 from ..data.move import move_to_device
 from ..errors import ConfigError, LaunchError
+from ..messages import warn
 from ..precision import MixedPrecision, Precision
 from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
 from .launch import InProcessLauncher
@@ -126,7 +127,8 @@ class Fabric:
         self._matmul_precision = matmul_precision
         self._matmul_before: MatmulState | None = None
         for message in parts.warnings:
-            warnings.warn(message, stacklevel=3)
+            warn(message)
+        show_logs()
         for message in parts.notes:
             log.info(message)
         self.accelerator = parts.accelerator
@@ -384,7 +386,7 @@ class Fabric:
         result += [FabricOptimizer.of(optimizer, self) for optimizer in ready]
         if scheduler is not None:
             result.append(FabricScheduler(scheduler, result[1:], self))
-        self._announce(result[0])
+        self._announce(result[0], result[1 : 1 + len(ready)])
         return result[0] if len(result) == 1 else tuple(result)
 
     def setup_module(
@@ -513,10 +515,9 @@ class Fabric:
         else:
             devices = sorted({str(parameter.device) for parameter in module.parameters()})
             if len(devices) > 1:
-                warnings.warn(
+                warn(
                     f"the parameters of {type(module).__name__} are on several devices: {', '.join(devices)}; they are "
                     "not moved.",
-                    stacklevel=3,
                 )
         return module
 
@@ -534,11 +535,13 @@ class Fabric:
             return module  # it would only move the module
         return self.strategy.setup_module(module)
 
-    def _announce(self, module: Any) -> None:  # Any: a FabricModule, imported where it is made
+    # Any: a FabricModule and its FabricOptimizers, imported where they are made
+    def _announce(self, module: Any, optimizers: Sequence[Any] = ()) -> None:
         """Notify the callbacks, and the user's module if it is a `loopwright.Module`, of the setup."""
         original = module.module
         if isinstance(getattr(type(original), "fabric", None), property):
             original.fabric = self
+            original.__dict__["_fabric_optimizers"] = list(optimizers)
             if original not in self._listeners:
                 self._listeners.append(original)
         self.call("on_after_setup", fabric=self, module=module)
@@ -617,8 +620,8 @@ class Fabric:
         """
         optimizer = optimizer.__dict__.get("_without_fabric", optimizer)  # `bare`, without its call
         if self._precision_steps:
-            return self.precision.optimizer_step(optimizer, closure)
-        return self.strategy.optimizer_step(optimizer, closure)
+            return self.precision.optimizer_step(optimizer, closure=closure)
+        return self.strategy.optimizer_step(optimizer, closure=closure)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divide gradients by the loss scale, to clip or read them; do nothing on a second call or without a scale."""
@@ -876,16 +879,15 @@ class Fabric:
         """Write a checkpoint and wait for it on all ranks. Called on all ranks.
 
         Rank 0 writes one file. If the strategy shards, unless with `state_dict_type="full"`, all ranks write a folder.
-        An error on one rank, such as a full disk, is raised on all.
+        An error on one rank is raised on all.
 
         With `AsyncCheckpointIO` this returns when the state is copied. The checkpoint is complete when the next `save`,
-        a `load` or `teardown` returns. The error of a failed save is logged immediately, and raised by the next `save`,
-        by a `load` of the same path, or by `teardown`.
+        `load` or `teardown` returns. A failed save is logged at once, and raised by these.
 
         Args:
             path: File or folder.
-            state: Modules, optimizers and other `Stateful` objects, saved by their state, and plain values.
-            filter: Key of `state` -> function of (name, value) that returns whether to save an entry.
+            state: Modules, optimizers, other `Stateful` objects, and plain values.
+            filter: Key of `state` -> function of (name, value): whether to save an entry.
 
         Raises:
             ConfigError: A key of the filter is not in the state, or its value is not a function.
@@ -897,9 +899,12 @@ class Fabric:
             has_own_part = self.strategy.saves_shards("sharded")
             content = self.strategy.arrange_shards(content) if has_own_part else self.strategy.gather_state(content)
             if has_own_part or self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(content, path)
+                self._write(content, path)
 
         self._run_on_all_ranks(write)
+
+    def _write(self, content: dict[str, Any], path: Any) -> None:
+        self.checkpoint_io.save_checkpoint(content, path)
 
     def load(
         self, path: Any, state: dict[str, Any] | None = None, strict: bool = True, *, weights_only: bool | None = None
@@ -1008,7 +1013,7 @@ class Fabric:
             if method is None:
                 continue
             if not callable(method):
-                warnings.warn(f"{type(callback).__name__}.{hook_name} is not a method; it is not called.", stacklevel=2)
+                warn(f"{type(callback).__name__}.{hook_name} is not a method; it is not called.")
                 continue
             method(*args, **_accepted(method, kwargs))
 

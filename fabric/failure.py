@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import RankFailure
+from ..tracebacks import trimmed
 
 __all__ = ["Failure", "describe_exit"]
 
@@ -43,7 +44,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, *, rank: int, place: dict[str, Any] | None = None) -> Failure:
         """Return the failure of this process's exception."""
-        text = "".join(traceback.format_exception(error))
+        text = "".join(traceback.format_exception(type(error), error, trimmed(error)))
         how = "".join(traceback.format_exception_only(error)).strip()
         return cls(rank, socket.gethostname(), os.getpid(), how, dict(place or {}), text, time.time())
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-import warnings
 from importlib import import_module
 
 import torch
 
 from ..accelerators.matmul_precision import get_matmul_precision
+from ..messages import warn
 
 __all__ = ["get_available_flops", "measure_peak_flops"]
 
@@ -113,9 +113,7 @@ def _unknown(what: str) -> int | None:
     """Warn once that the peak is unknown; return None."""
     if what not in _said:
         _said.add(what)
-        warnings.warn(
-            f"{what}. MFU is not computed. To compute it, pass the peak FLOP/s from the data sheet.", stacklevel=4
-        )
+        warn(f"{what}. MFU is not computed. To compute it, pass the peak FLOP/s from the data sheet.")
     return None
 
 

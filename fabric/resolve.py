@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ..accelerators import Accelerator
+from ..console import is_notebook
 from ..errors import ConfigError, join_errors
 from ..precision import Precision
 from ..strategies import Launcher, ParallelStrategy, SingleDeviceStrategy, Strategy
@@ -54,7 +55,7 @@ class Environment:
     @classmethod
     def current(cls) -> Environment:
         """Return this process's environment."""
-        return cls(dict(os.environ), hasattr(sys, "ps1") or "ipykernel" in sys.modules)
+        return cls(dict(os.environ), hasattr(sys, "ps1") or is_notebook())
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import random
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
+from ..console import show_logs
 from ..data.rng import capture_rng, restore_rng, seed_global_generators
 from ..errors import CheckpointError, ConfigError
+from ..messages import warn
 
 __all__ = [
     "isolate_rng",
@@ -27,6 +28,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _SEED = "PL_GLOBAL_SEED"
+_OWN_SEED = "LOOPWRIGHT_SEED"
 _WORKERS = "PL_SEED_WORKERS"
 _LARGEST = 2**32 - 1
 
@@ -38,9 +40,10 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     here do the same.
 
     Args:
-        seed: Seed from 0 to 4294967295, converted by `int()`. None for PL_GLOBAL_SEED, or else 0 with a warning.
+        seed: Seed from 0 to 4294967295, converted by `int()`. None for PL_GLOBAL_SEED or
+            LOOPWRIGHT_SEED of the environment, or else 0.
         workers: Whether the Trainer also seeds each loader worker, from the seed, the worker's index and the rank.
-        verbose: Whether to log the seed at level INFO.
+        verbose: Whether to log the seed at level INFO, and to warn if it is 0 because none is given.
 
     Returns:
         The seed.
@@ -48,13 +51,14 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     Raises:
         ConfigError: The seed is not an integer, or out of range.
     """
-    chosen = _seed_from_environment() if seed is None else _to_integer(seed, "seed")
+    chosen = _seed_from_environment(warns=verbose) if seed is None else _to_integer(seed, "seed")
     if not 0 <= chosen <= _LARGEST:
         raise ConfigError(
             f"Expected seed to be in the range 0 to {_LARGEST}, got seed={chosen}.",
             fix="pass a seed within the range, such as 42.",
         )
     if verbose:
+        show_logs()
         log.info("Seed set to %d.", chosen)
     os.environ[_SEED] = str(chosen)
     os.environ[_WORKERS] = str(int(bool(workers)))
@@ -143,12 +147,11 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
         set_rng_state(state)
 
 
-def _seed_from_environment() -> int:
-    text = os.environ.get(_SEED)
-    if text is None:
-        warnings.warn("seed_everything() was called without a seed; it uses 0.", stacklevel=3)
-        return 0
-    return _to_integer(text, f"the environment variable {_SEED}")
+def _seed_from_environment(*, warns: bool) -> int:
+    name = next((one for one in (_SEED, _OWN_SEED) if one in os.environ), None)
+    if name is None and warns:
+        warn("seed_everything() was called without a seed; it uses 0.")
+    return 0 if name is None else _to_integer(os.environ[name], f"the environment variable {name}")
 
 
 def _to_integer(value: Any, name: str) -> int:  # Any: the user's value

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ..data.move import apply_to_collection
 from ..errors import ConfigError, ModuleError, nearest
+from ..messages import warn
 
 if TYPE_CHECKING:
     from .accumulation import Window
@@ -151,6 +152,8 @@ class FabricModule(nn.Module):
         if name in self._fabric_marked:
             bound = self.__dict__[name] = self._fabric._bind_call(self._without_fabric, name)
             return bound
+        if name in ("device", "dtype") and not hasattr(self._fabric_original, name):
+            return self._first_parameter(name)
         value = getattr(self._fabric_original, name)
         if self._fabric_reduces and inspect.ismethod(value) and value.__self__ is self._fabric_original:
             return self._guarded(value)
@@ -175,6 +178,13 @@ class FabricModule(nn.Module):
         copied = FabricModule(bare, original, self._fabric)
         copied._fabric_marked.update(self._fabric_marked)
         return copied
+
+    def _first_parameter(self, name: str) -> torch.device | torch.dtype:
+        """Return the device of the first parameter or buffer, or the dtype of the first that is floating."""
+        tensors = chain(self._fabric_original.parameters(), self._fabric_original.buffers())
+        if name == "device":
+            return next((tensor.device for tensor in tensors), self._fabric.device)
+        return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())
 
     def _guarded(self, method: Callable[..., object]) -> Callable[..., object]:
         """Return the method with a check for forward passes whose gradients the strategy would not reduce."""
@@ -318,10 +328,9 @@ class FabricOptimizer:
         if own["_refused"] != at:
             own["_refused"] = at
             return True
-        warnings.warn(
+        warn(
             f"The optimizer stepped outside fabric.accumulate after {window.index} of {window.size} micro-batches of "
             "an accumulation window. The accumulated gradients are included in this step.",
-            stacklevel=3,
         )
         self._fabric._drop_window()
         return False

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
-import sys
 import threading
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from ..errors import ConfigError
+from ..messages import current_rank, warn
 
 if TYPE_CHECKING:
     from torch import nn
@@ -214,10 +212,9 @@ class Logger(ABC):
         if self.x_axis not in axes:
             if step and not self.__dict__.get("_has_warned_of_axis"):
                 self._has_warned_of_axis = True
-                warnings.warn(
+                warn(
                     f"{type(self).__name__}: x_axis={self.x_axis!r} was not logged up to step {step}; points "
                     "have x = 0 until then.",
-                    stacklevel=2,
                 )
             return 0
         return int(axes[self.x_axis])
@@ -283,28 +280,6 @@ class DummyExperiment:
 
     def __setitem__(self, index: object, value: object) -> None:
         return
-
-
-def current_rank() -> int:
-    """Return this process's rank: torch.distributed's, else the one in the launcher's environment variables; else 0.
-
-    Read at each call: a logger is often created before the launcher has set the environment.
-    """
-    distributed = getattr(sys.modules.get("torch"), "distributed", None)
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        rank: int = distributed.get_rank()
-        return rank
-    found = {name: int(value) for name in _RANKS if (value := os.environ.get(name, "")).isdecimal()}
-    if "RANK" not in found and "LOCAL_RANK" in found:
-        # They number the processes of a machine and the machines: rank 0 has 0 in both.
-        return max(found["LOCAL_RANK"], found.get("NODE_RANK", 0), found.get("GROUP_RANK", 0))
-    return next((found[name] for name in _RANKS if name in found and not name.endswith(("NODE_RANK", "GROUP_RANK"))), 0)
-
-
-_RANKS = (
-    "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK",
-    "PMIX_RANK", "PMI_RANK",
-)  # fmt: skip
 
 
 def rank_zero_experiment(function: Callable[[L], E]) -> Callable[[L], E]:

@@ -78,9 +78,12 @@ class CSVLogger(FolderLogger):
             row["step"] = chosen = self._next_step(metrics.get("step") if step is None else step)
             writer = self.experiment
             writer.log_metrics(row)
-            has_waited = chosen // self._flush_every != self._flushed_step // self._flush_every
-            if has_waited or len(writer.metrics) >= self._flush_every:
+            if self._is_flush_due(chosen) or len(writer.metrics) >= self._flush_every:
                 self.save()
+
+    def _is_flush_due(self, step: int) -> bool:
+        """Whether the row of this step is to reach the disk: the first one, and then at each interval."""
+        return step // self._flush_every != self._flushed_step // self._flush_every
 
     def log_hyperparams(self, params: object = None, *args: object, **kwargs: object) -> None:
         """Write hyperparameters to `hparams.yaml` at once, merged with those of earlier calls.

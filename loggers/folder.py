@@ -6,12 +6,12 @@ import contextlib
 import logging
 import os
 import re
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..messages import warn
 from .base import Lock, Logger, RunLogger, current_rank
 from .hyperparameters import to_yaml
 
@@ -173,6 +173,15 @@ class FolderLogger(RunLogger):
         """Use the folder of this version: another process, rank zero or one that ended, has taken it."""
         self._folder.continue_in(version)
 
+    def move_to(self, version: int | str | None) -> None:
+        """Finish the files so far, and start a new run: in the folder of this version, or of the next free number."""
+        self._close()
+        folder = RunFolder(self._folder.save_dir, self._folder.name, version)
+        folder.known_rank = self._folder.known_rank
+        self._folder = folder
+        self._is_resumed = self._owns_hparams_file = False
+        self._step = -1
+
     def set_rank(self, rank: int) -> None:
         """Set the rank of this process, for this logger and its folder."""
         self.known_rank = self._folder.known_rank = rank
@@ -185,12 +194,22 @@ class FolderLogger(RunLogger):
     @property
     def root_dir(self) -> str:
         """Directory that holds all versions: `save_dir/name`."""
-        return self._folder.root_dir
+        return self._placed().root_dir
 
     @property
     def log_dir(self) -> str:
         """Directory of this run: `save_dir/name/version_N`."""
-        return self._in_folder(self._folder.path)
+        return self._in_folder(self._placed().path)
+
+    def _placed(self) -> RunFolder:
+        """Return the run's folder, where a subclass that defines `name` or `version` puts it."""
+        kind = type(self)
+        if kind.name is not FolderLogger.name and (self.name or "") != self._folder.name:
+            self._folder = RunFolder(self._folder.save_dir, self.name, self._folder.requested_version)
+            self._folder.known_rank = self.known_rank
+        if kind.version is not FolderLogger.version:
+            self._folder.continue_in(self.version)
+        return self._folder
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue in the folder of `state_dict`, dropping what was logged after it.
@@ -223,7 +242,7 @@ class FolderLogger(RunLogger):
         if is_other_version or not is_same_place:
             _log.info("%s which is not the directory of this logger.", message)
         else:
-            warnings.warn(f"{message}which is missing, or does not contain what was logged then.", stacklevel=2)
+            warn(f"{message}which is missing, or does not contain what was logged then.")
 
     def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
         """Write pictures as `media/<key>/<step>-<number>.png` in the run's folder; captions as `.txt` beside them.
@@ -333,10 +352,9 @@ def keep_old_file(path: str) -> str:
         number += 1
     kept = f"{stem}.{number}{extension}"
     os.rename(path, kept)
-    warnings.warn(
+    warn(
         f"{path!r} exists already, from another run; it is kept as {os.path.basename(kept)!r}. "
         "Leave version out to get a new folder for each run.",
-        stacklevel=2,
     )
     return kept
 

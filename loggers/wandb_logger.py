@@ -54,6 +54,7 @@ class WandbLogger(ServiceLogger):
     """
 
     id_bytes = 4
+    default_project = "loopwright_logs"
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class WandbLogger(ServiceLogger):
         super().__init__(
             save_dir=save_dir if dir is None else dir, run_id=given, prefix=prefix, x_axis=x_axis, log_model=log_model
         )
-        self._project = project if project is not None else os.environ.get("WANDB_PROJECT", "loopwright_logs")
+        self._project = project or os.environ.get("WANDB_PROJECT", self.default_project)
         self._checkpoint_name = checkpoint_name
         self._add_file_policy = add_file_policy
         self._options: dict[str, Any] = {"name": name, "project": self._project, "reinit": "create_new", **kwargs}

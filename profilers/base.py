@@ -48,7 +48,7 @@ class Profiler:
         steps: tuple[int, int] | str | None = None,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        self.dirpath = None if dirpath is None else os.fspath(dirpath)
+        self._dirpath = dirpath
         self.filename = filename
         self.steps = None if steps is None else _read_steps(steps)
         self.ranks = None if ranks is None else _read_ranks(ranks)
@@ -58,6 +58,15 @@ class Profiler:
         self._stage: str | None = None
         self._local_rank: int | None = None
         self._log_dir: str | None = None
+
+    @property
+    def dirpath(self) -> str | os.PathLike[str] | None:
+        """Directory of the report file: the one given, else the run's log directory; None without either."""
+        return self._dirpath if self._dirpath is not None else self._log_dir
+
+    @dirpath.setter
+    def dirpath(self, dirpath: str | os.PathLike[str] | None) -> None:
+        self._dirpath = dirpath
 
     @property
     def local_rank(self) -> int:
@@ -169,7 +178,7 @@ class Profiler:
             extension: Of the file.
             names: Further parts of the file's name: `<stage>-<filename>[-<rank>][-<name>].<extension>`.
         """
-        directory = self.dirpath if self.dirpath is not None else self._log_dir
+        directory = self.dirpath
         if directory is None:
             return None
         parts = [self._stage, self.filename, None if self._local_rank is None else str(self._local_rank), *names]

@@ -78,6 +78,8 @@ class PyTorchProfiler(Profiler):
             "self_cpu_memory_usage", "self_cuda_memory_usage", "count",
         }
     )  # fmt: skip
+    action_prefix = "[action]"
+    """Beginning of the names of an activity's records."""
     STEP_FUNCTIONS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
 
     def __init__(
@@ -138,7 +140,7 @@ class PyTorchProfiler(Profiler):
         self._tables: dict[str, str] = {}
         self._counts: dict[str, int] = {}
         self._module: nn.Module | None = None
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._is_evaluating = False
         self._nvtx: AbstractContextManager[object] | None = None
 
@@ -191,7 +193,7 @@ class PyTorchProfiler(Profiler):
         if kind is not None and self._session is None:
             number = self._counts.setdefault(kind, 0)
             if self._action(number) is not ProfilerAction.NONE:
-                self._session = _Session(self, kind, number)
+                self._session = Session(self, kind, number)
         if self._session is not None:
             self._session.enter(action_name)
 
@@ -271,7 +273,7 @@ class PyTorchProfiler(Profiler):
         if session is not None:
             session.finish()
 
-    def keep(self, session: _Session) -> None:
+    def keep(self, session: Session) -> None:
         """Keep the table of a finished window and write its files."""
         recorded = session.profile
         averages = self.averages[session.kind] = recorded.key_averages(group_by_input_shape=self.group_by_input_shapes)
@@ -309,13 +311,22 @@ class PyTorchProfiler(Profiler):
         compiled = compiled_parts(module)
         for path, child in module.named_modules():
             if path and not any(path == one or path.startswith(f"{one}.") or not one for one in compiled):
-                _name_module(stack, child, f"[module]{type(child).__name__}: {path}")
+                _name_module(stack, child, self.name_of_module(path, child))
+
+    def name_of_module(self, path: str, module: nn.Module) -> str:
+        """Return the name of a submodule's records.
+
+        Args:
+            path: Its path.
+            module: The submodule.
+        """
+        return f"[module]{type(module).__name__}: {path}"
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_session": None, "_nvtx": None, "_module": None, "averages": {}}
 
 
-class _Session:
+class Session:
     """One window: torch's profile of it, and what it names.
 
     Args:
@@ -329,6 +340,7 @@ class _Session:
         self.first = first
         self._open: list[tuple[str, AbstractContextManager[object]]] = []
         self._hooks = ExitStack()
+        self._prefix = owner.action_prefix
         self.profile = profile(
             schedule=lambda number: owner.schedule(first + number),
             on_trace_ready=lambda _: owner.keep(self),
@@ -338,7 +350,7 @@ class _Session:
         owner.name_modules(self._hooks)
 
     def enter(self, action_name: str) -> None:
-        named = record_function(f"[action]{action_name}")
+        named = record_function(f"{self._prefix}{action_name}")
         named.__enter__()
         self._open.append((action_name, named))
 

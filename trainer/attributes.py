@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
@@ -30,8 +31,11 @@ if TYPE_CHECKING:
     from ..precision import Precision
     from ..protocols import Loaders
     from ..strategies import Strategy
+    from ..tuner.batch_size import Search, Trials
+    from ..tuner.lr_curve import LearningRateCurve
     from .loop.fit_loop import FitLoop
     from .loop.run_signals import RunSignals
+    from .metrics.current_values import CurrentValues
     from .metrics.log_output import LogOutput
     from .metrics.metrics import Metrics
     from .setup.arguments import Arguments
@@ -68,6 +72,11 @@ class TrainerAttributes:
         callbacks: In the order in which they are called.
         default_root_dir: Where logs and checkpoints go.
         accumulate_grad_batches: Micro-batches per optimizer step.
+        learning_rate_curve: Makes the curve of a learning-rate search from mode, first rate, last rate and steps; None:
+            `LearningRateCurve`. A subclass of that may choose rates and end the search by other rules.
+        batch_size_rule: Chooses the sizes that a batch-size search tries, and the result; None: Loopwright's rule. See
+            `loopwright.tuner.batch_size.search_sizes`.
+        prepare_trial: Called with the trainer of each trial of a search, before its run; None: nothing is changed.
     """
 
     fabric: Fabric
@@ -79,13 +88,18 @@ class TrainerAttributes:
     callbacks: list[Callback]
     default_root_dir: str
     accumulate_grad_batches: int
+    learning_rate_curve: Callable[[str, float, float, int], LearningRateCurve] | None = None
+    batch_size_rule: Callable[[Search, int, Trials], int] | None = None
+    prepare_trial: Callable[[Trainer], None] | None = None
     _arguments: Arguments
     _metrics: Metrics
+    _current_values: CurrentValues | None = None
     _run_signals: RunSignals
     _timeline: Timeline | None
     _run: Run | None
     _last_run: Run | None
     _spawned_module: nn.Module | None
+    _assigned_datamodule: DataModule | None
 
     def present_run(self) -> Run | None:
         """Return what is happening now; None between two verbs."""
@@ -144,7 +158,7 @@ class TrainerAttributes:
     @property
     def global_step(self) -> int:
         """Training steps taken, however many optimizers there are; skipped steps do not count."""
-        return self.progress.steps
+        return self.progress.global_step
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
@@ -175,8 +189,25 @@ class TrainerAttributes:
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Host values for the bar, as of the last log boundary."""
-        return self._metrics.progress_bar
+        """Host values for the bar: of the latest step where that waits for nothing, else of the last log boundary."""
+        from .metrics.current_values import CurrentValues
+
+        metrics = self._metrics
+        if self._current_values is None or self._current_values.metrics is not metrics:
+            self._current_values = CurrentValues(metrics)
+        return {**metrics.progress_bar, **metrics.bar_at_end, **self._current_values.read()}
+
+    def __repr__(self) -> str:
+        limits = {name: getattr(self, name) for name in ("max_epochs", "max_steps")}
+        shown = [
+            f"{type(self).__name__}({type(self.strategy).__name__}",
+            f"devices={self.num_devices}",
+            *([f"num_nodes={self.num_nodes}"] if self.num_nodes > 1 else []),
+            f"accelerator={type(self.accelerator).__name__.removesuffix('Accelerator').lower()!r}",
+            f"precision={self.precision!r}",
+            *(f"{name}={value}" for name, value in limits.items() if value not in (None, -1)),
+        ]
+        return f"{', '.join(shown)})"
 
     @property
     def strategy(self) -> Strategy:
@@ -217,9 +248,15 @@ class TrainerAttributes:
 
     @property
     def datamodule(self) -> DataModule | None:
-        """The user's data module."""
+        """The user's data module: that of the present or last run, or one that was assigned since."""
+        if self._assigned_datamodule is not None:
+            return self._assigned_datamodule
         run = self.latest_run()
         return run.datamodule if run is not None else None
+
+    @datamodule.setter
+    def datamodule(self, datamodule: DataModule | None) -> None:
+        self._assigned_datamodule = datamodule
 
     def _latest(self) -> Run | None:
         return self._run or self._last_run
@@ -326,9 +363,8 @@ class TrainerAttributes:
 
     @property
     def device_ids(self) -> list[int]:
-        """Indices of the devices on this host."""
-        index = self.fabric.device.index
-        return [index if index is not None else 0]
+        """Indices of the devices on this host, one for each process; CPUs count from 0."""
+        return [number if one.index is None else one.index for number, one in enumerate(self.fabric.devices)]
 
     @property
     def is_global_zero(self) -> bool:

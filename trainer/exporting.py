@@ -48,7 +48,7 @@ def export_script(
             raise ConfigError(
                 "to_torchscript(method='trace') got inputs by position and by name.", fix="pass all of them one way."
             )
-    with _exporting(module):
+    with _exporting(module), _scripting(module):
         script: torch.jit.ScriptModule = (
             torch.jit.script(module, **kwargs) if method == "script" else torch.jit.trace(module, **inputs, **kwargs)
         )
@@ -130,6 +130,17 @@ def _exporting(module: nn.Module) -> Iterator[None]:
             one.training = mode
         for one, name, value in hidden:
             one.__dict__[name] = value
+
+
+@contextmanager
+def _scripting(module: Module) -> Iterator[None]:
+    """Let attributes that need a Trainer be absent, in properties of users as well."""
+    base: Any = next(cls for cls in type(module).__mro__ if "_is_scripting" in vars(cls))
+    base._is_scripting = True
+    try:
+        yield
+    finally:
+        base._is_scripting = False
 
 
 def _hidden(module: nn.Module) -> list[str]:

@@ -9,7 +9,6 @@ each call is measured.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from operator import length_hint
 from typing import TYPE_CHECKING
 
 from ..callbacks import Checkpoint
+from ..messages import warn
 from .hooks import Hook, callback_bases, data_bases, find_override, module_bases
 
 if TYPE_CHECKING:
@@ -173,8 +173,8 @@ fit
   configure_callbacks, prepare_data, setup, configure_model
   [resume: on_load_checkpoint, load_state_dict]
   configure_optimizers, on_fit_start
-  [sanity check: on_sanity_check_start, VALIDATION, on_sanity_check_end]
-  train_dataloader, val_dataloader, on_train_start
+  [sanity check: on_sanity_check_start, val_dataloader, VALIDATION, on_sanity_check_end]
+  train_dataloader, [without sanity check: val_dataloader], on_train_start
   for each epoch
     on_train_epoch_start
     for each window of accumulate_grad_batches micro-batches
@@ -283,7 +283,7 @@ class Lifecycle:
         ]
         if unused:
             data, module = type(self._datamodule).__name__, type(self._module).__name__
-            warnings.warn(f"{data} and {module} both define {', '.join(unused)}: {data}'s are used", stacklevel=2)
+            warn(f"{data} and {module} both define {', '.join(unused)}: {data}'s are used")
 
     def is_heard(self, name: str) -> bool:
         """Whether the event has listeners."""
@@ -292,6 +292,15 @@ class Lifecycle:
     def does_anything(self, name: str) -> bool:
         """Whether the event calls anything: a listener, or the trainer itself."""
         return getattr(self, name) is not _unheard
+
+    def wrap(self, name: str, around: Callable[[Hook], Hook]) -> None:
+        """Let an event be fired through another function, from now on.
+
+        Args:
+            name: Name of the event.
+            around: Gets what fires the event, and returns what is called in its place.
+        """
+        setattr(self, name, around(getattr(self, name)))
 
     def own(self, name: str) -> Hook | None:
         """Return the user's override of a hook that is not an event: data module's first, then module's; None without.

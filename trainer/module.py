@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 from ..data.hparams import HyperParameters, save_hyperparameters
 from ..data.move import move_to_device
 from ..errors import ModuleError
+from ..messages import warn
 from .loop.optimizers import ManagedOptimizer, toggled
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Module(nn.Module):
 
     Attributes:
         automatic_optimization: Whether the trainer calls backward and steps the optimizer; else `training_step` does.
-        strict_loading: Whether the keys of a loaded checkpoint must match those of the module exactly.
+        strict_loading: Whether the keys of a loaded checkpoint must match those of the module exactly; None is True.
         exclude_frozen_parameters: Whether checkpoints leave out parameters that are frozen and that no optimizer has.
             Loading keeps the module's own values of these, and still requires all other names.
         example_input_array: Example input of `forward`, for summaries, graphs and exports: a tensor, tuple or dict.
@@ -56,12 +56,13 @@ class Module(nn.Module):
     """
 
     automatic_optimization: bool = True
-    strict_loading: bool = True
+    strict_loading: bool | None = True
     exclude_frozen_parameters: bool = False
     example_input_array: AnyBatch = None
     prepare_data_per_node: bool = True
     allow_zero_length_dataloader_with_multiple_devices: bool = False
     compile_blocks: object = None
+    _is_scripting = False  # set on the class while `to_torchscript` runs
 
     # For torch.jit.script: what belongs to a run is not part of the program.
     __jit_unused_properties__ = [
@@ -70,7 +71,7 @@ class Module(nn.Module):
     ]  # fmt: skip
     __jit_ignored_attributes__ = [
         "example_input_array", "compile_blocks", "_trainer", "_fabric", "_log", "_hparams", "_hparams_initial",
-        "_compile_options",
+        "_compile_options", "_is_scripting",
     ]  # fmt: skip
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -88,6 +89,7 @@ class Module(nn.Module):
     def __getstate__(self) -> dict[str, object]:
         state = dict(self.__dict__)
         state.pop("_compiled_call_impl", None)  # it would call this object; torch's own modules drop it as well
+        state.pop("_fabric_optimizers", None)
         state.update(_trainer=None, _fabric=None, _log=None)
         return state
 
@@ -352,7 +354,9 @@ class Module(nn.Module):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip gradients before the optimizer step; an override calls `self.clip_gradients`."""
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self.clip_gradients(
+            optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
+        )
 
     def count_tokens(self, batch: AnyBatch) -> int:
         """Return the number of tokens in a training batch, for `Trainer(max_tokens=)`. Called on the host.
@@ -466,10 +470,15 @@ class Module(nn.Module):
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or the list of them when there are several.
 
+        Without a Trainer these are the optimizers that `fabric.setup` returned with this module.
+
         Args:
             use_pl_optimizer: Whether to return the wrapper, whose `step` scales gradients and calls hooks, or torch's
                 optimizer. Steps of either are counted.
         """
+        of_fabric: list[object] = self.__dict__.get("_fabric_optimizers") or []
+        if self._trainer is None and of_fabric:
+            return of_fabric[0] if len(of_fabric) == 1 else of_fabric
         managed = self.trainer.managed_optimizers
         chosen: Sequence[object] = managed if use_pl_optimizer else [m.optimizer for m in managed]
         return chosen[0] if len(chosen) == 1 else chosen
@@ -680,8 +689,10 @@ class Module(nn.Module):
             RuntimeError: It is attached to none (a ModuleError would be a TypeError, which `hasattr` lets through).
         """
         if self._trainer is None:
-            if sys._getframe(1).f_globals.get("__name__", "").startswith(("torch.jit.", "torch._jit_internal")):
-                return None  # type: ignore[return-value]  # torch.jit.script looks at every attribute of the class
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            # torch.jit.script looks at every attribute of the class, also at properties that it then leaves out.
+            if self._is_scripting or caller.startswith(("torch.jit.", "torch._jit_internal")):
+                return None  # type: ignore[return-value]
             raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer; call trainer.fit(module) first.")
         return self._trainer
 
@@ -762,4 +773,4 @@ def _warn_detached() -> None:
     global _has_warned_detached
     if not _has_warned_detached:
         _has_warned_detached = True
-        warnings.warn("log() was called on a module that is not in a run; the values are dropped", stacklevel=3)
+        warn("log() was called on a module that is not in a run; the values are dropped")

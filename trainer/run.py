@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .metrics.log_output import LogOutput
     from .metrics.metrics import HookTable, Metrics
     from .setup.loaders import StageLoaders
+    from .setup.monitored import MonitoredNames
     from .state import Progress, TrainerState
     from .trainer import Trainer
 
@@ -67,6 +68,8 @@ class StepPlan:
         finish_window: Scales, clips and steps after the last micro-batch; see `step.finish_window`.
         run_window: The strategy's `run_window` where it takes over the inside of a window; else None.
         needs_closure: Whether the optimizer evaluates the window several times.
+        step_plateaus: Steps the plateau schedules that count epochs, given the epochs that have ended; called when the
+            epoch's metrics are there, before checkpoints are taken.
         count_window: Counts a finished window's samples, and its tokens, where these are limited; else None.
     """
 
@@ -86,6 +89,7 @@ class StepPlan:
     step_schedules: Callable[[Run], None]
     begin_window: Callable[[int], None]
     finish_window: Callable[..., bool]
+    step_plateaus: Callable[[Run, int], None]
     count_window: Callable[[int], None] | None = None
     zeroes_early: bool = False
     run_window: RunWindow | None = None
@@ -144,6 +148,7 @@ class Run:
         before_validation: What a checkpoint that is taken during a validation has to hold; None outside.
         unfinished: What was due at the event in which the resumed checkpoint was taken (checkpointing/unfinished.py).
         configured: What `configure_optimizers` gave, as plain values; see trainer/checkpointing/optimizer_record.py.
+        monitored: Names of metrics that are still to be checked; None where there are none.
         validated: The weights that the epoch's last validation saw, while hooks may change them; else None.
         after_epoch: What callbacks do after the event of the epoch's end, checkpoints included.
         has_ranks: Whether there are several processes.
@@ -197,6 +202,7 @@ class Run:
     stream_state: StateDict | None = None
     is_over: bool = False
     is_after_error: bool = False
+    monitored: MonitoredNames | None = None
 
     @property
     def ranks_answer(self) -> bool:

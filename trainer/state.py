@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class TrainerState:
 
     def begin(self, fn: str) -> None:
         """Enter a verb."""
-        self.fn, self.stage, self.status = fn, None, "running"
+        self.fn, self.stage, self.status = fn, "train" if fn == "fit" else fn, "running"
 
     def end(self) -> None:
         """Leave a verb that succeeded."""
@@ -84,6 +84,11 @@ class Progress:
     samples_before: int = 0
     tokens_before: int = 0
 
+    @property
+    def global_step(self) -> int:
+        """Steps as users count them: in `trainer.global_step`, file names, and limits. A subclass may count others."""
+        return self.steps
+
     def end_epoch(self) -> None:
         """Count the present epoch as done."""
         self.epochs += 1
@@ -102,7 +107,7 @@ class Progress:
 
     def state_dict(self) -> StateDict:
         """Return the counts as plain numbers."""
-        state = Progress(**asdict(self))
+        state = replace(self)
         if self.is_closing_epoch:
             state.end_epoch()
         counts = asdict(state)
@@ -111,7 +116,8 @@ class Progress:
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Set the counts; names that an older version did not know keep their value."""
+        known = {field.name for field in fields(self)}
         for name, value in state_dict.items():
-            if name in self.__slots__:
+            if name in known:
                 setattr(self, name, value)
         self.samples_before, self.tokens_before = self.samples, self.tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from ..accelerators.matmul_precision import BackendModes
 from ..callbacks import Callback
 from ..checkpoint import content as contents
+from ..console import show_logs
 from ..data.hparams import without_omegaconf
 from ..data.move import find_batch_size
 from ..data.rng import restore_rng
@@ -27,6 +29,7 @@ from ..errors import ConfigError, LoopwrightError, ModuleError, StopBySignal
 from ..fabric import Fabric
 from ..loggers import Logger
 from ..profilers import PassThroughProfiler, Profiler, resolve_profiler
+from ..tracebacks import show_trimmed
 from .attributes import TrainerAttributes
 from .checkpointing import snapshot
 from .checkpointing.locate import locate
@@ -39,7 +42,6 @@ from .loop.fit_loop import FitLoop
 from .loop.non_finite import MOST_KEPT, LossWatch
 from .loop.optimizers import ManagedOptimizer
 from .loop.run_signals import RunSignals, add_place
-from .loop.schedule import step_plateaus
 from .metrics.log_output import LogOutput, by_loader, tables_of
 from .metrics.metrics import Metrics
 from .module import Module
@@ -70,8 +72,8 @@ logger_ = logging.getLogger(__name__)
 class Trainer(TrainerAttributes):
     """Train, validate, test and predict with a module.
 
-    All arguments are keyword-only. Each can also be set by an environment variable `PL_TRAINER_<NAME>`; a value that is
-    passed takes precedence.
+    All arguments are keyword-only. Each can also be set by an environment variable `LOOPWRIGHT_TRAINER_<NAME>`; a value
+    that is passed takes precedence.
 
     Args:
         accelerator: Kind of device: "auto", "cpu", "gpu", "cuda", "mps", "tpu", or an Accelerator.
@@ -80,7 +82,7 @@ class Trainer(TrainerAttributes):
         num_nodes: Number of machines.
         precision: "32-true" (default), "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", or another
             registered name.
-        logger: True for TensorBoard, False for none, a Logger, or a list of Loggers.
+        logger: True for TensorBoard, False for none, a Logger, a name such as "csv" or "wandb", or a list of these.
         callbacks: A Callback or a list of Callbacks. The list is not changed.
         fast_dev_run: True for one batch of every stage, or a number of batches. Nothing is logged or saved.
         max_epochs: Maximum number of epochs; -1 for no limit. None is 1000 without other limits.
@@ -113,7 +115,7 @@ class Trainer(TrainerAttributes):
         global_batch_size: Samples per optimizer step, over all ranks. It replaces `accumulate_grad_batches`, which then
             follows from the loader's batch size and the number of ranks; both must divide it.
         gradient_clip_val: Maximum gradient norm, or maximum absolute value; None or 0 for no clipping.
-        gradient_clip_algorithm: "norm" or "value".
+        gradient_clip_algorithm: "norm" or "value"; None is "norm".
         deterministic: Whether deterministic algorithms are used: True, False, or "warn".
         benchmark: Value of torch.backends.cudnn.benchmark during a run.
         matmul_precision: Precision of float32 matrix products during a run: "highest" (float32), "high" (tf32 if the
@@ -140,6 +142,17 @@ class Trainer(TrainerAttributes):
         ConfigError: Names every invalid argument.
     """
 
+    if not TYPE_CHECKING:  # type checkers know the arguments from __init__
+
+        def __new__(cls, *args, **kwargs):
+            """Refuse arguments that there are not, with what to write instead."""
+            known = Trainer.__init__.__kwdefaults__
+            if cls.__init__ is Trainer.__init__ and not kwargs.keys() <= known.keys():
+                from .setup.unknown_arguments import refuse_arguments
+
+                refuse_arguments(kwargs.keys() - known.keys(), known)
+            return super().__new__(cls)
+
     def __init__(
         self,
         *,
@@ -149,7 +162,7 @@ class Trainer(TrainerAttributes):
         devices: Any = "auto",
         num_nodes: int = 1,
         precision: Any = None,
-        logger: Logger | Sequence[Logger] | bool | None = None,
+        logger: Logger | str | Sequence[Logger | str] | bool | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
         fast_dev_run: int | bool = False,
         max_epochs: int | None = None,
@@ -207,8 +220,7 @@ class Trainer(TrainerAttributes):
         self.fabric = self._make_fabric({name: given[name] for name in machine})
         self.state = TrainerState()
         self.progress = Progress()
-        profiler = resolve_profiler(arguments.profiler)
-        self.profiler = None if isinstance(profiler, PassThroughProfiler) else profiler
+        self.profiler: Profiler = resolve_profiler(arguments.profiler) or PassThroughProfiler()
         self.default_root_dir = os.path.expanduser(str(given["default_root_dir"] or os.getcwd()))
         self.use_distributed_sampler = given["use_distributed_sampler"]
         self.sync_batchnorm = given["sync_batchnorm"]
@@ -251,8 +263,10 @@ class Trainer(TrainerAttributes):
         self.saving = Saving(self)
         self._identity = os.urandom(8).hex()  # the same in processes that this one starts
         self.is_in_child = False
+        self._begun_s = 0.0
         self._revert_layer_sync: Callable[[], object] | None = None
         self._spawned_module: nn.Module | None = None
+        self._assigned_datamodule: DataModule | None = None
         self._spawned_checkpoint: StateDict | None = None
         own = {name: value for name, value in given.items() if name not in _PER_RANK}
         self._same_everywhere = own
@@ -297,7 +311,7 @@ class Trainer(TrainerAttributes):
         """Train the module.
 
         Args:
-            model: The module: lw.Module, or any nn.Module with `training_step` and `configure_optimizers`.
+            model: lw.Module, nn.Module with `training_step` and `configure_optimizers`, or transformers or peft model.
             train_dataloaders: A loader, a collection of loaders, or a DataModule.
             val_dataloaders: Validation loaders.
             datamodule: DataModule that provides the loaders instead.
@@ -460,6 +474,9 @@ class Trainer(TrainerAttributes):
                 f"trainer.{verb} was called while trainer.{self.state.fn} is running.",
                 fix="use a second Trainer for a run within a run.",
             )
+        show_logs()
+        show_trimmed()
+        self._begun_s = time.monotonic()
         self.state.begin(verb)
         self.ckpt_path = None
         self._run_signals = RunSignals(self._requeue_signal() if verb == "fit" and self.can_be_requeued else None)
@@ -478,8 +495,11 @@ class Trainer(TrainerAttributes):
                     from .checkpointing.requeue import requeue
 
                     requeue(self)
+                from .fit_lines import tell_failure
+
                 cause = self._cause_elsewhere(error)
                 self._on_failure(error if cause is None else cause)
+                tell_failure(self, error if cause is None else cause)
                 if cause is not None:
                     raise cause from None
                 raise
@@ -487,6 +507,40 @@ class Trainer(TrainerAttributes):
                 course.leave(has_trained=verb == "fit")
                 self._detach()
         self.state.end()
+
+    def adopt(self, module: nn.Module, datamodule: DataModule | None, train_dataloaders: Loaders) -> None:
+        """Show what a search was about, as after a run: `lightning_module`, `datamodule`, `train_dataloader`.
+
+        Args:
+            module: The module, which gets this Trainer and its loggers.
+            datamodule: The data module, None for none.
+            train_dataloaders: What the search trained with, None if it did not train.
+        """
+        if isinstance(module, Module):
+            module.trainer, module.fabric = self, self.fabric
+        if self._last_run is None:
+            self._spawned_module = module
+        self._assigned_datamodule = datamodule
+        if train_dataloaders is not None:
+            self.loaders.train = train_dataloaders
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what can be pickled: everything but the run. Its module and data module are kept."""
+        return {
+            **self.__dict__,
+            "_run": None,
+            "_last_run": None,
+            "last_fit": None,
+            "_spawned_module": self.lightning_module,
+            "_assigned_datamodule": self.datamodule,
+            "_run_signals": RunSignals(),
+            "_own_compiler": None,
+        }
+
+    @property
+    def _measuring_profiler(self) -> Profiler | None:
+        """The profiler, None where there is nothing to measure, so that steps are not bracketed."""
+        return None if isinstance(self.profiler, PassThroughProfiler) else self.profiler
 
     @property
     def training_rng(self) -> TrainingRng:
@@ -496,6 +550,10 @@ class Trainer(TrainerAttributes):
 
             self._training_rng = TrainingRng()
         return self._training_rng
+
+    @training_rng.setter
+    def training_rng(self, training_rng: TrainingRng) -> None:
+        self._training_rng = training_rng
 
     @property
     def can_be_requeued(self) -> bool:
@@ -527,7 +585,7 @@ class Trainer(TrainerAttributes):
         if sync is None and self.sync_batchnorm:
             from ..strategies.distributed.layer_sync import TorchSyncBatchNorm
 
-            sync = TorchSyncBatchNorm()
+            sync = TorchSyncBatchNorm(self.strategy.batch_norm_group)
         if sync is not None and self.world_size > 1:
             sync.apply(module)
             self._revert_layer_sync = lambda: sync.revert(module)
@@ -576,7 +634,7 @@ class Trainer(TrainerAttributes):
             state=self.state,
             run_signals=self._run_signals,
             watch=self._watch_losses,
-            profiler=self.profiler,
+            profiler=self._measuring_profiler,
             system={
                 # Barebones logs nothing, so there is nothing to do after a batch.
                 **({} if arguments.barebones else {"on_train_batch_end": self._after_batch}),
@@ -601,12 +659,17 @@ class Trainer(TrainerAttributes):
     def _begin(self, verb: str, model: nn.Module, datamodule: DataModule | None, given: dict[str, Loaders]) -> Run:
         """Attach module and data, start the processes, and run the hooks up to `configure_model`."""
         module = begin.unwrapped(model)
+        if datamodule is not None:
+            self._assigned_datamodule = None
         self._note_compiler(model, module)
         plan = self._plan(verb, given)
         begin.check(plan, module, datamodule)
         self.fabric.launch()
         self._connect_ranks()
         if verb == "fit":
+            from .fit_lines import tell_beginning
+
+            tell_beginning(self)
             rank_drawn_as = self.strategy.topology.data_rank if self.strategy.copies_draw_alike else None
             self.training_rng.begin_training(self.global_rank, self.world_size, rank_drawn_as)
         begin.attach(plan, module)
@@ -652,11 +715,13 @@ class Trainer(TrainerAttributes):
         self.open_training(run)
         self.accumulation_for_epoch(self.progress.epochs)
         begin.open_loop(run, self.fit_loop, content, path, self.stream_state)
+        if self.fit_loop.validates_in_this_epoch:  # else the first validation asks for its loaders again
+            self.loaders.epoch_of_validation = self.progress.epochs
         carried, self.carried_states = self.carried_states, {}
         states = carried if content is None else content.states
         begin.carry_window(run, states, self.ckpt_path, is_carrying=self.accumulate_across_epochs)
         begin.set_modes(run, content)
-        return restore
+        return self.training_rng.resume(restore)
 
     def _has_used_up_data(self, run: Run) -> bool:
         if not self.fit_loop.data_limits:
@@ -696,10 +761,11 @@ class Trainer(TrainerAttributes):
     def _synchronize_folders(self, verb: str, run: Run) -> None:
         """Let all ranks know where loggers write, and the profiler where it reports."""
         self.output.agree(self.strategy)
-        if self.profiler is not None:
+        profiler = self._measuring_profiler
+        if profiler is not None:
             rank = self.global_rank if self.world_size > 1 else None
-            self.profiler.watch(run.module)
-            self.profiler.setup(stage=verb, local_rank=rank, log_dir=self.log_dir)
+            profiler.watch(run.module)
+            profiler.setup(stage=verb, local_rank=rank, log_dir=self.log_dir)
 
     def _note_compiler(self, model: nn.Module, module: nn.Module) -> None:
         """Remember how the user compiled a module, if at all; a later verb may be given the module itself, or none."""
@@ -729,11 +795,14 @@ class Trainer(TrainerAttributes):
         if run is None:
             return
         if isinstance(error, Exception) and not isinstance(error, LoopwrightError):
-            add_place(error, self._place(run))
+            from .fit_lines import place_of
+
+            add_place(error, place_of(self, run))
             if isinstance(error, RuntimeError) and self.state.fn == "fit":
+                from .graph_advice import advice_on_graph
                 from .inference_tensors import advice_on
 
-                advice = advice_on(error, run.module)
+                advice = advice_on(error, run.module) or advice_on_graph(error, run.module)
                 if advice is not None:
                     add_place(error, advice)
         self.saving.is_after_error = run.is_after_error = True
@@ -749,19 +818,8 @@ class Trainer(TrainerAttributes):
         finally:
             self.saving.is_after_error = run.is_after_error = False
         self.output.finalize("failed")
-        if self.profiler is not None:
+        if self._measuring_profiler is not None:
             self.profiler.teardown(self.state.fn)
-
-    def _place(self, run: Run) -> str:
-        """Return where the run is, for an error's note."""
-        hook = run.metrics.table.hook
-        place = f"Loopwright: in {hook}" if hook else "Loopwright: outside of logging hooks"
-        place += f", trainer.{self.state.fn}"
-        if self.state.stage is not None:
-            place += f", stage {self.state.stage}, epoch {run.progress.epochs}, step {run.progress.steps}"
-        if run.stream is not None and not run.at_boundary:
-            place += f", batch {run.stream.position - 1}"
-        return place
 
     def _finish(self, run: Run) -> None:
         """The regular end of a verb."""
@@ -770,11 +828,16 @@ class Trainer(TrainerAttributes):
         self.wait_for_save()
         self.output.finalize("success")
         if self.state.fn == "fit":
-            self._describe_run()
-        if self.profiler is not None:
-            if self.is_global_zero and self.profiler.filename is None:
-                self.print(self.profiler.summary())
-            self.profiler.describe()
+            from .describe_run import describe_run
+            from .fit_lines import tell_end
+
+            describe_run(self)
+            tell_end(self, time.monotonic() - self._begun_s)
+        profiler = self._measuring_profiler
+        if profiler is not None:
+            if self.is_global_zero and profiler.filename is None:
+                self.print(profiler.summary())
+            profiler.describe()
 
     def _adopt_callbacks(self) -> None:
         """Let callbacks that another Trainer has trained with forget that run."""
@@ -798,17 +861,6 @@ class Trainer(TrainerAttributes):
         if self._spawned_module is not module:
             return {}
         return contents.read(self._spawned_checkpoint, source="the last fit").states
-
-    def _describe_run(self) -> None:
-        """Leave beside the logs of a fit where its time went and what it ran on, for pictures of it."""
-        folder = getattr(self.logger, "log_dir", None)
-        if not self.is_global_zero or self._arguments.fast_dev_run or not folder or not os.path.isdir(folder):
-            return
-        from ..report import write_environment
-
-        write_environment(folder)
-        if self.timeline.is_enabled:
-            self.timeline.save(os.path.join(folder, "timeline.json"))
 
     def _detach(self) -> None:
         """Undo what beginning the run attached; the module stays on its device."""
@@ -855,18 +907,33 @@ class Trainer(TrainerAttributes):
             self._take_stream(run)
 
     def reload_loaders_if_due(self, run: Run) -> None:
-        """Ask for new loaders when `reload_dataloaders_every_n_epochs` says so. Called before each epoch."""
+        """Ask for training loaders when `reload_dataloaders_every_n_epochs` says so. Called before each epoch."""
         every = self._arguments.reload_dataloaders_every_n_epochs
         if every and self.progress.epochs and self.progress.epochs % every == 0:
-            self.reload_loaders(run)
+            self._replace_stream(run)
+
+    def _reload_validation_if_due(self) -> None:
+        """Ask for validation loaders when `reload_dataloaders_every_n_epochs` says so. Called before a validation."""
+        every, epoch = self._arguments.reload_dataloaders_every_n_epochs, self.progress.epochs
+        if not every or self.loaders.epoch_of_validation == epoch:
+            return
+        # From the epoch alone, so that a resumed run asks where the uninterrupted one does.
+        spacing = self._arguments.check_val_every_n_epoch or 1
+        if ((epoch + 1) // spacing - 1) % math.ceil(every / spacing) == 0:
+            self.loaders.drop_validation()
+            self.loaders.open_validation()
+            self.loaders.epoch_of_validation = epoch
 
     def reload_loaders(self, run: Run) -> None:
-        """Ask for new loaders now; called between two epochs, also by the tuner when it changed the batch size."""
+        """Ask for new loaders now; called between two epochs, by the tuner when it changed the batch size."""
+        self._replace_stream(run)
+        self.loaders.drop_validation()
+        self.loaders.open_validation()
+
+    def _replace_stream(self, run: Run) -> None:
         if run.stream is not None:
             run.stream.shut_down()
         self._take_stream(run)
-        self.loaders.drop_validation()
-        self.loaders.open_validation()
 
     def _take_stream(self, run: Run) -> None:
         stream = run.stream = self.loaders.open_training()
@@ -881,15 +948,20 @@ class Trainer(TrainerAttributes):
 
     def sanity_check(self, run: Run) -> None:
         """Validate a few batches, to find mistakes before an epoch has been spent. Leaves no trace."""
-        data = None if self.fit_loop.is_done else self.loaders.open_sanity()
-        if data is None or data.num_batches == 0:
+        if self.fit_loop.is_done or not self._arguments.num_sanity_val_steps or not self.loaders.may_validate():
             return
         self._share_buffers(run)
-        generators, window = self.loaders.capture_generators(), run.metrics.window
+        window = run.metrics.window
         before = run.before_validation = snapshot.before_validation(run)
         self.state.stage = "sanity_check"
         run.lifecycle.on_sanity_check_start()
-        self._eval_loop(run, "validation", data).run(run, data)
+        # A first call of val_dataloader is part of the check, and what it draws at random is undone with it.
+        data = self.loaders.open_sanity()
+        generators = before.generators = self.loaders.capture_generators()
+        if data is not None and data.num_batches:
+            self._eval_loop(run, "validation", data).run(run, data)
+        if run.monitored is not None:
+            run.monitored.check_validation()
         run.metrics.discard_epoch("validation")
         run.metrics.window = window
         run.lifecycle.on_sanity_check_end()
@@ -906,9 +978,10 @@ class Trainer(TrainerAttributes):
     def validate_in_fit(self, run: Run) -> None:
         """Validate between two training steps. Training's random number generators are untouched by it."""
         self._share_buffers(run)
-        data = self.loaders.eval["validation"]
         run.metrics.batch = run.metrics.sized = None  # the last training batch is not kept during the validation
         self.state.stage = "validate"
+        self._reload_validation_if_due()
+        data = self.loaders.eval["validation"]
         before = run.before_validation = snapshot.before_validation(run)
         own = run.lifecycle.own("on_validation_model_zero_grad")
         if own is not None:
@@ -918,8 +991,7 @@ class Trainer(TrainerAttributes):
             run.module.zero_grad()
         validate = run.lifecycle.bracketed(self._eval_loop(run, "validation", data).run, "[EvalLoop].validation")
         self.timeline.timed("validation", validate)(run, data)
-        self.loaders.restore_shared_generators(before.generators)
-        restore_rng(before.rng)
+        self.training_rng.leave_validation(run, before)
         run.before_validation = None
         if run.validated is not None and self._has_more_to_train(run):
             run.validated = None
@@ -973,6 +1045,9 @@ class Trainer(TrainerAttributes):
                 self.log_metrics(row)
             self.timeline.leave()
             run.watch.judge(probed, self.progress)
+            if run.monitored is not None:
+                run.monitored.check_step()
+                run.monitored = None
         elif self.progress.steps % MOST_KEPT == 0 if run.has_ranks else len(run.watch.losses) >= MOST_KEPT:
             run.watch.look(self.progress)
 
@@ -987,8 +1062,8 @@ class Trainer(TrainerAttributes):
             row = {**run.watch.counts(self.progress), **row}
         if row:
             self.log_metrics(row)
-        if run.is_epoch_over:
-            step_plateaus(run, self.progress.epochs + 1)
+        if run.is_epoch_over and run.plan is not None:
+            run.plan.step_plateaus(run, self.progress.epochs + 1)
         self.progress.is_closing_epoch = run.is_epoch_over
 
     def _after_validation(self) -> None:

@@ -6,6 +6,7 @@ import os
 import pickle
 import struct
 import warnings
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,10 +15,15 @@ import torch
 from ...errors import CheckpointError
 from ...protocols import MapLocation, StateDict
 from .. import verified
-from ..plain import untrust
-from . import digest
+from ..content import LIGHTNING_VERSION_KEY
+from ..plain import Unopened, untrust
+from .restricted import Unknown, UnknownClass, load_replacing
 
 __all__ = ["read_file"]
+
+_CPU = torch.device("cpu")
+# Entries without which nothing can continue, or that a reader interprets: an object there is refused.
+_OF_TRAINING = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "epoch", "global_step", "loopwright")
 
 # What torch.load raises for bytes that are not a checkpoint; it documents no list.
 _READ_ERRORS = (
@@ -40,13 +46,14 @@ def read_file(
 ) -> StateDict:
     """Return the content of a local file that messages call `shown`; see `storage.load`."""
     if verify or not os.access(path, os.R_OK) or not path.is_file():  # the latter are explained there
-        has_digest = verified.verify_as(path, shown).sealed
-    else:
-        with open(path, "rb") as file:
-            has_digest = digest.has_digest(file, path.stat().st_size)
-    try:  # a file with our digest is plain: only its Trusted entries need trust
-        loaded = _read(path, map_location, mmap=mmap, is_safe=is_safe or has_digest)
+        verified.verify_as(path, shown)
+    try:
+        loaded = _read(path, map_location, mmap=mmap, is_safe=is_safe)
     except (OSError, *_READ_ERRORS) as error:
+        if isinstance(error, pickle.UnpicklingError) and is_safe and map_location in (None, "cpu", _CPU):
+            found = _read_beside_objects(path, mmap=mmap)
+            if found is not None:
+                return found
         if not verify:
             verified.verify_as(path, shown)  # if it is damaged, this says where
         _raise_unreadable(error, shown)
@@ -57,6 +64,45 @@ def read_file(
         )
     result: StateDict = untrust(loaded, allow=not is_safe)
     return result
+
+
+def _read_beside_objects(path: Path, *, mmap: bool) -> StateDict | None:
+    """Return a checkpoint of Lightning whose objects are `Unopened`; None if some stand where training continues from.
+
+    Its programs keep objects among hyperparameters and in entries of their own.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = load_replacing(path, mmap=mmap)
+    except (OSError, *_READ_ERRORS):  # the objects were inert, and what used them may fail in any way
+        return None
+    if not isinstance(loaded, dict) or "state_dict" not in loaded or LIGHTNING_VERSION_KEY not in loaded:
+        return None
+    inert: list[str] = []
+
+    def replaced(value: Any, where: str, parents: tuple[int, ...]) -> Any:  # Any: any entry
+        if isinstance(value, Unknown | UnknownClass):
+            inert.append(where)
+            return Unopened(value.name, where)
+        if id(value) in parents:
+            return value
+        inside = (*parents, id(value))
+        if isinstance(value, dict):
+            kind = type(value) if type(value) in (OrderedDict, Counter) else dict
+            made = kind((key, replaced(item, f"{where}[{key!r}]", inside)) for key, item in value.items())
+            if kind is OrderedDict:  # state_dict()._metadata
+                vars(made).update(vars(value))
+            return made
+        if type(value) in (list, tuple):
+            return type(value)(replaced(item, f"{where}[{index}]", inside) for index, item in enumerate(value))
+        return value
+
+    result = {key: replaced(value, f"checkpoint[{key!r}]", ()) for key, value in loaded.items()}
+    if any(place.startswith(f"checkpoint[{key!r}]") for place in inert for key in _OF_TRAINING):
+        return None
+    opened: StateDict = untrust(result, allow=False)
+    return opened
 
 
 def _raise_unreadable(error: Exception, shown: str) -> NoReturn:

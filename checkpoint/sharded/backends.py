@@ -14,8 +14,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO
 
-from fsspec.core import url_to_fs
-
 from ...protocols import StorageOptions
 from ..file import disk
 from ..file.disk import cannot_remove
@@ -124,6 +122,8 @@ class RemoteBackend:
         self.url = url.rstrip("/")
         self.options = options
         self.remote = Remote(self.url, options)  # explains a protocol that cannot be used
+        from fsspec.core import url_to_fs
+
         self._store, self._key = url_to_fs(self.url, **(options or {}))
 
     def address(self, name: str) -> str:

@@ -25,6 +25,7 @@ from ..file.remote import as_local
 from ..file.restricted import load_replacing
 from ..file.safetensors_file import read_weights
 from ..formats import find_format
+from ..plain import has_unopened
 from ..sharded.manifest import MANIFEST
 from ..tensors import is_tensor, tensors_in
 from ..to_plain import to_plain
@@ -151,7 +152,9 @@ def _read_torch(path: str | Path, how: Reading, dropped: list[str]) -> StateDict
         with open(local, "rb") as file:
             is_zip = file.read(2) == b"PK"
     try:
-        return storage.load(path, mmap=is_zip, verify=how.verify)
+        loaded = storage.load(path, mmap=is_zip, verify=how.verify)
+        if local is None or not has_unopened(loaded):
+            return loaded
     except CheckpointError as error:
         if local is None or not isinstance(error.__cause__, pickle.UnpicklingError):
             raise

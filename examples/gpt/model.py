@@ -115,7 +115,7 @@ class GPT(lw.Module):
         matrices = [p for p in self.parameters() if p.ndim == 2]
         vectors = [p for p in self.parameters() if p.ndim != 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
+        optimizer = lw.optim.adamw(groups, lr=self.lr, betas=(0.9, 0.95))
         total_steps = self.trainer.estimated_stepping_batches
 
         def lr_factor(step: int) -> float:

@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
-from ...errors import ConfigError, LaunchError
+from ...errors import ConfigError, LaunchError, MissingVariable
 
 __all__ = ["ClusterEnvironment", "check_numbers"]
 
@@ -130,7 +130,7 @@ class ClusterEnvironment(ABC):
         """Return a variable; a LaunchError if it is not set."""
         text = self.variables.get(name)
         if text is None:
-            raise LaunchError(
+            raise MissingVariable(
                 f"Expected the environment variable {name} from {self.name}, but it is not set.",
                 fix=f"set {name} in every process, or pass another ClusterEnvironment in plugins=.",
             )

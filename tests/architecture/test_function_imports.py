@@ -8,7 +8,9 @@ An import may stand within a function if it is of
 3. a module that `import loopwright.Trainer` does not load, in a file that it does load: a feature of some runs;
 4. an engine (`strategies/ddp`, ...), a part of a mesh (`strategies/mesh/pipeline`, ...) or a command of the command
    line: a process uses one of several;
-5. a part that stands in a later row of the order of imports (`test_import_order.DOCUMENTED`).
+5. a part that stands in a later row of the order of imports (`test_import_order.DOCUMENTED`);
+6. a package that a run needs for its terminal or for URLs alone (`RARELY_NEEDED`), or a module of the package that
+   imports it: the first step does not wait for it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ HEAVY = {
 }
 # Packages that come with a required one, by the name under which they are imported.
 COMES_WITH_REQUIRED = {"google": "tensorboard", "yaml": "omegaconf", "typing_extensions": "torch"}
-PLATFORM = {"fcntl", "resource"}  # absent on Windows
+RARELY_NEEDED = {"rich", "fsspec"}
+PLATFORM = {"fcntl", "readline", "resource"}  # absent on Windows
 MESH_PARTS = {"pipeline", "tensor", "context", "experts"}
 ENGINES = {"ddp", "deepspeed", "fsdp", "mesh", "xla"}
 # (file, module): why an import stands within a function although no rule above allows it.
@@ -104,7 +107,11 @@ def _is_allowed(file: Path, target: str) -> bool:
     module, modules = _name(file), _modules()
     if target not in modules:
         root = target.split(".")[0]
-        if root in PLATFORM or (root not in _required() and root not in sys.stdlib_module_names):
+        if (
+            root in PLATFORM
+            or root in RARELY_NEEDED
+            or (root not in _required() and root not in sys.stdlib_module_names)
+        ):
             return True
         if module in _started() and target not in _started():
             return True
@@ -132,6 +139,8 @@ def _needs(target: str) -> set[str]:
     root = target.split(".")[0]
     if root == "torch":
         return heavy | {"torch"}
+    if root in RARELY_NEEDED:
+        return {root}
     return heavy if root in _required() or root in sys.stdlib_module_names else {root}
 
 

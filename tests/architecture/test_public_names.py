@@ -112,7 +112,8 @@ def test_every_file_that_lists_names_defines_them() -> None:
         listed = [
             ast.literal_eval(node.value)
             for node in tree.body
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+            if (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
+            or (isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "__all__" and node.value)
         ]
         if not listed:
             wrong.append(f"{place(file, tree)}: no __all__")

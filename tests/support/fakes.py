@@ -87,6 +87,7 @@ class FakeTrainer:
         self.max_epochs, self.max_steps, self.windows = max_epochs, -1, windows
         self.accumulate_grad_batches = accumulate
         self.global_batch_size = None
+        self.fit_loop = SimpleNamespace(validates_in_this_epoch=True)
         self.batches_until_max_samples = math.inf
         self.num_training_batches: float = windows * accumulate
         self.num_val_batches = self.num_sanity_val_batches = [val_batches] if val_batches else []
@@ -113,6 +114,7 @@ class FakeTrainer:
         self.global_step = 0
         self.current_epoch = 0
         self.window = 0
+        self.validated_window = 0
         self.ckpt_path: str | None = None
         self.callback_metrics: dict[str, Tensor] = {}
         self.metric_steps: dict[str, int] = {}
@@ -132,6 +134,11 @@ class FakeTrainer:
     @property
     def should_log(self) -> bool:
         return (self.window + (1 if not self.at_step_boundary else 0)) % self.log_every == 0
+
+    @property
+    def validation_is_due(self) -> bool:
+        is_new = self.at_step_boundary and self.validated_window != self.window
+        return is_new and self._validation_due(self.is_last_batch)
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -297,6 +304,7 @@ class FakeTrainer:
         return last_of_epoch if self.val_every is None else self.window % self.val_every == 0
 
     def _evaluate(self, stage: str) -> None:
+        self.validated_window = self.window
         self.call(f"on_{stage}_start")
         for index in range(self.num_val_batches[0] if self.num_val_batches else 0):
             self.call(f"on_{stage}_batch_end", None, None, index, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,9 @@ from typing import TYPE_CHECKING
 from ... import callbacks as standard  # most of its names are imported when they are used
 from ...callbacks.base import from_rank_zero
 from ...checkpoint import storage
+from ...console import ONLY_LOGS
 from ...errors import CheckpointError, ConfigError
+from ...messages import warn
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -44,7 +45,7 @@ def locate(trainer: Trainer, ckpt_path: str | Path | None, verb: str, *, has_mod
     if ckpt_path is None:
         if verb == "fit" or has_model:
             return None
-        warnings.warn(f"trainer.{verb}() without a module and ckpt_path loads the best checkpoint", stacklevel=5)
+        warn(f"trainer.{verb}() without a module and ckpt_path loads the best checkpoint")
         ckpt_path = "best"
     if ckpt_path == "best":
         return _best(trainer, verb)
@@ -83,7 +84,7 @@ def _last(trainer: Trainer) -> str | None:
             paths += [path for path in callback.find_last(trainer) if path not in paths]
 
     def skip(path: object, error: Exception) -> None:
-        warnings.warn(f"{path} is damaged and skipped: {error}", stacklevel=2)
+        warn(f"{path} is damaged and skipped: {error}")
 
     def ordered() -> list[str]:
         return sorted(paths, key=modified_ns, reverse=True) if len(trainer.checkpoint_callbacks) > 1 else paths
@@ -95,7 +96,7 @@ def _last(trainer: Trainer) -> str | None:
     if found is None:
         logger.info("ckpt_path='last': no checkpoint found, the run starts fresh")
         return None
-    logger.info("resuming from %s", found)
+    logger.info("resuming from %s", found, extra=ONLY_LOGS)  # with epoch and step when it was read
     return str(found)
 
 

@@ -40,6 +40,11 @@ class Saving:
         self._pending: PendingSave | None = None
         self.is_after_error = False
         self.has_score = False
+        self._saved_at, self._saved_path = -1, ""
+
+    def path_at(self, step: int) -> str | None:
+        """Return the last checkpoint that holds the state after this optimizer step; None where there is none."""
+        return self._saved_path if self._saved_at == step else None
 
     def keep_validated(self) -> None:
         """Keep the weights of now until the epoch has ended, if a hook may change them before the score is saved.
@@ -53,6 +58,13 @@ class Saving:
 
         if may_change_weights(self._trainer.callbacks, run.module):
             run.validated = ValidatedWeights(self._trainer.strategy.module_state_dict(run.model))
+
+    def complete(self, checkpoint: StateDict) -> None:
+        """Add entries to a checkpoint before `on_save_checkpoint`; for subclasses.
+
+        Args:
+            checkpoint: What was collected.
+        """
 
     @property
     def is_in_background(self) -> bool:
@@ -87,6 +99,8 @@ class Saving:
         trainer.timeline.timed("checkpoint", run.lifecycle.bracketed(self._collect_and_write, "save_checkpoint"))(
             run, filepaths, is_weights_only=is_weights_only, storage_options=storage_options
         )
+        if not is_weights_only:
+            self._saved_at, self._saved_path = trainer.global_step, str(filepaths[0])
 
     def _reach_end_of_event(self, run: Run) -> None:
         """Let everybody hear of the running event, so that nothing of it is lost on a resume."""

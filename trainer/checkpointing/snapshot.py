@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "before_validation",
+    "callback_states",
     "collect",
     "count_data",
     "counts_batches",
+    "hyperparameters",
     "logger_states",
     "note_row_of_validation",
     "parameter_names",
@@ -73,11 +75,11 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
 
         stepped = [one for optimizer in run.optimizers for one in _stepped(optimizer)]
         states["module"], states["excluded"] = leave_out(states["module"], run.module, stepped)
-    extra: StateDict = _hyperparameters(run.module, "")
+    extra: StateDict = hyperparameters(run.module, "")
     if run.datamodule is not None:
-        extra.update(_hyperparameters(run.datamodule, "datamodule_"))
+        extra.update(hyperparameters(run.datamodule, "datamodule_"))
     if not is_weights_only:
-        states["callbacks"] = _callback_states(run.callbacks)
+        states["callbacks"] = callback_states(run.callbacks)
         states["optimizers"] = [fabric.strategy.optimizer_state(optimizer, run.model) for optimizer in run.optimizers]
         states["schedulers"] = [config.scheduler.state_dict() for config in run.schedulers]
         if run.configured:
@@ -126,10 +128,11 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
     checkpoint = contents.write(
         Content(states, extra),
         epoch=run.progress.epochs,
-        global_step=run.progress.steps,
+        global_step=run.progress.global_step,
         world_size=fabric.world_size,
         version=__version__,
     )
+    run.trainer.saving.complete(checkpoint)
     if is_weights_only:
         run.lifecycle.of_callbacks("on_save_checkpoint", chosen=lambda callback: callback.replaces_weights)(checkpoint)
         own_hook = run.lifecycle.own("on_save_checkpoint")
@@ -265,7 +268,8 @@ def logger_states(output: LogOutput) -> StateDict:
     return {key: state for key, state in states.items() if state}
 
 
-def _callback_states(callbacks: list[Callback]) -> StateDict:
+def callback_states(callbacks: list[Callback]) -> StateDict:
+    """Return the states that callbacks have to save, by their keys."""
     states = {}
     for callback in callbacks:
         state = callback.state_dict()
@@ -274,11 +278,13 @@ def _callback_states(callbacks: list[Callback]) -> StateDict:
     return states
 
 
-def _hyperparameters(owner: object, prefix: str) -> StateDict:
+def hyperparameters(owner: object, prefix: str) -> StateDict:
+    """Return the entries of a checkpoint for the hyperparameters of a module (prefix "") or "datamodule_"."""
     hparams = getattr(owner, "hparams", None)
     if not hparams:
         return {}
     from ...checkpoint import arguments_to_pass
+    from ...checkpoint.omegaconf_containers import containers_key, find_containers
 
     plain, to_pass = arguments_to_pass.split(hparams, owner=type(owner).__name__)
     if to_pass:
@@ -289,6 +295,9 @@ def _hyperparameters(owner: object, prefix: str) -> StateDict:
     name_key = "datamodule_hparams_name" if prefix else "hparams_name"
     value_key = "datamodule_hyper_parameters" if prefix else "hyper_parameters"
     found = {name_key: getattr(owner, "_hparams_name", None) or "kwargs", value_key: plain}
+    containers = find_containers(hparams)
+    if containers:
+        found[containers_key(prefix)] = containers
     return {**found, arguments_to_pass.to_pass_key(prefix): to_pass} if to_pass else found
 
 
@@ -331,7 +340,7 @@ def restore_module(run: Run, content: Content) -> None:
     own = run.lifecycle.own("on_load_checkpoint")
     if own is not None:
         own(checkpoint)
-    strict = bool(getattr(run.module, "strict_loading", True))
+    strict = getattr(run.module, "strict_loading", True) is not False
     leaves_out = getattr(run.module, "exclude_frozen_parameters", False)
     excluded = content.states.get("excluded", ()) if leaves_out else ()
     keys = run.fabric.strategy.load_module_state_dict(
@@ -392,6 +401,11 @@ def restore_training(run: Run, content: Content, path: str) -> Callable[[], None
             f"{path} has weights only, and trainer.fit needs optimizers and counts to resume.",
             fix="resume from a full checkpoint, or load the weights with load_from_checkpoint and train from scratch.",
         )
+    # Saved before training: there was nothing to save yet, and there is nothing to put back.
+    is_untrained = not states["optimizers"] and not states["progress"].get("steps")
+    if is_untrained:
+        states = {**states, "optimizers": [one.state_dict() for one in run.optimizers]}
+        states["schedulers"] = [config.scheduler.state_dict() for config in run.schedulers]
     for what, have in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
         saved = states.get(what, [])
         if len(saved) != len(have):
@@ -400,6 +414,7 @@ def restore_training(run: Run, content: Content, path: str) -> Callable[[], None
                 fix="resume with the optimizers and schedules of the run that saved it.",
             )
     run.progress.load_state_dict(states["progress"])
+    logger.info("Resuming at epoch %d, step %d from %s.", run.progress.epochs, run.progress.steps, path)
     record = states.get("optimizer_record", {})
     names = record.get("names", [None] * len(run.optimizers))
     put_back = [
@@ -497,6 +512,10 @@ def _load_optimizer(
             f"{path}: the state of {type(optimizer).__name__} does not fit: {error}.",
             fix="resume with the same parameter groups, or start from the weights with load_from_checkpoint.",
         ) from error
+    if any("fused" in group for group in state.get("param_groups", ())):
+        from ...optim.fused import match_implementation
+
+        match_implementation(optimizer)
     return state, order
 
 

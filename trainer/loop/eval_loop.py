@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -13,6 +12,9 @@ from torch import nn
 
 from ...data.combined import CombinedLoader
 from ...data.move import move_to_device
+from ...data.sources.base import announce_epoch
+from ...data.tree import flatten_loaders, is_collection
+from ...messages import warn
 from ...protocols import Batch, Loader, Loaders, StepFunction, StepOutput
 from ..checkpointing.snapshot import note_row_of_validation
 from ..run import Run
@@ -48,6 +50,14 @@ class EvalLoader:
             self._sizes[index] = BatchSizes(self.loaders[index])
         return self._sizes[index]
 
+    def announce_epoch(self, epoch: int) -> None:
+        """Call `set_epoch(epoch)` on samplers and data sets that have it: their order may follow the training."""
+        loaders = self.original
+        if isinstance(loaders, CombinedLoader):
+            loaders = loaders.flattened
+        for member in flatten_loaders(loaders) if is_collection(loaders) else [loaders]:
+            announce_epoch(member, epoch)
+
     @property
     def num_batches(self) -> int | float:
         """Batches of all loaders together."""
@@ -70,7 +80,9 @@ class EvalLoader:
 
 
 def _take(loader: Loader, limit: int | float) -> Iterator[Batch]:
-    iterator = iter(loader)
+    from ...data.gather import gathering  # not imported where nothing is evaluated
+
+    iterator = iter(gathering(loader))
     taken = 0
     while taken < limit:
         try:
@@ -88,7 +100,7 @@ class EvalLoop:
         stage: "validation", "test" or "predict".
         transfer: (batch, dataloader_idx) -> batch on the device.
         step: The module's step; called with dataloader_idx only when there are several loaders.
-        context: Autograd mode of steps and batch hooks: inference mode or no_grad.
+        context: Autograd mode of steps, of their hooks and of those before them: inference mode or no_grad.
         log_every_n_steps: Number of batches between two rows of step values.
     """
 
@@ -121,14 +133,15 @@ class EvalLoop:
         stage, life, module = self.stage, run.lifecycle, run.module
         if run.stop_coordination is not None:
             run.stop_coordination.begin_phase()
+        data.announce_epoch(run.progress.epochs)
         modes = [(child, child.training) for child in module.modules()]
         (life.own(f"on_{stage}_model_eval") or module.eval)()
         outputs: list[list[StepOutput]] = [[] for _ in data.loaders]
         with torch.no_grad():
-            getattr(life, f"on_{stage}_start")()
-            getattr(life, f"on_{stage}_epoch_start")()
             context = self._context() if data.loaders else nullcontext()
             with context:
+                getattr(life, f"on_{stage}_start")()
+                getattr(life, f"on_{stage}_epoch_start")()
                 self._batches(run, data, outputs if keep else None)
             run.metrics.batch = run.metrics.sized = None
             if run.stop_coordination is not None:
@@ -189,7 +202,7 @@ class EvalLoop:
                     run.run_signals.check()
         metrics.sizes = sizes_of_training
         if metrics.window == windows_before and any(data.limits) and not run.has_ranks:
-            warnings.warn(f"the {stage} data gave no batches: nothing was evaluated", stacklevel=2)
+            warn(f"the {stage} data gave no batches: nothing was evaluated")
 
     def _log_step(self, run: Run) -> None:
         """Send the step values of this batch to the loggers, at the log interval."""

@@ -31,6 +31,7 @@ class FitLoop:
     Attributes:
         max_epochs, min_epochs, max_steps, min_steps: The limits; may be changed between two fits.
         is_used_up: Whether `max_samples` or `max_tokens` is reached; the same on all ranks.
+        plan_counts_steps: Whether the plan of a step compares its own count with `max_steps`, and sets `is_used_up`.
     """
 
     def __init__(
@@ -42,12 +43,16 @@ class FitLoop:
         self.max_steps = max_steps
         self.min_steps = min_steps
         self.is_used_up = False
+        self.plan_counts_steps = False
         self._step: Callable[[Run, int], bool] = train_window
         self._next_validation: int | float = math.inf
         self._look_at: int | float = 0
         self._validation_clock_s = 0.0
         self._asked_at = -1
         self._rank_zero_said = False
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_step": train_window}
 
     # --- limits ----------------------------------------------------------------------------------------------------
 
@@ -73,7 +78,7 @@ class FitLoop:
         min_epochs = self.min_epochs
         if min_epochs is None and self.min_steps:
             min_epochs = 1
-        return progress.epochs >= (min_epochs or 0) and progress.steps >= (self.min_steps or 0)
+        return progress.epochs >= (min_epochs or 0) and progress.global_step >= (self.min_steps or 0)
 
     @property
     def is_at_limit(self) -> bool:
@@ -81,7 +86,7 @@ class FitLoop:
         progress = self._trainer.progress
         if self._trainer.limit_train_batches == 0 or self.is_used_up:
             return True
-        if self.max_steps != -1 and progress.steps >= self.max_steps:
+        if self.max_steps != -1 and progress.global_step >= self.max_steps:
             return True
         return self.epoch_limit != -1 and progress.epochs >= self.epoch_limit
 
@@ -137,9 +142,22 @@ class FitLoop:
         """Go back to where the data of an open epoch were; the random number generators stay as they are."""
         assert run.stream is not None
         rng = capture_rng()
-        run.stream.reopen()
+        if run.stream.knows_position:
+            run.stream.reopen()
+        else:
+            self._skip_batches(run)
         restore_rng(rng)
         run.progress.move_to(run.stream.position)
+
+    def _skip_batches(self, run: Run) -> None:
+        """Leave out the batches that an open epoch of another library had: its file says how many there were."""
+        assert run.stream is not None
+        num_batches = run.progress.batches_in_epoch
+        self._open_stream(run)
+        for _ in range(num_batches):
+            if not run.stream.has_next():
+                break
+            run.stream.next_batch()
 
     def _epoch(self, run: Run) -> None:
         """Run one epoch, or the rest of one that was left open."""
@@ -157,9 +175,7 @@ class FitLoop:
         self._next_validation = self._plan_validation(run)
         self._look_at = self._when_to_look(run)
         accumulate = trainer.accumulation_for_epoch(progress.epochs)
-        step, stop_coordination = self._step, run.stop_coordination
-        if trainer.profiler is not None:
-            step = run.lifecycle.bracketed(step, "run_training_step")
+        step, stop_coordination = run.lifecycle.bracketed(self._step, "run_training_step"), run.stop_coordination
         is_skipped = progress.epoch_left
         while True:
             if progress.total_batches >= timeline.due:
@@ -175,7 +191,7 @@ class FitLoop:
             elif run.run_signals.is_called:
                 run.run_signals.check()
                 trainer.wait_for_save()  # no signal: a save failed
-            if not size or progress.steps >= self.max_steps != -1 or self.is_used_up:
+            if not size or self.is_used_up or (progress.steps >= self.max_steps != -1 and not self.plan_counts_steps):
                 break
             if trainer.should_stop and self.stops_here:
                 break
@@ -196,14 +212,17 @@ class FitLoop:
         progress.batches_in_epoch = 0
         if not progress.epoch_announced:  # a checkpoint may have been taken then
             run.lifecycle.on_train_epoch_start()
+        self._open_stream(run)
+        progress.epoch_open, progress.epoch_announced = True, False
+
+    def _open_stream(self, run: Run) -> None:
         assert run.stream is not None
         if run.has_ranks:
             from . import rank_coordination
 
             rank_coordination.open_epoch(run)
         else:
-            run.stream.open(progress.epochs)
-        progress.epoch_open, progress.epoch_announced = True, False
+            run.stream.open(run.progress.epochs, may_be_empty=True)
 
     def _close_epoch(self, run: Run, *, is_over: bool, is_stuck: bool) -> None:
         """Fire the end of the epoch. One that a limit cut short stays open: more training continues within it."""
@@ -211,6 +230,9 @@ class FitLoop:
         run.watch.look(progress)
         run.metrics.batch = run.metrics.sized = None
         run.metrics.publish_epoch("train", progress.steps)
+        run.metrics.show_epoch("train")
+        if run.monitored is not None:  # the epoch has had no logged step
+            run.monitored.check_epoch()
         run.is_epoch_over = is_over
         progress.epoch_paused = not is_over
         run.lifecycle.on_train_epoch_end()
@@ -259,12 +281,18 @@ class FitLoop:
 
     # --- validation ------------------------------------------------------------------------------------------------
 
+    @property
+    def validates_in_this_epoch(self) -> bool:
+        """Whether `check_val_every_n_epoch` selects the present epoch."""
+        every = self._trainer.check_val_every_n_epoch
+        return every is None or (self._trainer.progress.epochs + 1) % every == 0
+
     def _plan_validation(self, run: Run) -> int | float:
         """Return the count of batches at which the next validation is due: in the epoch, or in all for no epoch."""
         trainer, progress = self._trainer, run.progress
         interval = trainer.loaders.interval_batches
         every = trainer.check_val_every_n_epoch
-        if interval == math.inf or (every is not None and (progress.epochs + 1) % every):
+        if interval == math.inf or not self.validates_in_this_epoch:
             return math.inf
         # Counted from the last validation, not from now: one that was pending in a checkpoint is still due.
         epoch_began_at = 0 if every is None else progress.total_batches - progress.batches_in_epoch
@@ -288,8 +316,7 @@ class FitLoop:
         if not trainer.enable_validation or progress.validated_at == progress.total_batches:
             return False
         every = trainer.check_val_every_n_epoch
-        is_wrong_epoch = every is not None and (progress.epochs + 1) % every != 0
-        if is_wrong_epoch or progress.batches_in_epoch == 0:
+        if not self.validates_in_this_epoch or progress.batches_in_epoch == 0:
             return False
         seconds = trainer.loaders.interval_s
         if seconds is not None:

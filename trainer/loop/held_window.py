@@ -160,7 +160,8 @@ class _HeldWindow:
         run, window, optimizer = self._run, self._run.window_loss, self._plan.optimizer
         assert optimizer is not None
         run.metrics.is_muted = bool(self.outputs)
-        self._evaluate()
+        with torch.enable_grad():  # the optimizer's step may turn them off
+            self._evaluate()
         if window.is_empty:
             raise _NothingToStepWithError
         factor = window.gradient_factor()
@@ -260,11 +261,12 @@ class _HeldWindow:
     def _forward_muted(self, batch: object, offset: int) -> Any:
         """Run training_step for a stage before the last, and return what comes out; nothing that it logs counts."""
         metrics = self._run.metrics
-        was_muted, metrics.is_muted = metrics.is_muted, True
+        # Outside of the table of training_step: it gets no key that only stages before the last have.
+        was_disabled, metrics.is_disabled = metrics.is_disabled, True
         try:
             return self._plan.training_step(batch, self._first + offset)
         finally:
-            metrics.is_muted = was_muted
+            metrics.is_disabled = was_disabled
 
     def _share_of(self, loss: Tensor | Loss) -> Tensor:
         run, window = self._run, self._run.window_loss

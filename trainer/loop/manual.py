@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...errors import ConfigError
+from ...messages import warn
 from ...protocols import StoredTensor
 from ..run import Run
 from .optimizers import ManagedOptimizer
@@ -131,10 +131,9 @@ def restore_gradients(run: Run, waiting: list[list[Tensor | StoredTensor | None]
     strategy = run.fabric.strategy
     if strategy.holds_gradients:
         if any(waiting) and strategy.is_global_zero:
-            warnings.warn(
+            warn(
                 f"{type(strategy).__name__} cannot load gradients: what had been accumulated since the last step is "
                 "left out",
-                stacklevel=5,
             )
         return
     for optimizer, gradients in zip(run.optimizers, waiting, strict=True):

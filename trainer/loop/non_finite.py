@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...errors import NonFiniteError
+from ...messages import warn
 from ...protocols import Gather
 from ..state import Progress
 
@@ -26,6 +26,13 @@ __all__ = ["MOST_KEPT", "POLICIES", "LossWatch"]
 POLICIES = ("warn", "raise", "skip", "ignore")
 
 logger = logging.getLogger(__name__)
+
+_MANY = 50  # steps after which it is said that all were skipped
+_NOTHING_TRAINED = (
+    "Nothing was trained: all %d steps were skipped, because training_step returned None, or a loss of weight 0. "
+    "Return the loss: a tensor, lw.Loss, or a dict with the key 'loss'; or set self.automatic_optimization = False, "
+    "and train in training_step."
+)
 
 _REASONS = {
     "nonfinite": "its loss is not finite, and nonfinite_loss='skip'",
@@ -68,6 +75,8 @@ class LossWatch:
         progress.skipped_steps += 1
         if reason == "nonfinite":
             progress.nonfinite_steps += 1
+        if progress.skipped_steps == _MANY and _is_empty(progress) and run.fabric.is_global_zero:
+            logger.warning(_NOTHING_TRAINED, _MANY)
         if reason in self._told:
             return
         self._told.add(reason)
@@ -78,7 +87,7 @@ class LossWatch:
             f"{_REASONS[reason]}. Further ones are counted in trainer.progress and in the rows of the loggers"
         )
         if reason == "nonfinite":
-            warnings.warn(text, stacklevel=4)
+            warn(text)
         else:
             logger.info(text)
 
@@ -106,6 +115,9 @@ class LossWatch:
         """Name the share of skipped steps at the end of fit; a warning where losses were not finite, or it is large."""
         skipped, total = progress.skipped_steps, progress.steps + progress.skipped_steps
         if not skipped:
+            return
+        if _is_empty(progress):
+            logger.warning(_NOTHING_TRAINED, skipped)
             return
         is_notable = progress.nonfinite_steps > 0 or skipped * 10 > total
         logger.log(
@@ -167,4 +179,9 @@ class LossWatch:
             )
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"{what}; nonfinite_loss='raise' or 'skip' would act on it", stacklevel=2)
+            warn(f"{what}; nonfinite_loss='raise' or 'skip' would act on it")
+
+
+def _is_empty(progress: Progress) -> bool:
+    """Return whether all steps were skipped, none of them for a loss that was not finite."""
+    return not progress.steps and not progress.nonfinite_steps

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -33,8 +34,8 @@ class ManagedOptimizer:
     def __init__(
         self,
         optimizer: Optimizer,
-        trainer: Trainer,
-        take_step: Callable[[Optimizer, Callable[[], object] | None], bool],
+        trainer: Trainer | None = None,
+        take_step: Callable[[Optimizer, Callable[[], object] | None], bool] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.num_steps = 0
@@ -56,10 +57,11 @@ class ManagedOptimizer:
         Args:
             closure: Evaluates the model and returns the loss; called once before the step (by the optimizer itself
                 where it needs it).
-            kwargs: Accepted for compatibility with optimizers whose step takes more.
+            kwargs: Passed to the `step` of an optimizer that takes more.
 
         Returns:
-            The closure's loss, None without one.
+            What the optimizer's own class returns, where it is not one of torch; else the closure's loss, None without
+            one.
 
         Raises:
             ModuleError: The closure is not callable.
@@ -69,6 +71,12 @@ class ManagedOptimizer:
                 f"optimizer.step got a closure of type {type(closure).__name__}.",
                 fix="pass a function without arguments that returns the loss, or nothing.",
             )
+        take_step = self._take_step
+        if take_step is None:
+            raise ModuleError(
+                f"{self!r} was made outside of a run, so that it cannot step.",
+                fix="step the optimizers that self.optimizers() returns, or the optimizer itself.",
+            )
         loss: list[object] = []
 
         def once() -> object:
@@ -76,15 +84,47 @@ class ManagedOptimizer:
             loss.append(closure())
             return loss[-1]
 
-        if self._take_step(self.optimizer, once if closure is not None else None):
-            self.num_steps += 1
+        results: list[object] = []
+        with self._observed(kwargs, results):
+            if take_step(self.optimizer, once if closure is not None else None):
+                self.num_steps += 1
+        if results and results[-1] is not None:
+            return results[-1]
         return loss[0] if loss else None
+
+    @contextmanager
+    def _observed(self, kwargs: dict[str, object], results: list[object]) -> Iterator[None]:
+        """Let the optimizer's own `step` have these arguments, and keep what it returns; not for one of torch.
+
+        An engine's optimizer takes no arguments: its step is the engine's.
+        """
+        optimizer = self.optimizer
+        is_of_engine = self._trainer is not None and self._trainer.strategy.holds_gradients
+        if is_of_engine or (not kwargs and type(optimizer).step.__module__.startswith("torch.")):
+            yield
+            return
+        step = optimizer.step
+
+        @wraps(step)
+        def observed(*args: Any, **others: Any) -> object:
+            results.append(step(*args, **{**kwargs, **others}))
+            return results[-1]
+
+        own = optimizer.__dict__.get("step")  # a schedule that counts steps has put one there
+        optimizer.step = observed  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            if own is None:
+                del optimizer.__dict__["step"]
+            else:
+                optimizer.step = own  # type: ignore[method-assign]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, also those that were left unsynchronized between ranks."""
         self.optimizer.zero_grad(set_to_none)
-        strategy = self._trainer.strategy
-        if strategy.shards_parameters:
+        strategy = None if self._trainer is None else self._trainer.strategy
+        if strategy is not None and strategy.shards_parameters:
             strategy.discard_gradients_of(self.optimizer)
 
     @contextmanager
@@ -94,10 +134,11 @@ class ManagedOptimizer:
         Args:
             sync_grad: False also leaves gradients unsynchronized between ranks (manual accumulation).
         """
-        fabric = self._trainer.fabric
-        model = self._trainer.model
+        trainer = self._trainer
+        assert trainer is not None
+        fabric, model = trainer.fabric, trainer.model
         assert model is not None
-        with toggled(self._trainer, self), fabric.no_backward_sync(model, enabled=not sync_grad):
+        with toggled(trainer, self), fabric.no_backward_sync(model, enabled=not sync_grad):
             yield
 
     def __repr__(self) -> str:

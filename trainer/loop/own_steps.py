@@ -6,12 +6,12 @@ step, from the beginning of fit until its end.
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Literal
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ...messages import warn
 from . import manual
 from .schedule import parameters_of
 
@@ -88,8 +88,7 @@ class OwnSteps:
         if self._has_warned or not self._run.trainer.is_global_zero:
             return
         self._has_warned = True
-        warnings.warn(
+        warn(
             f"{type(optimizer).__name__} steps parameters of the module, and configure_optimizers did not return it: "
             "its steps count, but its state is in no checkpoint",
-            stacklevel=2,
         )

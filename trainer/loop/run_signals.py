@@ -10,14 +10,18 @@ Signal handlers never communicate.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ...console import ONLY_LOGS
 from ...errors import StopBySignal
 
 if TYPE_CHECKING:
@@ -68,10 +72,15 @@ class RunSignals:
     def listen_to(self, number: signal.Signals) -> bool:
         """Make a signal end this run as SIGTERM does. Call it in the main thread, within this context.
 
+        A handler of SIGTERM that was there is called first: a program that notes it wants the run to end as well.
+
         Returns:
-            Whether the handler was set; False if the user has set a handler, which is kept.
+            Whether the handler was set; False if the user has set a handler for another signal, which is kept.
         """
-        if number not in self._earlier and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+        handler = signal.getsignal(number)
+        is_default = handler in (signal.SIG_DFL, signal.default_int_handler)
+        is_joined = number is signal.SIGTERM and callable(handler) and not _is_of_a_run(handler)
+        if number not in self._earlier and (is_default or is_joined):
             self._earlier[number] = signal.signal(number, self._on_signal)
         return number in self._earlier
 
@@ -99,7 +108,7 @@ class RunSignals:
 
     @property
     def handled(self) -> set[signal.Signals]:
-        """The signals that end the run, without those for which the user has set a handler."""
+        """The signals that end the run, without those that a handler of the user keeps."""
         return set(self._earlier)
 
     def connect(self, watch: Watch) -> None:
@@ -134,9 +143,12 @@ class RunSignals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number)
+        earlier = self._earlier.get(name)
+        if name is signal.SIGTERM and callable(earlier):
+            earlier(number, frame)
         self.num_handled += 1
         if self.requested is not None and name is signal.SIGINT:
-            raise KeyboardInterrupt
+            raise interrupt()
         if self.requested_at_s is None:
             self.requested_at_s = time.monotonic()
         # SIGTERM after Ctrl-C still means that the process must end.
@@ -153,9 +165,9 @@ class RunSignals:
         self.is_called = False
         if self.requested is None:
             return
-        logger.warning("%s: the run ends here, between two steps", self.requested.name)
+        logger.warning("%s: the run ends here, between two steps", self.requested.name, extra=ONLY_LOGS)
         if self.requested is signal.SIGINT:
-            raise KeyboardInterrupt
+            raise interrupt()
         raise StopBySignal
 
     def stop(self) -> NoReturn:
@@ -166,7 +178,9 @@ class RunSignals:
             StopBySignal: After SIGTERM; the exit code is 143.
         """
         assert self.stop_coordinator is not None
-        logger.warning("%s: all ranks end the run here, between two steps", self.stop_coordinator.reason)
+        logger.warning(
+            "%s: all ranks end the run here, between two steps", self.stop_coordinator.reason, extra=ONLY_LOGS
+        )
         raise self.stop_error()
 
     @property
@@ -180,7 +194,24 @@ class RunSignals:
     def stop_error(self) -> BaseException:
         """Return the error that ends the run on all ranks."""
         assert self.stop_coordinator is not None
-        return KeyboardInterrupt() if self.stop_coordinator.reason == "SIGINT" else StopBySignal()
+        return interrupt() if self.stop_coordinator.reason == "SIGINT" else StopBySignal()
+
+
+def interrupt() -> KeyboardInterrupt:
+    """Return the error for Ctrl-C, and see to it that Python exits by SIGINT, so that a shell's loop ends as well.
+
+    Python forgets that Ctrl-C ended the program if code at exit compiles a string. torch, where its compiler was loaded
+    and tabulate is installed, imports tabulate at exit, which defines named tuples that way: so it is imported here.
+    """
+    if "torch._dynamo" in sys.modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("tabulate")
+    return KeyboardInterrupt()
+
+
+def _is_of_a_run(handler: object) -> bool:
+    """Return whether a handler is that of a run around this one, which ends after it."""
+    return isinstance(getattr(handler, "__self__", None), RunSignals)
 
 
 _has_fork_hook = False  # fork hooks cannot be removed; ours is registered when a run first needs it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from ...errors import ConfigError, ModuleError, nearest
+from ...messages import warn
 from ...protocols import Stateful
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _split_dict(returned: Mapping[str, object]) -> tuple[list[object], list[obje
     extra = set(returned) - {"optimizer", "lr_scheduler", "monitor"}
     if extra:
         hints = [f"{key!r}{nearest(key, ('optimizer', 'lr_scheduler', 'monitor'))}" for key in sorted(extra)]
-        warnings.warn(f"configure_optimizers: unknown keys are ignored: {', '.join(hints)}", stacklevel=2)
+        warn(f"configure_optimizers: unknown keys are ignored: {', '.join(hints)}")
     scheduler = returned.get("lr_scheduler")
     if scheduler is None:
         return [returned["optimizer"]], []
@@ -152,7 +152,7 @@ def _scheduler_config(raw: object, *, is_automatic: bool) -> LRSchedulerConfig:
     unknown = [key for key in raw if key not in _SCHEDULER_KEYS]
     if unknown:
         hints = ", ".join(f"{key!r}{nearest(str(key), _SCHEDULER_KEYS)}" for key in unknown)
-        warnings.warn(f"configure_optimizers: unknown keys of lr_scheduler are ignored: {hints}", stacklevel=2)
+        warn(f"configure_optimizers: unknown keys of lr_scheduler are ignored: {hints}")
     values = {key: raw[key] for key in _SCHEDULER_KEYS if key in raw}
     values.setdefault("reduce_on_plateau", isinstance(raw["scheduler"], ReduceLROnPlateau))
     config = LRSchedulerConfig(**values)
@@ -167,7 +167,7 @@ def _scheduler_config(raw: object, *, is_automatic: bool) -> LRSchedulerConfig:
             fix="pass how many intervals lie between two steps of the schedule.",
         )
     if not is_automatic and (config.monitor or config.reduce_on_plateau) and "monitor" in raw:
-        warnings.warn("manual optimization steps no schedule by itself: 'monitor' is ignored", stacklevel=2)
+        warn("manual optimization steps no schedule by itself: 'monitor' is ignored")
     return config
 
 
@@ -198,7 +198,7 @@ def _check_scheduler(
             fix="return {'optimizer': o, 'lr_scheduler': {'scheduler': s, 'monitor': 'val_loss'}}.",
         )
     if isinstance(scheduler, OneCycleLR) and config.interval == "epoch" and is_automatic:
-        warnings.warn("OneCycleLR is stepped once per epoch; pass interval='step' if it counts steps", stacklevel=2)
+        warn("OneCycleLR is stepped once per epoch; pass interval='step' if it counts steps")
 
 
 def step_scheduler(
@@ -262,7 +262,7 @@ def _step_plateau(run: Run, config: LRSchedulerConfig, own: Callable[[object, ob
             )
         if config.last_metric_step != _SAID_MISSING:
             config.last_metric_step = _SAID_MISSING
-            warnings.warn(f"the schedule's metric {name!r} was not logged; it is not stepped", stacklevel=2)
+            warn(f"the schedule's metric {name!r} was not logged; it is not stepped")
         return
     if at != config.last_metric_step:
         config.last_metric_step = at

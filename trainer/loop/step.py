@@ -105,7 +105,10 @@ def train_window(run: Run, size: int) -> bool:
                     # isinstance would say that a plain loss is a tensor; its class was compared already.
                     share = loss if is_plain else window.share(loss)  # type: ignore[assignment]
                     if plan.needs_loss:
-                        seen = loss.detach() if loss.__class__ is Tensor else detached_mean(loss)
+                        if loss.__class__ is Tensor:
+                            seen = metrics.detached if metrics.source() is loss else loss.detach()
+                        else:
+                            seen = detached_mean(loss)
                     if run.skips_bad_steps and share is not None:
                         # The user asked to skip bad steps: that takes the value now, one host read per micro-batch.
                         window.is_finite = window.is_finite and bool(torch.isfinite(share).all())

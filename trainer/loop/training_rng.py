@@ -10,13 +10,23 @@ the order of samples depends on the seed, the epoch and training alone, nothing 
 - A verb that is called within a hook of another Trainer's run puts the generators back when it ends.
 
 Evaluations themselves continue from each other: predictions that are drawn at random differ from call to call.
+
+A Trainer whose random numbers follow other rules has a subclass of `TrainingRng`: `trainer.training_rng = OtherRng()`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 
 from ...data.rng import capture_rng, derive_key, kinds_that_moved, restore_rng, seed_global_generators
+from . import rank_rng
+
+if TYPE_CHECKING:
+    from ...strategies import Strategy
+    from ..run import BeforeValidation, Run
 
 __all__ = ["TrainingRng"]
 
@@ -38,7 +48,8 @@ class _Process:
 class TrainingRng:
     """Where one Trainer's training is in its random numbers.
 
-    A verb calls `enter` first and `leave` last; fit calls `begin_training` when its rank is known.
+    A verb calls `enter` first and `leave` last; fit calls `begin_training` when its rank is known. Subclasses may
+    override any method.
 
     Attributes:
         left: The generators at the end of the last fit: one state, or one for each rank where other processes ran it;
@@ -78,6 +89,28 @@ class TrainingRng:
                 seed_global_generators(derive_key(capture_rng(), "rank", drawn_as, "of", size))
         elif _Process.num_running == 1 and evaluated is not None and not kinds_that_moved(evaluated[1], self._at_entry):
             restore_rng(evaluated[0])
+
+    def separate_ranks(self, strategy: Strategy) -> None:
+        """Give ranks that read different data random numbers of their own. On every rank, before its first step."""
+        rank_rng.separate(strategy)
+
+    def resume(self, put_back: Callable[[], None] | None) -> Callable[[], None] | None:
+        """Return what puts the generators back when a checkpoint is resumed; called last before training continues.
+
+        Args:
+            put_back: What puts them where the checkpoint was taken; None where it has none.
+        """
+        return put_back
+
+    def leave_validation(self, run: Run, before: BeforeValidation) -> None:
+        """Put the generators where training continues after a validation within fit.
+
+        Args:
+            run: The run; its loaders may hold generators, too.
+            before: Where all of them were before the validation.
+        """
+        run.loaders.restore_shared_generators(before.generators)
+        restore_rng(before.rng)
 
     def leave(self, *, has_trained: bool) -> None:
         """Note what a verb has drawn; within another one, undo it."""

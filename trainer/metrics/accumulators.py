@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ...errors import ModuleError
-from ...protocols import StateDict
+from ...protocols import Batch, StateDict
 
-__all__ = ["MetricAccumulator", "ScalarAccumulator", "TorchMetric", "accumulation_dtype", "is_metric", "version_of"]
+__all__ = [
+    "MetricAccumulator",
+    "ScalarAccumulator",
+    "TorchMetric",
+    "accumulation_dtype",
+    "is_metric",
+    "shapes_of",
+    "version_of",
+    "with_suffix",
+]
 
 # Values are folded into the running sum in chunks of this size. The chunks are counted from the epoch's beginning and
 # what is not yet folded is part of a checkpoint, so that a resumed epoch adds in the same order, to the same bits.
@@ -44,6 +54,12 @@ def _column(numbers: list[Any], device: torch.device) -> Tensor:  # Any: Number,
     )
 
 
+def with_suffix(key: str, suffix: str) -> str:
+    """Return a key with a suffix, which comes before the number of a data loader."""
+    name, mark, index = key.partition("/dataloader_idx_")
+    return f"{name}{suffix}{mark}{index}"
+
+
 def version_of(value: Number) -> int:
     """Return how often a tensor was changed in place; 0 for a number."""
     # Inference tensors have no version; they are copied when they are logged.
@@ -54,6 +70,22 @@ def is_metric(value: object) -> bool:
     """Whether this is a torchmetrics metric object."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+def shapes_of(batch: Batch) -> object:
+    """Return the sizes of everything in a batch, to tell whether two batches look alike."""
+    if isinstance(batch, Tensor):
+        return tuple(batch.shape)
+    if isinstance(batch, Mapping):
+        return {key: shapes_of(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [shapes_of(value) for value in batch]
+    shape = getattr(batch, "shape", None)
+    if shape is not None:
+        return tuple(shape)
+    if isinstance(batch, str | bytes) or not hasattr(batch, "__len__"):
+        return type(batch).__name__
+    return len(batch)
 
 
 class ScalarAccumulator:
@@ -150,12 +182,12 @@ class ScalarAccumulator:
     @property
     def step_key(self) -> str:
         """Key of the value of a step."""
-        return f"{self.name}_step" if self.on_epoch else self.name
+        return with_suffix(self.name, "_step") if self.on_epoch else self.name
 
     @property
     def epoch_key(self) -> str:
         """Key of the value of an epoch."""
-        return f"{self.name}_epoch" if self.on_step else self.name
+        return with_suffix(self.name, "_epoch") if self.on_step else self.name
 
     @property
     def is_ahead(self) -> bool:
@@ -216,7 +248,7 @@ class ScalarAccumulator:
             return part, None
         return (torch.minimum(total, part) if self.reduce == "min" else torch.maximum(total, part)), None
 
-    def epoch_value(self, device: torch.device) -> Tensor:
+    def epoch_value(self, device: torch.device) -> Tensor | None:
         """Return the epoch's value so far: shape (), on the device; pending values stay as they are."""
         total, weight = self.sums(device)
         # A copy: what was folded inside an inference-mode validation must not leave it.
@@ -228,6 +260,11 @@ class ScalarAccumulator:
         if len(self.step_weights) == 1:
             return value, self.step_weights[0]
         return value, _column(self.step_weights, device).sum()
+
+    @property
+    def is_step_changed(self) -> bool:
+        """Whether a tensor of the latest window was changed in place since it was logged."""
+        return sum(version_of(value) for value in self.step_values) != self.step_version
 
     def step_value(self, device: torch.device) -> Number:
         """Return the value of the latest window: a number that the host knows, or a tensor of shape ()."""
@@ -311,7 +348,7 @@ class MetricAccumulator(ScalarAccumulator):
         """Forget the batches' values: the metric has counted them."""
         self.values, self.weights, self.version = [], [], 0
 
-    def epoch_value(self, device: torch.device) -> Tensor:
-        """Return `metric.compute()`."""
+    def epoch_value(self, device: torch.device) -> Tensor | None:
+        """Return `metric.compute()`; None if the metric has no value."""
         value = self.metric.compute()
-        return value if isinstance(value, Tensor) else torch.tensor(float(value), device=device)
+        return value if isinstance(value, Tensor) or value is None else torch.tensor(float(value), device=device)

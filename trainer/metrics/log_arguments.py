@@ -118,7 +118,15 @@ def check_name(name: object, *, add_dataloader_idx: bool) -> None:
 
 
 def make_accumulator(
-    key: str, hook: str, value: object, reduce_fx: object, *, on_step: bool, on_epoch: bool, device: torch.device
+    key: str,
+    hook: str,
+    value: object,
+    reduce_fx: object,
+    *,
+    on_step: bool,
+    on_epoch: bool,
+    device: torch.device,
+    kind: type[ScalarAccumulator] = ScalarAccumulator,
 ) -> ScalarAccumulator:
     """Return an empty accumulator for a key, of the kind and dtype that its first value asks for.
 
@@ -130,6 +138,7 @@ def make_accumulator(
         on_step: Whether each step's value is logged.
         on_epoch: Whether the epoch's value is logged.
         device: Where sums live.
+        kind: The class of accumulators of numbers.
 
     Raises:
         ModuleError: The value cannot be logged.
@@ -137,7 +146,7 @@ def make_accumulator(
     """
     if is_metric(value):
         return MetricAccumulator(key, hook, value, on_step=on_step, on_epoch=on_epoch)
-    reduce = _REDUCE.get(reduce_fx)
+    reduce = _REDUCE.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
     if reduce is None:
         raise ConfigError(
             f"log({key!r}): reduce_fx={reduce_fx!r} is not supported.",
@@ -145,7 +154,7 @@ def make_accumulator(
         )
     if isinstance(value, Mapping):
         raise bad_value(key, value)
-    accumulator = ScalarAccumulator(key, hook, reduce=reduce, on_step=on_step, on_epoch=on_epoch)
+    accumulator = kind(key, hook, reduce=reduce, on_step=on_step, on_epoch=on_epoch)
     if isinstance(value, Loss):
         value = value.sum
     accumulator.dtype = accumulation_dtype(device)  # integers stay exact
@@ -174,8 +183,10 @@ def refuse_conflict(new: ScalarAccumulator, stage: str, tables: Iterable[HookTab
     Raises:
         ModuleError: Another key has the same name, or gives one of the same keys to loggers.
     """
+    names = _names_that_meet(new.name)
     for table in tables:
-        for accumulator in (one for by_key in table.by_loader.values() for one in by_key.values()):
+        found = (by_key[name] for by_key in table.by_loader.values() for name in names if name in by_key)
+        for accumulator in found:
             if accumulator.is_empty and not (accumulator.on_step and accumulator.window == window):
                 continue
             is_same_name = accumulator.name == new.name
@@ -183,6 +194,13 @@ def refuse_conflict(new: ScalarAccumulator, stage: str, tables: Iterable[HookTab
             if not shared or (is_same_name and table.stage != stage):
                 continue
             raise _conflict(accumulator, new, min(shared), is_same_name=is_same_name)
+
+
+def _names_that_meet(key: str) -> set[str]:
+    """Return the names under which an accumulator may have been logged that gives a key of this one."""
+    name, mark, index = key.partition("/dataloader_idx_")
+    names = {name, f"{name}_step", f"{name}_epoch", name.removesuffix("_step"), name.removesuffix("_epoch")}
+    return names | {f"{one}{mark}{index}" for one in names}
 
 
 def _conflict(old: ScalarAccumulator, new: ScalarAccumulator, key: str, *, is_same_name: bool) -> ModuleError:

@@ -12,13 +12,13 @@ import logging
 import os
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
 from ...loggers import Logger, share_version
 from ...loggers.folder import FolderLogger
+from ...messages import warn
 
 if TYPE_CHECKING:
     from ...loggers.write_behind import WriteQueue
@@ -64,15 +64,24 @@ class LogOutput:
             return []
         if logger is None or logger is True:
             if is_trial:
-                return []
+                from ...loggers import DummyLogger
+
+                return [DummyLogger()]
             if "://" in root:
-                warnings.warn("no logger: TensorBoard writes local folders only; pass logger=...", stacklevel=5)
+                warn("no logger: TensorBoard writes local folders only; pass logger=...")
                 return []
             from ...loggers import TensorBoardLogger
 
             return [TensorBoardLogger(root)]
         loggers = list(logger) if isinstance(logger, list | tuple) else [logger]
-        for item in loggers:
+        for index, item in enumerate(loggers):
+            if isinstance(item, str):
+                from ...loggers import DummyLogger
+                from .logger_names import logger_named
+
+                named = logger_named(item)
+                loggers[index] = DummyLogger() if is_trial else named(root)
+                continue
             if not callable(getattr(item, "log_metrics", None)):
                 raise ConfigError(
                     f"logger={type(item).__name__} has no log_metrics.",
@@ -155,14 +164,14 @@ class LogOutput:
         queue = self._queue(logger)
         failure = queue.try_now(action) if queue.settle() else None
         if failure is not None:
-            warnings.warn(f"{type(logger).__name__} failed: {type(failure).__name__}: {failure}", stacklevel=4)
+            warn(f"{type(logger).__name__} failed: {type(failure).__name__}: {failure}")
         self._say(logger, queue)
 
     def _say(self, logger: Logger, queue: WriteQueue) -> None:
         for is_failure, text in queue.news():
             message = f"{type(logger).__name__} {text}"
             if is_failure:
-                warnings.warn(f"{message}; training continues", stacklevel=4)
+                warn(f"{message}; training continues")
             else:
                 log.warning("%s", message)
 
@@ -226,9 +235,9 @@ class LogOutput:
             with open(path, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row, step, _, _ in rows)
         except (OSError, TypeError) as error:
-            warnings.warn(f"{name} did not take {len(rows)} rows, nor could they be kept: {error}", stacklevel=4)
+            warn(f"{name} did not take {len(rows)} rows, nor could they be kept: {error}")
             return
-        warnings.warn(f"{name} did not take {len(rows)} rows: they are in {path}, as JSON lines", stacklevel=4)
+        warn(f"{name} did not take {len(rows)} rows: they are in {path}, as JSON lines")
 
     def write_hyperparameters(self, owners: Sequence[Any], graph_of: object) -> None:  # Any: with `hparams`
         """Send the hyperparameters of module and data module, and the module's graph.
@@ -245,6 +254,8 @@ class LogOutput:
             if owner is None or not getattr(owner, "_log_hyperparams", False):
                 continue
             for key, value in dict(owner.hparams_initial).items():
+                if key == "_class_path":  # of the object that a command line made, where the user named its class
+                    continue
                 if key in merged and merged[key] is not value and merged[key] != value:
                     raise ConfigError(
                         f"module and data module have the hyperparameter {key!r} with the values {merged[key]!r} and "

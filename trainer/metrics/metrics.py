@@ -8,8 +8,10 @@ have: trainer/metrics/ranks_metrics.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from types import NoneType
+from typing import TYPE_CHECKING, Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from ...errors import ModuleError
 from ...protocols import Batch, Gather, StateDict, Tree
 from ..lifecycle import HOOKS, LOG_RULES, LogRule
 from ..loop.loss import Loss
-from .accumulators import MetricAccumulator, ScalarAccumulator, accumulation_dtype, is_metric, version_of
+from .accumulators import MetricAccumulator, ScalarAccumulator, accumulation_dtype, is_metric, shapes_of, version_of
 
 if TYPE_CHECKING:
     from ...data.batch_size import BatchSizes
@@ -66,6 +68,8 @@ class Metrics:
         batch: The current micro-batch, which determines the weight of a value; None outside batches.
         sized: The batch whose size is known; whoever sets another `batch` sets it to None, or it would live on.
         sizes: Numbers of samples in batches of the current loader; None before the first loader.
+        source: Returns the tensor that was detached last, while it lives: a weak reference keeps no graph.
+        detached: What came of it; the step takes it over where the loss itself was logged.
         window: Number of the present window (or evaluation batch); step values of older ones are not logged again.
         step: `global_step` after the present window.
         is_weighing_steps: Whether a window has several micro-batches, so that step values need weights.
@@ -75,6 +79,7 @@ class Metrics:
         loaders_of_keys: Key -> the loaders whose batches logged it on any rank, of the last evaluation with several.
         progress_bar: Host values for the bar, as of the last log boundary.
         decisive: Keys on which schedules and callbacks decide: with several ranks their step values need weights.
+        accumulator_type: The class of accumulators of numbers that are logged for the first time.
         late_listeners: Stage -> whether anybody's hook runs between `publish_epoch` and `finish_epoch`, and may log.
     """
 
@@ -87,6 +92,8 @@ class Metrics:
         self.sized: Batch = None
         self.sizes: BatchSizes | None = None
         self._size: int | None = None
+        self.source: Callable[[], Tensor | None] = NoneType  # which returns None
+        self.detached: Tensor | None = None
         self.window = 0
         self.step = 0
         self.is_weighing_steps = False
@@ -99,11 +106,17 @@ class Metrics:
         self.loaders_of_keys: dict[str, set[int]] = {}
         self._replaced: dict[str, tuple[Tensor | None, int]] = {}
         self.progress_bar: dict[str, float] = {}
-        self._step_accumulators: list[ScalarAccumulator] = []
+        self._bar_at_end: dict[str, Tensor | float] = {}  # newer than `progress_bar`, of the latest epoch's end
+        self._step_accumulators: dict[ScalarAccumulator, None] = {}  # in the order in which they came
         self._synchronized: dict[str, tuple[Tensor, int, int]] = {}
         self.decisive: frozenset[str] = frozenset()
+        self.accumulator_type = ScalarAccumulator
         self.late_listeners: dict[str, bool] = {}
         self._ranks: RanksMetrics | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        state = {**self.__dict__, "batch": None, "sized": None, "sizes": None, "_ranks": None}
+        return {**state, "source": NoneType, "detached": None}
 
     def connect(
         self,
@@ -177,13 +190,20 @@ class Metrics:
         version = 0
         if value.__class__ is Tensor:
             if value.requires_grad and not enable_graph:
-                value = value.detach()
+                if self.source() is value:  # the loss is often logged under several names
+                    value = self.detached
+                else:
+                    self.source = ref(value)
+                    value = self.detached = value.detach()
+            if value.is_inference():  # it has no version to tell a change by
+                value = value.clone()
+            else:
+                version = value._version
             if accumulator.reduce == "mean" and (accumulator.weighs or self.is_weighing_steps):
                 weight = self._weight(accumulator) if batch_size is None else batch_size
-            try:
-                version = value._version
-            except RuntimeError:  # an inference tensor
-                value = value.clone()
+        elif value.__class__ is float and accumulator.reduce == "mean":  # most numbers
+            if accumulator.weighs or self.is_weighing_steps:
+                weight = self._weight(accumulator) if batch_size is None else batch_size
         else:
             value, weight = self._number(accumulator, value, batch_size)
             version = version_of(value)
@@ -254,7 +274,7 @@ class Metrics:
         if self._size is not None:
             return self._size
         # The batch does not tell its size. As long as all batches look the same they weigh the same.
-        shapes = _shapes(batch)
+        shapes = shapes_of(batch)
         if accumulator.shapes is None:
             accumulator.shapes = shapes
         elif accumulator.shapes != shapes:
@@ -282,8 +302,9 @@ class Metrics:
             arguments.check_name(name, add_dataloader_idx=add_dataloader_idx)
             key = self._key(name) if add_dataloader_idx else name
             accumulator = arguments.make_accumulator(
-                key, table.hook, value, reduce_fx, on_step=on_step, on_epoch=on_epoch, device=self.device
-            )
+                key, table.hook, value, reduce_fx, on_step=on_step, on_epoch=on_epoch, device=self.device,
+                kind=self.accumulator_type,
+            )  # fmt: skip
             accumulator.where = arguments.calling_line()
             arguments.refuse_conflict(accumulator, table.stage, self._tables.values(), window=self.window)
         accumulator.requested = requested
@@ -293,8 +314,8 @@ class Metrics:
         accumulator.rank_zero_only = bool(rank_zero_only)
         is_joined = accumulator.sync_dist or not self.decisive.isdisjoint((accumulator.name, accumulator.step_key))
         accumulator.weighs = accumulator.on_epoch or (is_joined and self._ranks is not None)
-        if accumulator.on_step and accumulator not in self._step_accumulators:
-            self._step_accumulators.append(accumulator)
+        if accumulator.on_step:
+            self._step_accumulators.setdefault(accumulator)
         table.accumulators[name] = accumulator
         return accumulator
 
@@ -352,7 +373,18 @@ class Metrics:
 
     def show(self, number: float, *keys: str | None) -> None:
         """Let the progress bar show a number under these keys."""
-        self.progress_bar.update({key: number for key in keys if key is not None})
+        for key in keys:
+            if key is not None:
+                self.progress_bar[key] = number
+                self._bar_at_end.pop(key, None)
+
+    @property
+    def bar_at_end(self) -> dict[str, float]:
+        """Newer values for the bar, as of the latest epoch's end; in no checkpoint. Read from the device when asked."""
+        values = self._bar_at_end
+        if any(isinstance(value, Tensor) for value in values.values()):
+            self._bar_at_end = dict(zip(values, self.read_numbers(list(values.values())), strict=True))
+        return cast(dict[str, float], self._bar_at_end)
 
     @property
     def has_step_values(self) -> bool:
@@ -374,8 +406,32 @@ class Metrics:
             self._ranks.publish_epoch(stage, step)
             return
         for accumulator in self.filled_accumulators(stage):
-            self.put(accumulator.epoch_value(self.device), step, accumulator.epoch_key, accumulator.name)
+            value = accumulator.epoch_value(self.device)
+            if value is None:  # a metric may have none
+                self.results.pop(accumulator.epoch_key, None)
+            else:
+                self.put(value, step, accumulator.epoch_key, accumulator.name)
             accumulator.finished_window = accumulator.window
+
+    def show_epoch(self, stage: str) -> None:
+        """Let the progress bar show the epoch's values and each key's latest step value. Reads nothing from the device.
+
+        With several ranks, a step value of the last log boundary stays: it is of all ranks, and the latest is not.
+        """
+        shown = self._bar_at_end
+        for accumulator in self.accumulators(stage):
+            if not accumulator.prog_bar:
+                continue
+            is_kept = self._ranks is not None and accumulator.step_key in self.progress_bar
+            if accumulator.on_step and accumulator.step_values and not accumulator.is_step_changed and not is_kept:
+                value = accumulator.step_value(self.device)
+                # The user's own tensor, perhaps, which may be changed before it is read.
+                shown[accumulator.step_key] = value.clone() if isinstance(value, Tensor) else value
+            if accumulator.on_epoch and accumulator.epoch_key in self.results:
+                value = self.results[accumulator.epoch_key]
+                shown[accumulator.epoch_key] = value
+                if accumulator.on_step:
+                    shown[accumulator.name] = value
 
     def put(self, value: Tensor, step: int, *keys: str) -> None:
         """Make an epoch's value readable under these keys, remembering what was there before."""
@@ -405,6 +461,7 @@ class Metrics:
                     accumulator.prog_bar,
                 )
                 for accumulator in accumulators
+                if accumulator.epoch_key in self.results
             ]
         numbers = self._pack([self.results[key] for key, *_ in finished])
         row, everything = {}, {}
@@ -451,9 +508,9 @@ class Metrics:
             if table.stage == stage:
                 table.by_loader = {0: {}}
                 table.accumulators = table.by_loader[0]
-        self._step_accumulators = [
-            accumulator for accumulator in self._step_accumulators if _stage_of(accumulator.hook) != stage
-        ]
+        self._step_accumulators = {
+            accumulator: None for accumulator in self._step_accumulators if _stage_of(accumulator.hook) != stage
+        }
 
     def filled_accumulators(self, stage: str) -> Iterator[ScalarAccumulator]:
         """Yield the accumulators of a stage that have something for the epoch."""
@@ -495,6 +552,12 @@ class Metrics:
             if (joint := self._joint(name)) is not None:
                 values[name] = joint[0]
         return values
+
+    @property
+    def keys_of_evaluated_batches(self) -> set[str]:
+        """Keys of the step values of evaluations."""
+        accumulators = self._step_accumulators
+        return {one.step_key for one in accumulators if _stage_of(one.hook) != "train"} - self.results.keys()
 
     def metric_step(self, name: str) -> int | None:
         """Return the `global_step` at which the value of `callback_metrics[name]` was computed; None without one."""
@@ -620,25 +683,9 @@ class Metrics:
             if state["hook"] in HOOKS:
                 table = self._tables[state["hook"]]
                 accumulators = table.by_loader.setdefault(state["loader"], {})
-                accumulators[state["key"]] = ScalarAccumulator.from_state(state, self.device)
+                accumulators[state["key"]] = self.accumulator_type.from_state(state, self.device)
         children = dict(module.named_modules()) if module is not None else {}
         for state in state_dict.get("metric_slots", []):
             metric = children.get(state["metric"])
             if state["hook"] in HOOKS and is_metric(metric):
                 self._tables[state["hook"]].accumulators[state["key"]] = MetricAccumulator.from_metric(state, metric)
-
-
-def _shapes(batch: Batch) -> object:
-    """Return the sizes of everything in a batch, to tell whether two batches look alike."""
-    if isinstance(batch, Tensor):
-        return tuple(batch.shape)
-    if isinstance(batch, Mapping):
-        return {key: _shapes(value) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return [_shapes(value) for value in batch]
-    shape = getattr(batch, "shape", None)
-    if shape is not None:
-        return tuple(shape)
-    if isinstance(batch, str | bytes) or not hasattr(batch, "__len__"):
-        return type(batch).__name__
-    return len(batch)

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["Arguments", "from_environment"]
 
 Interval = str | timedelta | dict[str, float]
-_ENVIRONMENT_PREFIX = "PL_TRAINER_"
+_ENVIRONMENT_PREFIXES = ("LOOPWRIGHT_TRAINER_", "PL_TRAINER_")
 
 
 def from_environment(given: dict[str, object], defaults: dict[str, object]) -> dict[str, object]:
-    """Return the arguments, with `PL_TRAINER_<NAME>` from the environment where the user passed the default.
+    """Return the arguments, with `LOOPWRIGHT_TRAINER_<NAME>` from the environment where the user passed the default.
+
+    `PL_TRAINER_<NAME>` is accepted, too.
 
     Args:
         given: Arguments as they came, defaults included.
@@ -35,7 +37,8 @@ def from_environment(given: dict[str, object], defaults: dict[str, object]) -> d
     """
     merged = dict(given)
     for name, default in defaults.items():
-        raw = os.environ.get(f"{_ENVIRONMENT_PREFIX}{name.upper()}")
+        variables = (f"{prefix}{name.upper()}" for prefix in _ENVIRONMENT_PREFIXES)
+        raw = next((os.environ[one] for one in variables if one in os.environ), None)
         if raw is None or given[name] is not default:
             continue
         try:
@@ -113,7 +116,8 @@ class Arguments:
             if getattr(self, name) is None:
                 setattr(self, name, True)
         self.val_check_interval = 1.0 if self.val_check_interval is None else self.val_check_interval
-        self.gradient_clip_algorithm = (self.gradient_clip_algorithm or "norm").lower()
+        if self.gradient_clip_algorithm is not None:
+            self.gradient_clip_algorithm = self.gradient_clip_algorithm.lower()
         return self
 
     def _apply_fast_dev_run(self, count: int) -> None:

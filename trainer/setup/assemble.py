@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -21,11 +20,13 @@ from ...data.persistent_workers import with_persistent_workers
 from ...data.sources.reread import is_one_shot
 from ...data.tree import is_collection
 from ...errors import ConfigError, DataError, ModuleError, nearest
+from ...messages import warn
+from ...precision.base import clear_gradients
 from ...protocols import Batch, Loaders, StepFunction
 from ...strategies import Strategy
 from ..hooks import find_override, module_bases
 from ..loop.eval_loop import EvalLoader
-from ..loop.schedule import needs_closure
+from ..loop.schedule import needs_closure, step_plateaus
 from ..loop.step import count_own_step, finish_window, step_schedules
 from ..run import Run, StepPlan
 
@@ -117,7 +118,7 @@ def default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callbac
         added.append(standard.RichModelSummary())
     if arguments.max_time is not None and not has(standard.Timer):
         added.append(standard.Timer(duration=arguments.max_time, interval="step"))
-    if arguments.enable_checkpointing and not has(Checkpoint) and not arguments.fast_dev_run:
+    if arguments.enable_checkpointing and not has(Checkpoint):
         added.append(standard.ModelCheckpoint())
     return added
 
@@ -128,7 +129,7 @@ def default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callbac
 def without_shuffle(loader: Loaders) -> Loaders:
     """Return the loader, reading in order where it shuffles: `overfit_batches` needs the same batches each epoch."""
     if isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler):
-        warnings.warn("overfit_batches: the training loader shuffles; it is read in order instead", stacklevel=3)
+        warn("overfit_batches: the training loader shuffles; it is read in order instead")
         twin = copy.copy(loader)
         sampler = SequentialSampler(loader.dataset)  # type: ignore[arg-type]  # a RandomSampler's data set is sized
         object.__setattr__(twin, "sampler", sampler)
@@ -195,7 +196,7 @@ def make_eval_loader(
         limits.append(most if own_limit is None else min(most, own_limit))
     if members and limit != 0 and not any(count(member) != 0 for member in members):
         stage = name.removeprefix("limit_").removesuffix("_batches")
-        warnings.warn(f"the {stage} data have no batches: nothing is evaluated", stacklevel=6)
+        warn(f"the {stage} data have no batches: nothing is evaluated")
     original = loaders.iterables if isinstance(loaders, CombinedLoader) else loaders
     return EvalLoader(original, members, limits)
 
@@ -347,6 +348,7 @@ def make_plan(run: Run, trainer: Trainer) -> StepPlan:
         finish_window=finish_window if is_automatic else count_own_step,
         zeroes_early=is_automatic and _zeroes_early(run),
         run_window=_run_window(run) if is_automatic else None,
+        step_plateaus=step_plateaus,
         needs_closure=is_automatic and optimizer is not None and needs_closure(optimizer),
     )
 
@@ -365,7 +367,7 @@ def _zero_grad(run: Run, optimizer: Optimizer | None) -> Callable[[], object]:
         return lambda: None
     own = run.lifecycle.own("optimizer_zero_grad")
     life = run.lifecycle
-    plain = life.bracketed(optimizer.zero_grad, f"[Strategy]{type(run.fabric.strategy).__name__}.zero_grad")
+    plain = life.bracketed(clear_gradients(optimizer), f"[Strategy]{type(run.fabric.strategy).__name__}.zero_grad")
     if own is None and not life.is_heard("on_before_zero_grad"):
         return plain
 
@@ -392,6 +394,8 @@ def _clip(run: Run, trainer: Trainer, optimizer: Optimizer | None) -> Callable[[
         return None
     value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
     own = run.lifecycle.own("configure_gradient_clipping")
+    if own is None and has_override(run.module, "clip_gradients"):
+        own = getattr(run.module, "configure_gradient_clipping", None)  # the default calls it
     if own is not None:
         return lambda: own(optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
     if not value:
@@ -436,9 +440,10 @@ def require_step(module: nn.Module, name: str, verb: str) -> None:
         ModuleError: With the nearest method that the module has.
     """
     if find_override(module, name, module_bases()) is None:
+        arguments = "self" if name == "configure_optimizers" else "self, batch, batch_idx"
         methods = [n for n in dir(type(module)) if not n.startswith("_") and n not in dir(nn.Module)]
         raise ModuleError(
-            f"trainer.{verb} needs {type(module).__name__}.{name}(batch, batch_idx), which is not defined"
+            f"trainer.{verb} needs {type(module).__name__}.{name}({arguments}), which is not defined"
             f"{nearest(name, [m for m in methods if find_override(module, m, module_bases()) is not None])}.",
             fix=f"define {name} in your module.",
         )
@@ -479,8 +484,7 @@ def check_parameters(module: nn.Module, optimizers: list[Optimizer]) -> None:
                 f"the module, and no optimizer has {', '.join(replaced)}: it was built before they were replaced.",
                 fix="build the optimizer in configure_optimizers, when all layers are there.",
             )
-        warnings.warn(
+        warn(
             f"{len(strange)} of the {len(parameters)} parameters of {type(optimizer).__name__} do not belong to the "
             "module: they are in no checkpoint, and several processes do not average their gradients",
-            stacklevel=7,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -13,6 +12,7 @@ from ...callbacks import Callback
 from ...checkpoint.content import Content
 from ...data.module import DataModule
 from ...errors import CheckpointError, ConfigError, ModuleError
+from ...messages import warn
 from ...protocols import Loaders, StateDict
 from ..checkpointing import optimizer_record, snapshot
 from ..hooks import check_hook_names
@@ -47,6 +47,7 @@ __all__ = [
     "check",
     "load_weights",
     "make_run",
+    "manage_optimizers",
     "module_of_evaluation",
     "open_loop",
     "place",
@@ -155,7 +156,7 @@ def _check_required(plan: Plan, module: nn.Module) -> None:
             assemble.require_step(module, f"{stage}_step", verb)
         elif not callable(getattr(module, "predict_step", None)):
             raise ModuleError(
-                f"trainer.predict needs {type(module).__name__}.predict_step(batch, batch_idx).", fix="define it."
+                f"trainer.predict needs {type(module).__name__}.predict_step(self, batch, batch_idx).", fix="define it."
             )
         plan.loaders.require(stage, verb)
         return
@@ -186,6 +187,10 @@ def _check_required(plan: Plan, module: nn.Module) -> None:
 
 def check(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> None:
     """Take module and data, and refuse what cannot run: before processes start."""
+    if not isinstance(module, Module):
+        from .forward_loss import equip
+
+        equip(module, plan.verb, plan.log)
     check_hook_names(module, "module", hook_names("module"))
     if datamodule is not None:
         check_hook_names(datamodule, "datamodule", hook_names("datamodule"))
@@ -280,6 +285,7 @@ def make_run(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> Ru
 def set_up(plan: Plan, run: Run) -> None:
     """Run the hooks up to `configure_model`, and let the ranks compare what they have. On every rank."""
     module, strategy = run.module, run.fabric.strategy
+    plan.loaders.pins = run.device.type == "cuda"
     _prepare_data(run)
     run.lifecycle.setup(plan.verb)
     builders = _builders(module)
@@ -390,11 +396,17 @@ def restore_training(
     build_optimizers(run)
     monitored = [*run.schedulers, *run.callbacks]
     run.metrics.decisive = frozenset(str(name) for one in monitored if (name := getattr(one, "monitor", None)))
+    if run.metrics.decisive:
+        from .monitored import MonitoredNames
+
+        run.monitored = MonitoredNames(run)
     if not (run.is_automatic and run.optimizers):
         from ..loop.own_steps import OwnSteps
 
         run.own_steps = OwnSteps(run)
     if content is not None:
+        for callback in run.callbacks:
+            callback.restore_param_groups(run.trainer, run.module)
         return snapshot.restore_training(run, content, str(path))
     if before is not None:
         from .continuing import continue_training
@@ -445,10 +457,9 @@ def carry_window(run: Run, states: StateDict, path: str | None, *, is_carrying: 
         if "window" in states:
             run.carried.load_states(states, path or "the last fit")
     elif "window" in states:
-        warnings.warn(
+        warn(
             f"{path} was taken within a window that continues in the next epoch: the gradients of its "
             f"{states['window']['count']} micro-batches are left out; pass accumulate_across_epochs=True to use them",
-            stacklevel=5,
         )
 
 
@@ -460,9 +471,7 @@ def set_modes(run: Run, content: Content | None) -> None:
     if content is not None:
         snapshot.restore_frozen(run, content)
     elif run.has_ranks and not run.progress.total_batches:
-        from ..loop import rank_rng
-
-        rank_rng.separate(run.fabric.strategy)
+        run.trainer.training_rng.separate_ranks(run.fabric.strategy)
 
 
 def build_optimizers(run: Run) -> None:
@@ -470,14 +479,18 @@ def build_optimizers(run: Run) -> None:
     module = run.module
     returned = None
     if assemble.has_override(module, "configure_optimizers"):
-        returned = cast(Any, module).configure_optimizers()  # Any: nn.Module lacks it
+        try:
+            returned = cast(Any, module).configure_optimizers()  # Any: nn.Module lacks it
+        except ValueError as error:
+            if "empty parameter list" not in str(error):
+                raise
+            raise _no_parameters(module) from error
     if returned is None and run.fabric.strategy.configures_optimizers:
         returned = run.fabric.strategy.default_optimizers(module)
     if returned is None:
-        warnings.warn(
+        warn(
             "configure_optimizers returned None: the module is run without being trained, but by an optimizer that it "
             "steps itself, whose state is in no checkpoint",
-            stacklevel=6,
         )
     run.optimizers, run.schedulers = read_optimizers(
         returned,
@@ -488,11 +501,35 @@ def build_optimizers(run: Run) -> None:
     run.configured = optimizer_record.describe(run.optimizers, run.schedulers)
     if run.optimizers:
         run.optimizers = list(run.fabric.prepare_optimizers(*run.optimizers))
+    manage_optimizers(run)
+
+
+def manage_optimizers(run: Run) -> None:
+    """Make the optimizers that the module gets."""
     step = manual.step_given if run.is_automatic else manual.step_in_manual
     run.managed = [
         ManagedOptimizer(optimizer, run.trainer, lambda o, closure: step(run, o, closure))
         for optimizer in run.optimizers
     ]
+
+
+def _no_parameters(module: nn.Module) -> ModuleError:
+    """Return the error of an optimizer without parameters, which says what the module has."""
+    parameters = list(module.parameters())
+    trained = sum(one.requires_grad for one in parameters)
+    if not parameters:
+        has, fix = (
+            "none",
+            "make layers in __init__ or configure_model, as attributes; a list of layers is nn.ModuleList.",
+        )
+    else:
+        has = f"{len(parameters)}, {trained} of them require gradients"
+        fix = "pass self.parameters(), or look at what selects them in configure_optimizers."
+    if parameters and not trained:
+        fix = "unfreeze what is to be trained with requires_grad_(True), before the optimizer is made."
+    return ModuleError(
+        f"configure_optimizers makes an optimizer of no parameters; the module's parameters: {has}.", fix=fix
+    )
 
 
 def _place_stream(run: Run, content: Content | None, path: str | None, stream_state: StateDict | None) -> None:
@@ -501,7 +538,7 @@ def _place_stream(run: Run, content: Content | None, path: str | None, stream_st
     state = content.states.get("data") if content is not None else stream_state
     if state is not None:
         run.stream.load_state_dict(state)
-    elif run.progress.epoch_open:
+    elif run.progress.epoch_open and not (content is not None and content.is_foreign):
         raise CheckpointError(
             f"{path} was taken in the middle of epoch {run.progress.epochs} and does not say where the data were.",
             fix="resume from a checkpoint that was taken at the end of an epoch, or start from its weights with "
@@ -518,10 +555,9 @@ def _check_limits(loop: FitLoop, progress: Progress, path: str | None) -> None:
         )
     if loop.is_done and (progress.steps or progress.epochs) and not progress.epoch_open:
         others = "".join(f", {name}={value}" for name, value in loop.data_limits.items())
-        warnings.warn(
+        warn(
             f"trainer.fit has nothing to do: {progress.epochs} epochs and {progress.steps} steps are done, and the "
             f"limits are max_epochs={limit} and max_steps={loop.max_steps}{others}",
-            stacklevel=6,
         )
 
 

@@ -7,13 +7,13 @@ holds as given, and whatever cannot continue starts from scratch: both are logge
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import CheckpointError
+from ...messages import warn
 from ...protocols import StateDict
 from ..checkpointing import snapshot
 from ..checkpointing.optimizer_record import all_names, fit_groups, names_of
@@ -174,8 +174,7 @@ def _keep_what_is_new(
 def _say(trainer: Trainer, text: str) -> None:
     if trainer.is_global_zero and not trainer.fit_loop.is_at_limit:  # with nothing to do nothing is lost
         progress = trainer.progress
-        warnings.warn(
+        warn(
             f"trainer.fit continues after epoch {progress.epochs}, step {progress.steps}, and {text}. For a run from "
             "the beginning make a new Trainer.",
-            stacklevel=6,
         )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -13,6 +12,7 @@ from torch import nn
 from ...data.rng import capture_generators, capture_rng, find_generators, restore_generators, restore_rng
 from ...data.stream import BatchStream
 from ...errors import ConfigError, ModuleError
+from ...messages import warn
 from ...protocols import Loaders, StateDict
 from ..hooks import data_bases, find_override, module_bases
 from ..loop.eval_loop import EvalLoader
@@ -38,13 +38,19 @@ class StageLoaders:
     """Loaders of each stage: those passed to the verb, else the data module's, else the module's own.
 
     Attributes:
-        train: The training loaders as the user gave them; None before they were asked for.
+        train: The training loaders as the user gave them, but in order with `overfit_batches`; None before they were
+            asked for.
         interval_batches: Training batches between two validations; infinity where another rule holds.
         interval_s: Seconds between two validations; None where batches are counted.
         shard: What part of the data this rank reads; None with one rank.
         agree: Lets the ranks agree on a number of batches; None with one rank.
+        epoch_of_validation: Epochs completed when the loaders of fit's validations were asked for, in an epoch that
+            validates; else -1.
         evaluation: How evaluation loaders are distributed: `share` and `count` of `make_eval_loader`; empty with one
             rank.
+        make_stream: Makes the stream of the training loaders; takes the arguments of `BatchStream`.
+        apart: Opens the context in which fit asks for validation loaders before training.
+        pins: Whether training batches are wanted in pinned memory, from which copies to a device run beside its work.
     """
 
     def __init__(self, arguments: Arguments) -> None:
@@ -56,11 +62,21 @@ class StageLoaders:
         self.train: Loaders = None
         self.eval: dict[str, EvalLoader] = {}
         self._sizes: dict[str, list[int | float]] = {}
+        self.epoch_of_validation = -1
         self.interval_batches: int | float = math.inf
         self.interval_s: float | None = None
         self.shard: Shard | None = None
         self.agree: Callable[[int], int] | None = None
         self.evaluation: dict[str, Callable[[Loaders], Any]] = {}  # Any: by key
+        self.make_stream: Callable[..., BatchStream] = BatchStream
+        self.apart: Callable[[], AbstractContextManager[object]] = _kept_rng
+        self.pins = False
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out what belongs to a run; how many batches its loaders had stays known."""
+        sizes = {**self._sizes, **{stage: list(data.limits) for stage, data in self.eval.items()}}
+        left_out = {"_module": None, "_datamodule": None, "shard": None, "agree": None}
+        return {**self.__dict__, **left_out, "_given": {}, "eval": {}, "evaluation": {}, "_sizes": sizes}
 
     def begin(self, module: nn.Module, datamodule: DataModule | None, given: dict[str, Loaders]) -> None:
         """Forget the loaders of an earlier run; how many batches they had is known until its stage is run again."""
@@ -69,6 +85,7 @@ class StageLoaders:
             self._sizes.pop(stage, None)
         self._module, self._datamodule, self._given = module, datamodule, given
         self.train, self.eval = None, {}
+        self.epoch_of_validation = -1
 
     @property
     def given(self) -> dict[str, Loaders]:
@@ -111,13 +128,16 @@ class StageLoaders:
 
     def open_training(self) -> BatchStream:
         """Ask for the training loaders and return them as one stream; settles the validation interval."""
-        loader = self.train = self._ask("train")
+        loader = self._ask("train")
         if self._arguments.overfit_batches:
             loader = assemble.without_shuffle(loader)
+        self.train = loader
         name = "overfit_batches" if self._arguments.overfit_batches else "limit_train_batches"
-        stream = BatchStream(
+        stream = self.make_stream(
             loader, self._arguments.limit_train_batches, name=name, shard=self.shard, agree=self.agree
         )  # fmt: skip
+        if self.pins:
+            stream.pin_batches()
         self._settle_interval(stream.num_batches)
         return stream
 
@@ -153,9 +173,13 @@ class StageLoaders:
         has_step = assemble.has_override(self._module, "validation_step")
         has_loader = self._given.get("validation") is not None or self.hook("validation") is not None
         if has_step != has_loader and not self._has_warned:
+            from .forward_loss import ForwardStep
+
             self._has_warned = True
+            if isinstance(vars(self._module).get("validation_step"), ForwardStep):  # the user did not write it
+                return has_step and has_loader
             missing = "validation_step" if has_loader else "loader to validate with"
-            warnings.warn(f"validation is skipped: there is no {missing}", stacklevel=6)
+            warn(f"validation is skipped: there is no {missing}")
         return has_step and has_loader
 
     def open_eval(self, stage: str) -> EvalLoader:
@@ -178,10 +202,8 @@ class StageLoaders:
         """Return the loaders to validate with inside fit, None where it does not validate."""
         if "validation" in self.eval or not self.may_validate():
             return self.eval.get("validation")
-        rng = capture_rng()  # a split at random, say, must not move training's numbers
-        data = self.open_eval("validation")
-        restore_rng(rng)
-        return data
+        with self.apart():  # a split at random, say, must not move training's numbers
+            return self.open_eval("validation")
 
     def drop_validation(self) -> None:
         """Ask for the validation loaders again at the next validation."""
@@ -250,3 +272,11 @@ class StageLoaders:
         """Return the batches of each loader of an evaluation stage."""
         data = self.eval.get(stage)
         return list(data.limits if data is not None else self._sizes.get(stage, ()))
+
+
+@contextmanager
+def _kept_rng() -> Iterator[None]:
+    """Put the global generators back after a block."""
+    rng = capture_rng()
+    yield
+    restore_rng(rng)

@@ -16,6 +16,7 @@ from ...data.move import move_to_device
 from ...errors import ModuleError
 from ...protocols import StateDict
 from ...strategies import Strategy
+from ...tracebacks import show_trimmed
 from ..checkpointing import snapshot
 from ..module import Module
 from . import assemble
@@ -44,6 +45,7 @@ def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: An
     Raises:
         RankFailure: A process failed; names it.
     """
+    show_trimmed()
     module = model if model is not None else trainer.lightning_module
     result: StateDict = trainer.fabric.launcher.launch(_run_in_child, trainer, verb, module, arguments)
     if module is not None:
@@ -67,7 +69,7 @@ def _run_in_child(trainer: Trainer, verb: str, module: nn.Module | None, argumen
         "state": (trainer.state.fn, trainer.state.status),
         "metrics": {name: value.to(_CPU) for name, value in trainer.callback_metrics.items()},
         "metric_steps": {name: trainer.metric_step(name) for name in trainer.callback_metrics},
-        "logged": trainer.logged_metrics,
+        "logged": dict(trainer.output.latest),
         "progress_bar": dict(trainer.progress_bar_metrics),
         "should_stop": trainer.should_stop,
         "versions": trainer.output.versions(),

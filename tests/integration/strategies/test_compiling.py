@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -171,3 +173,40 @@ def test_a_compiled_module_goes_to_processes_that_are_started(strategy: str) -> 
     expected = fit(module, compile={"backend": "eager"})
     assert fit(torch.compile(other, backend="eager")) == expected
     assert all(torch.equal(one, two) for one, two in zip(module.parameters(), other.parameters(), strict=True))
+
+
+def with_inductor(rank: int, size: int, name: str, folder: str) -> dict[str, Any]:
+    """Train uncompiled, compiled, and compiled again; return weights, and the graphs that were compiled and read."""
+    from torch._dynamo.utils import counters
+
+    found: dict[str, Any] = {}
+    with torch._inductor.config.patch(compile_threads=1):
+        for number in ("first", "again"):
+            counters.clear()
+            options = {"cache_dir": f"{folder}/cache"}
+            weights = run(name, folder, precision="32-true", compile=options, gradient_clip_val=1.0)[2]
+            kept = counters["inductor"]
+            found[number] = weights, kept["fxgraph_cache_miss"], kept["fxgraph_cache_hit"]
+    found["plain"] = run(name, folder, precision="32-true", gradient_clip_val=1.0)[2]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler (g++)")
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_one_rank_compiles_and_the_other_reads_what_it_did(name: str, tmp_path: Path) -> None:
+    first, other = run_ranks(with_inductor, 2, name, str(tmp_path), connect=False, timeout_s=500)
+    assert first["first"][1] > 0
+    num_graphs = (
+        first["first"][1] + first["first"][2]
+    )  # equal blocks: the first one is compiled, the next ones are hits
+    assert other["first"][1:] == (0, num_graphs)
+    for found in (first, other):
+        assert found["again"][1] == 0
+        assert found["again"][2] == num_graphs
+        for number in ("first", "again"):
+            for key, value in found["plain"].items():
+                # Sums in another order: float32 agrees to about five digits.
+                torch.testing.assert_close(
+                    torch.tensor(found[number][0][key]), torch.tensor(value), rtol=1e-4, atol=1e-5
+                )

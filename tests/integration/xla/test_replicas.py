@@ -120,5 +120,5 @@ def test_a_script_starts_resumes_and_names_the_rank_that_failed(tmp_path: Path) 
         torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)  # float32, added up in another order
     failed = launch(tmp_path / "failed", "popen", "1", "fail")
     assert failed.returncode != 0
-    assert "RankFailure: rank 1" in failed.stderr
+    assert "rank 0 stops: rank 1 (host" in failed.stderr
     assert "ValueError: rank 1 does not like this batch" in failed.stderr

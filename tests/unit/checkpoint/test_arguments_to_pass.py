@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 from toys import Net, loader, quiet
 
@@ -173,3 +174,50 @@ def test_a_loggers_text_of_an_object_does_not_stand_in_for_it(tmp_path: Path) ->
             cls.load_from_checkpoint(path, hparams_file=file)
     built = Model.load_from_checkpoint(path, hparams_file=file, argument=nn.ReLU())
     assert isinstance(built.argument, nn.ReLU)
+
+
+class Configured(Net):
+    def __init__(self, cfg: Any, sizes: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class OneConfig(Net):
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(cfg)
+
+
+def saved_from(module: Any, folder: Path) -> Path:
+    trainer = quiet(max_epochs=1, default_root_dir=folder)
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(folder / "x.ckpt")
+    torch.load(folder / "x.ckpt", weights_only=True)
+    return folder / "x.ckpt"
+
+
+def test_omegaconf_arguments_come_back_as_such(tmp_path: Path) -> None:
+    cfg = OmegaConf.create({"width": 3, "twice": "${width}", "inner": {"a": [1, 2]}})
+    module = Configured(cfg, sizes=OmegaConf.create([1, 2]))
+    assert module.hparams.cfg.inner.a == [1, 2]
+    again = Configured.load_from_checkpoint(saved_from(module, tmp_path))
+    assert isinstance(again.hparams.cfg, DictConfig)
+    assert isinstance(again.hparams.sizes, ListConfig)
+    assert (again.hparams.cfg.twice, again.hparams.cfg.inner.a[1]) == (3, 2)
+    again.hparams.cfg.width = 4
+    assert again.hparams.cfg.twice == 4
+    plain = Configured.load_from_checkpoint(tmp_path / "x.ckpt", cfg={"mine": 1})
+    assert plain.hparams.cfg == {"mine": 1}
+
+
+def test_interpolations_that_lead_out_of_an_argument_are_resolved(tmp_path: Path) -> None:
+    whole = OmegaConf.create({"width": 3, "net": {"twice": "${width}"}})
+    again = Configured.load_from_checkpoint(saved_from(Configured(whole.net), tmp_path))
+    assert again.hparams.cfg == {"twice": 3}
+
+
+def test_omegaconf_hyperparameters_come_back_as_such(tmp_path: Path) -> None:
+    path = saved_from(OneConfig(OmegaConf.create({"lr": 0.1, "net": {"width": 3}})), tmp_path)
+    again = OneConfig.load_from_checkpoint(path, lr=0.5)
+    assert isinstance(again.hparams, DictConfig)
+    assert (again.hparams.lr, again.hparams.net.width) == (0.5, 3)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from loopwright.checkpoint import Trusted, Untrusted, load, save, untrust
+from loopwright.checkpoint.plain import Unopened, WithObjects
 from loopwright.errors import CheckpointError
 
 
@@ -109,3 +110,40 @@ def test_untrust_leaves_the_rest_alone() -> None:
     value["self"] = value
     assert untrust(value, allow=True) is value
     assert value["b"] == {"__loopwright_trusted__": 1}
+
+
+def foreign(tmp_path: Path, **more: Any) -> Path:
+    """A file of another program, which pickles objects as they are."""
+    path = tmp_path / "foreign.ckpt"
+    mark = Bomb(tmp_path / "executed")
+    own = {"pytorch-lightning_version": "2.6.6", "hyper_parameters": {"n": 2, "deep": [mark]}}
+    torch.save({"state_dict": {"w": torch.ones(2)}, **own, **more}, path)
+    return path
+
+
+def test_objects_of_another_program_stay_closed_and_the_rest_is_read(tmp_path: Path) -> None:
+    loaded = load(foreign(tmp_path))
+    marker = loaded["hyper_parameters"]["deep"][0]
+    assert isinstance(marker, Unopened)
+    assert marker.kind == "posix.mkdir"
+    assert torch.equal(loaded["state_dict"]["w"], torch.ones(2))
+    assert not (tmp_path / "executed").exists()
+    with pytest.raises(CheckpointError, match="weights_only=False"):
+        len(marker)
+    with pytest.raises(CheckpointError, match="posix.mkdir"):
+        save(loaded, tmp_path / "again.ckpt")
+
+
+def test_an_object_among_what_training_continues_with_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read safely"):
+        load(foreign(tmp_path, optimizer_states=[Bomb(tmp_path / "executed")]))
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_checkpoint_with_objects_is_written_as_a_plain_dict_of_them(tmp_path: Path) -> None:
+    own = {"pytorch-lightning_version": "2.6.6", "kept": range(3)}
+    save(WithObjects(state_dict={}, **own), tmp_path / "a.ckpt")
+    written = torch.load(tmp_path / "a.ckpt", weights_only=False)
+    assert type(written) is dict
+    assert written["kept"] == load(tmp_path / "a.ckpt", weights_only=False)["kept"] == range(3)
+    assert isinstance(load(tmp_path / "a.ckpt")["kept"], Unopened)

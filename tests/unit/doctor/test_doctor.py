@@ -204,3 +204,17 @@ def test_the_command_prints_findings_and_tells_problems_by_its_code(
     with pytest.raises(SystemExit):
         run(["doctor", "--disk-size", "nan"])
     assert "expected a number of at least 0" in capsys.readouterr().err
+
+
+def test_a_module_that_another_package_brings_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda name: object() if name == "mlflow" else None)
+    monkeypatch.setattr(packages.metadata, "packages_distributions", lambda: {"mlflow": ["pytest"]})
+
+    def version(name: str) -> str:
+        if name in ("mlflow", "wandb"):
+            raise packages.metadata.PackageNotFoundError
+        return "2.0"
+
+    monkeypatch.setattr(packages.metadata, "version", version)
+    assert packages._version("mlflow") == "2.0 (pytest)"
+    assert packages._version("wandb") is None

@@ -181,3 +181,32 @@ def test_a_logger_whose_file_is_gone_leaves_the_shared_folder(tmp_path: Path) ->
     with pytest.warns(UserWarning, match="CSVLogger starts a new run"):
         after[1].load_state_dict(states[1])
     assert [logger.version for logger in after] == [0, 1]
+
+
+@BOTH
+def test_a_subclass_with_its_own_name_and_version_has_its_own_folder(kind: type[FolderLogger], tmp_path: Path) -> None:
+    class Named(kind):  # type: ignore[valid-type,misc]
+        @property
+        def name(self) -> str:
+            return "mine"
+
+        @property
+        def version(self) -> str:
+            return "first"
+
+    logger = Named(str(tmp_path))
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.save()
+    assert logger.root_dir == os.path.join(tmp_path, "mine")
+    assert os.listdir(tmp_path) == ["mine"]
+    assert os.listdir(logger.root_dir) == ["first"]
+
+
+def test_a_logger_that_moves_finishes_its_rows_and_begins_again(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="", version="first")
+    logger.log_metrics({"loss": 1.0}, step=4)
+    logger.move_to("second")
+    logger.log_metrics({"loss": 2.0})
+    logger.save()
+    assert (tmp_path / "first" / "metrics.csv").read_text() == "loss,step\n1.0,4\n"
+    assert (tmp_path / "second" / "metrics.csv").read_text() == "loss,step\n2.0,0\n"

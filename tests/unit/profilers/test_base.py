@@ -195,3 +195,13 @@ def test_a_profiler_knows_the_module_and_hears_of_a_failure() -> None:
         quiet(max_epochs=1, profiler=profiler).fit(module, loader())
     assert profiler.module is module
     assert profiler.events[-1] == "teardown fit"
+
+
+def test_the_directory_is_that_of_the_run_where_none_was_given(tmp_path: Path) -> None:
+    profiler = Recorder()
+    assert profiler.dirpath is None
+    profiler.setup("fit", log_dir=str(tmp_path))
+    assert profiler.dirpath == str(tmp_path)
+    given = Recorder(tmp_path / "mine")
+    given.setup("fit", log_dir=str(tmp_path))
+    assert given.dirpath == tmp_path / "mine"

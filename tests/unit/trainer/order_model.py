@@ -186,9 +186,8 @@ class Model:
         has_validation = plan.validates
         has_sanity_check = has_validation and plan.num_sanity_val_steps != 0 and not self._is_done()
         if has_sanity_check:
-            # Before on_sanity_check_start: a progress bar wants to know there how long it is.
-            yield from self._module("val_dataloader")
             yield from self._callbacks("on_sanity_check_start")
+            yield from self._module("val_dataloader")
             yield from self._validation(plan.num_sanity_val_steps)
             yield from self._callbacks("on_sanity_check_end")
         yield from self._module("train_dataloader")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import shutil
@@ -180,13 +181,24 @@ def _test(path: Path) -> None:
 def test_a_planted_pickle_is_never_executed(read: Any, tmp_path: Path) -> None:
     mark, path = tmp_path / "executed", tmp_path / "checkpoints" / "x.ckpt"
     path.parent.mkdir()
-    planted = {"state_dict": Net().state_dict(), "epoch": 0, "global_step": 0, "evil": Bomb(mark)}
+    planted = {"state_dict": Net().state_dict(), "epoch": 0, "global_step": 0, "loops": {"evil": Bomb(mark)}}
     torch.save(planted, path)
     with pytest.raises(CheckpointError, match="cannot be read safely"):
         read(path)
     assert not mark.exists()
     pickle.loads(pickle.dumps(Bomb(mark)))
     assert mark.exists()
+
+
+@pytest.mark.parametrize("read", [_fit, _fit_last, _test, Net.load_from_checkpoint])
+@pytest.mark.parametrize("place", ["evil", "hyper_parameters", "callbacks"])
+def test_one_beside_what_training_reads_is_not_executed_either(place: str, read: Any, tmp_path: Path) -> None:
+    mark, path = tmp_path / "executed", tmp_path / "checkpoints" / "x.ckpt"
+    path.parent.mkdir()
+    torch.save({"state_dict": net(ValidatedNet).state_dict(), "epoch": 0, place: {"evil": Bomb(mark)}}, path)
+    with contextlib.suppress(CheckpointError):  # the rest may be read, or all of it refused
+        read(path)
+    assert not mark.exists()
 
 
 # --- damaged files ---------------------------------------------------------------------------------------------------
@@ -405,11 +417,20 @@ def test_a_lightning_checkpoint_gives_its_module_and_hyperparameters() -> None:
     assert_same(module, torch.load(path, weights_only=True)["state_dict"])
 
 
-def test_a_lightning_checkpoint_from_the_middle_of_an_epoch_is_refused_in_fit() -> None:
-    path = FIXTURES / "lightning-2.6-mid-epoch.ckpt"
-    with pytest.raises(CheckpointError, match="in the middle of epoch 1 and does not say where the data were"):
-        quiet(max_epochs=4).fit(Foreign(), loader(), ckpt_path=path)
-    assert_same(Foreign.load_from_checkpoint(path), torch.load(path, weights_only=True)["state_dict"])
+def test_a_lightning_checkpoint_from_the_middle_of_an_epoch_continues_with_its_next_batch() -> None:
+    class Seeing(Foreign):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append((self.current_epoch, batch_idx, batch))
+            return super().training_step(batch, batch_idx)
+
+    seen: list[tuple[int, int, Any]] = []
+    path, data = FIXTURES / "lightning-2.6-mid-epoch.ckpt", loader()
+    batches = list(data)
+    trainer = quiet(max_epochs=2)
+    trainer.fit(Seeing(), data, ckpt_path=path)
+    assert [(epoch, index) for epoch, index, _ in seen] == [(1, index) for index in range(2, len(batches))]
+    assert all(str(batch) == str(batches[index]) for _, index, batch in seen)
+    assert trainer.global_step == 6 + len(seen)
 
 
 def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:

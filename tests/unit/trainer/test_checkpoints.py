@@ -127,7 +127,10 @@ def test_an_early_stop_has_a_checkpoint_of_its_last_step(tmp_path: Path) -> None
 
 
 def test_a_missing_monitor_names_what_was_logged(tmp_path: Path) -> None:
-    with pytest.raises(lw.LoopwrightError, match=r"val_los.*(val|train)"):
+    with (
+        pytest.warns(UserWarning, match="'val_los', which was not logged in the validation before training"),
+        pytest.raises(lw.LoopwrightError, match=r"val_los.*(val|train)"),
+    ):
         fit(net(Numbered), ModelCheckpoint(tmp_path, monitor="val_los"), val=loader(2), max_epochs=1)
 
 

@@ -478,7 +478,7 @@ def test_a_second_ctrl_c_interrupts_at_once() -> None:
     assert trainer.global_step == 1
 
 
-def test_a_handler_of_the_users_own_stays() -> None:
+def test_a_handler_of_the_users_own_is_called_and_the_run_ends() -> None:
     received: list[int] = []
     earlier = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
@@ -487,11 +487,14 @@ def test_a_handler_of_the_users_own_stays() -> None:
             number = signal.SIGTERM
 
         trainer = quiet(max_epochs=1)
-        trainer.fit(net(Terminated), loader())
+        with pytest.raises(StopBySignal):
+            trainer.fit(net(Terminated), loader())
+        assert received == [signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGTERM)  # the program's own again
     finally:
         signal.signal(signal.SIGTERM, earlier)
-    assert received == [signal.SIGTERM]
-    assert trainer.global_step == 4
+    assert received == [signal.SIGTERM] * 2
+    assert trainer.global_step < 4
 
 
 def test_an_interrupt_ends_a_validation_too() -> None:
@@ -621,3 +624,66 @@ def test_an_iterable_that_raises_is_passed_on() -> None:
     with pytest.raises(OSError, match="disk gone"):
         quiet(max_epochs=1).fit(net(Net), Raising(list(loader())))
     assert not torch.is_inference_mode_enabled()
+
+
+# --- nothing that could be trained ----------------------------------------------------------------------------------
+
+
+class Detached(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx).detach()
+
+
+class Nothing(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+class OfNoParameters(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([one for one in self.parameters() if one.ndim > 5], lr=0.1)
+
+
+def test_a_loss_without_a_graph_is_explained() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        quiet().fit(net(Detached), loader(8))
+    assert "the loss of training_step has no graph" in caught.value.__notes__[-1]
+
+
+def test_frozen_parameters_are_named_as_the_cause() -> None:
+    module = net().requires_grad_(False)
+    with pytest.raises(RuntimeError) as caught:
+        quiet().fit(module, loader(8))
+    count = len(list(module.parameters()))
+    assert f"all {count} parameters of Net are frozen" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        (lambda: net(OfNoParameters), "of them require gradients"),
+        (lambda: net(OfNoParameters).requires_grad_(False), "unfreeze what is to be trained"),
+    ],
+)
+def test_an_optimizer_without_parameters_is_explained(module: Any, text: str) -> None:
+    with pytest.raises(ModuleError, match="an optimizer of no parameters") as caught:
+        quiet().fit(module(), loader(8))
+    assert text in str(caught.value)
+
+
+def test_other_errors_of_configure_optimizers_are_left_alone() -> None:
+    class Wrong(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=-1)
+
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        quiet().fit(net(Wrong), loader(8))
+
+
+@pytest.mark.parametrize("batches", [4, 60])
+def test_a_run_that_trained_nothing_says_so(batches: int, caplog: pytest.LogCaptureFixture) -> None:
+    quiet(max_epochs=1).fit(net(Nothing), loader(2 * batches))
+    said = [one.getMessage() for one in caplog.records if one.getMessage().startswith("Nothing was trained")]
+    assert [text.split(" steps were skipped")[0].split()[-1] for text in said] == (
+        ["4"] if batches == 4 else ["50", "60"]
+    )

@@ -281,3 +281,20 @@ def test_without_a_trainer_reading_it_is_still_an_error() -> None:
     with pytest.raises(RuntimeError, match="not attached to a Trainer"):
         _ = Two().trainer
     assert not hasattr(Two(), "no_such_attribute")
+
+
+class WithProperty(Classifier):
+    __jit_unused_properties__ = [*lw.Module.__jit_unused_properties__, "folder"]
+
+    @property
+    def folder(self) -> str | None:
+        return self.trainer.log_dir
+
+
+def test_a_property_that_asks_the_trainer_is_left_out_of_a_script() -> None:
+    x = torch.ones(2, 4)
+    module = WithProperty()
+    script = module.to_torchscript()
+    assert torch.equal(script(x), module.eval()(x))
+    with pytest.raises(RuntimeError, match="not attached"):
+        module.folder  # noqa: B018

@@ -251,7 +251,7 @@ def test_an_iterable_data_set_in_a_loader() -> None:
     assert trainer.global_step == 4
 
 
-def test_an_iterator_that_is_spent_is_an_error_in_the_second_epoch() -> None:
+def test_epochs_of_an_iterator_that_is_spent_are_skipped_with_a_warning() -> None:
     class Once:
         def __init__(self) -> None:
             self.iterator = iter(list(loader()))
@@ -259,8 +259,9 @@ def test_an_iterator_that_is_spent_is_an_error_in_the_second_epoch() -> None:
         def __iter__(self) -> Any:
             return self.iterator
 
-    with pytest.raises(DataError, match="no batches in epoch 1"):
-        fit(Once(), max_epochs=2)
+    with pytest.warns(UserWarning, match="no batches in epoch 1.*starts from its beginning"):
+        trainer, _ = fit(Once(), max_epochs=2)
+    assert (trainer.current_epoch, trainer.global_step) == (2, 4)
 
 
 def test_an_empty_loader_is_an_error() -> None:
@@ -328,6 +329,33 @@ def test_fast_dev_run_touches_so_many_batches_of_everything_and_keeps_nothing(
     assert list(tmp_path.iterdir()) == []
     assert logger.rows == []
     assert len(trainer.predict(module, loader())) == batches  # type: ignore[arg-type]
+
+
+def test_fast_dev_run_has_a_logger_that_takes_everything() -> None:
+    class Drawing(ValidatedNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.logger.experiment.add_histogram("x", batch[0], global_step=0)
+            self.logger.log_image(key="x", images=[])
+            loss = self.loss(batch)
+            self.log("loss", loss)
+            return loss
+
+    trainer = lw.Trainer(accelerator="cpu", fast_dev_run=True, enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(net(Drawing), loader(), loader())
+    assert isinstance(trainer.logger, lw.DummyLogger)
+    assert "loss" in trainer.logged_metrics
+    assert lw.Trainer(accelerator="cpu", fast_dev_run=True, logger=False).logger is None
+
+
+def test_there_is_always_a_profiler() -> None:
+    class Measured(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with self.trainer.profiler.profile("loss"):
+                return self.loss(batch)
+
+    trainer = quiet(max_epochs=1)
+    trainer.fit(net(Measured), loader())
+    assert type(trainer.profiler).__name__ == "PassThroughProfiler"
 
 
 def test_barebones_turns_off_everything_that_costs() -> None:
@@ -457,3 +485,16 @@ def test_the_same_seed_gives_the_same_weights() -> None:
         return weights(module)
 
     assert_same(trained(), trained())
+
+
+def test_validation_loaders_are_asked_for_again_only_where_they_validate() -> None:
+    asked: list[int] = []
+
+    class Reloading(ValidatedNet):
+        def val_dataloader(self) -> Any:
+            asked.append(self.current_epoch)
+            return loader(2)
+
+    trainer = quiet(max_epochs=9, reload_dataloaders_every_n_epochs=3, check_val_every_n_epoch=2)
+    trainer.fit(net(Reloading), loader())
+    assert asked == [0, 1, 5]  # asked for at the beginning, and counted from the first validation

@@ -76,7 +76,7 @@ def test_fit_with_accumulation_validation_and_checkpoints(tmp_path: Path) -> Non
         CM.on_train_epoch_end, <save>"""
     assert trace(journal) == written_out(f"""
         <begin>, M.configure_optimizers, CM.on_fit_start,
-        M.val_dataloader, C.on_sanity_check_start, <validate>, C.on_sanity_check_end,
+        C.on_sanity_check_start, M.val_dataloader, <validate>, C.on_sanity_check_end,
         M.train_dataloader, CM.on_train_start, {epoch}, {epoch}, <end>""")
     assert trainer.global_step == 4
     assert [path.name for path in tmp_path.rglob("*.ckpt")] == ["epoch=1-step=4.ckpt"]
@@ -146,7 +146,7 @@ def test_resume_after_an_epoch(tmp_path: Path) -> None:
 
     assert trace(journal) == written_out("""
         <begin>, <load>, M.configure_optimizers, CM.on_fit_start,
-        M.val_dataloader, C.on_sanity_check_start, <validate>, C.on_sanity_check_end,
+        C.on_sanity_check_start, M.val_dataloader, <validate>, C.on_sanity_check_end,
         M.train_dataloader, CM.on_train_start, CM.on_train_epoch_start, <window>, M.lr_scheduler_step,
         CM.on_train_batch_end, M.on_validation_model_zero_grad, <validate>, CM.on_train_epoch_end, <end>""")
 
@@ -315,7 +315,7 @@ def test_fit_save_and_resume_with_a_data_module(tmp_path: Path) -> None:
 
     assert trace(journal) == written_out(f"""
         {DATA_BEGIN}, M.configure_optimizers, CM.on_fit_start,
-        D.val_dataloader, C.on_sanity_check_start, {DATA_VALIDATE}, C.on_sanity_check_end,
+        C.on_sanity_check_start, D.val_dataloader, {DATA_VALIDATE}, C.on_sanity_check_end,
         D.train_dataloader, CM.on_train_start, CM.on_train_epoch_start, {DATA_WINDOW},
         M.on_validation_model_zero_grad, {DATA_VALIDATE}, CM.on_train_epoch_end,
         CM.on_train_end, CM.on_fit_end, DCM.teardown""")

@@ -19,8 +19,10 @@ from toys import (
     loader,
     momentum,
     net,
+    pairs,
     quiet,
     train_by_hand,
+    weights,
 )
 
 import loopwright as lw
@@ -427,6 +429,23 @@ def test_several_loaders_are_read_in_turn_and_have_stable_names() -> None:
     assert logger.values("size/dataloader_idx_1") == [(0, 3.0), (1, 3.0)]
 
 
+def test_the_number_of_a_loader_comes_last_in_keys_of_steps_and_epochs() -> None:
+    class Both(ValidatedNet):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("size", float(len(batch[0])), on_step=True, on_epoch=True, batch_size=1)
+
+    logger = RecordingLogger()
+    trainer = quiet(max_epochs=1, logger=logger, log_every_n_steps=1)
+    trainer.fit(net(Both), loader(2), [loader(4, 2), loader(3, 3)])
+    keys = {f"size{suffix}/dataloader_idx_{index}" for suffix in ("_epoch", "") for index in (0, 1)}
+    assert keys <= set(trainer.callback_metrics)
+    assert logger.values("size_epoch/dataloader_idx_1") == [(0, 3.0)]
+    assert logger.values("size_step/dataloader_idx_0") == [(0, 2.0), (1, 2.0)]
+    assert [set(one) for one in trainer.validate(net(Both), [loader(4, 2), loader(3, 3)], verbose=False)] == [
+        {"size_epoch/dataloader_idx_0"}, {"size_epoch/dataloader_idx_1"},
+    ]  # fmt: skip
+
+
 def test_an_empty_loader_among_several_gives_no_values() -> None:
     trainer = quiet(max_epochs=1)
     trainer.fit(net(Several), loader(2), [loader(4), []])
@@ -467,3 +486,65 @@ def test_eval_only_batch_norm_statistics_stay() -> None:
     quiet().validate(module, loader(), verbose=False)
     assert torch.equal(module.net[2].running_mean, before)
     assert isinstance(module.net[2], nn.BatchNorm1d)
+
+
+class SplitsAtRandom(ValidatedNet):
+    """Makes its validation data with draws from the global generators, and notes when."""
+
+    def val_dataloader(self) -> Any:
+        self.asked = (self.trainer.sanity_checking, list(self.trainer.num_val_batches))
+        return [torch.rand(1, 4).expand(2, 4) for _ in range(2)]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        torch.rand(3)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_val_dataloader_belongs_to_the_sanity_check_and_draws_nothing_from_training(steps: int) -> None:
+    def weights_of(kind: Any) -> tuple[Any, Any]:
+        module = net(kind)
+        torch.manual_seed(5)
+        quiet(max_epochs=2, num_sanity_val_steps=steps).fit(module, loader(8, 2, shuffle=True))
+        return module, weights(module)
+
+    module, after = weights_of(SplitsAtRandom)
+    assert module.asked == (steps > 0, [])
+    assert_same(weights_of(Net)[1], after)
+
+
+def test_hooks_of_the_sanity_check_surround_val_dataloader() -> None:
+    order: list[str] = []
+
+    class Noting(ValidatedNet):
+        def val_dataloader(self) -> Any:
+            order.append("loader")
+            return loader()
+
+    class Hooks(lw.Callback):
+        def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+            order.append("start")
+
+        def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
+            order.append(f"end {trainer.num_sanity_val_batches}")
+
+    quiet(max_epochs=1, num_sanity_val_steps=2, callbacks=[Hooks()]).fit(net(Noting), loader())
+    assert order == ["start", "loader", "end [2]"]
+
+
+def test_validation_samplers_hear_the_epoch() -> None:
+    class Epochs(torch.utils.data.SequentialSampler):
+        def __init__(self, data: Any) -> None:
+            super().__init__(data)
+            self.heard: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.heard.append(epoch)
+
+    data = pairs(4)
+    sampler = Epochs(data)
+    validation = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)
+    trainer = quiet(max_epochs=2, num_sanity_val_steps=1)
+    trainer.fit(net(ValidatedNet), loader(), validation)
+    assert sampler.heard == [0, 0, 1]
+    trainer.validate(net(ValidatedNet), validation, verbose=False)
+    assert sampler.heard == [0, 0, 1, 2]

@@ -438,3 +438,40 @@ def test_gradients_of_a_window_across_epochs_are_in_the_checkpoint(tmp_path: Any
     first.save_checkpoint(tmp_path / "a.ckpt")  # one batch of the second window is there
     quiet(max_epochs=3).fit(resumed, loader(), ckpt_path=tmp_path / "a.ckpt")
     assert_same(resumed, expected)
+
+
+def test_arguments_reach_the_optimizer_and_its_result_comes_back() -> None:
+    class Doubled(SGD):
+        def step(self, closure: Any = None, *, extra: int = 0) -> Any:
+            super().step(closure)
+            return ["stepped", extra]
+
+    class Passing(Manual):
+        def configure_optimizers(self) -> Any:
+            optimizer = Doubled(self.parameters(), lr=0.1)
+            return [optimizer], [StepLR(optimizer, 1)]  # a schedule wraps the optimizer's step
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            results.append((optimizer.step(extra=3), optimizer.step()))
+
+    results: list[Any] = []
+    trainer = quiet(max_epochs=1, limit_train_batches=1)
+    trainer.fit(net(Passing), loader())
+    assert results == [(["stepped", 3], ["stepped", 0])]
+    assert trainer.global_step == 1
+
+
+def test_a_closure_has_gradients_where_the_optimizer_turns_them_off() -> None:
+    class Closed(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any) -> Any:  # type: ignore[override]
+            return closure()
+
+    module = net(Net, Closed)
+    quiet(max_epochs=1, limit_train_batches=1).fit(module, loader())
+    assert all(parameter.grad is not None for parameter in module.parameters())

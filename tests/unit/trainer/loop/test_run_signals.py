@@ -54,11 +54,28 @@ def test_handlers_are_given_back() -> None:
 def test_a_handler_of_the_user_stays() -> None:
     def mine(number: int, frame: object) -> None: ...
 
-    before = signal.signal(signal.SIGTERM, mine)
+    before = signal.signal(signal.SIGINT, mine)
     try:
         with RunSignals() as run_signals:
-            assert signal.getsignal(signal.SIGTERM) is mine
-            assert run_signals.handled == {signal.SIGINT}
+            assert signal.getsignal(signal.SIGINT) is mine
+            assert run_signals.handled == {signal.SIGTERM}
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_of_sigterm_is_called_and_the_run_ends() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    mine = signal.getsignal(signal.SIGTERM)
+    try:
+        with RunSignals() as run_signals:
+            with RunSignals() as inner:  # a run within a run leaves it to the outer one
+                assert inner.handled == set()
+            send(signal.SIGTERM)
+            assert heard == [signal.SIGTERM]
+            with pytest.raises(StopBySignal):
+                run_signals.check()
+        assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
 

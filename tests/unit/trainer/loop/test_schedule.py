@@ -348,7 +348,10 @@ def test_a_plateau_schedule_may_follow_a_training_metric_and_the_short_form_of_m
 
 def test_a_missing_monitor_is_an_error_that_names_what_was_logged() -> None:
     module = net(Plateau, [1.0], monitor="val_los")
-    with pytest.raises(ModuleError, match=r"monitors 'val_los'.*, which was not logged; logged are \['val_loss'\]"):
+    with (
+        pytest.warns(UserWarning, match=r"monitors 'val_los' \(did you mean 'val_loss'"),  # it may be logged later
+        pytest.raises(ModuleError, match=r"monitors 'val_los'.*, which was not logged; logged are \['val_loss'\]"),
+    ):
         quiet(max_epochs=1).fit(module, loader(), loader(2))
 
 

@@ -45,7 +45,7 @@ class Stage(SingleDeviceStrategy):
 def pair() -> tuple[StagesWindowLoss, StagesWindowLoss]:
     wire: list[Tensor] = []
     last, first = Stage(wire, is_last=True), Stage(wire, is_last=False)
-    return tuple(StagesWindowLoss(torch.device("cpu"), one, counts=True) for one in (last, first))  # type: ignore
+    return tuple(StagesWindowLoss(torch.device("cpu"), one, counts=True) for one in (last, first))
 
 
 def window(last: StagesWindowLoss, first: StagesWindowLoss, losses: list[Any], planned: int) -> Tensor:

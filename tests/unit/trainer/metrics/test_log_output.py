@@ -13,6 +13,7 @@ import torch
 import toys
 
 import loopwright as lw
+from loopwright.errors import ConfigError
 from loopwright.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 from loopwright.trainer.metrics.log_output import LogOutput
 
@@ -301,3 +302,24 @@ def test_several_loggers_resume_with_the_points_of_an_uninterrupted_run(tmp_path
     times = [row["wall_s"] for row in rows_of(resumed.loggers[0])]
     assert times == sorted(times)
     assert torch.equal(*(run.lightning_module.net[0].weight for run in (whole, resumed)))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("csv", "CSVLogger"), ("TensorBoard", "TensorBoardLogger"), ("json-lines", "JSONLinesLogger"), ("CSVLogger",) * 2],
+)
+def test_a_logger_may_be_named(name: str, expected: str, tmp_path: Path) -> None:
+    trainer = lw.Trainer(logger=name, default_root_dir=tmp_path, accelerator="cpu")
+    assert type(trainer.logger).__name__ == expected
+    assert trainer.log_dir is not None
+    assert trainer.log_dir.startswith(str(tmp_path))
+
+
+def test_names_and_loggers_may_stand_in_one_list(tmp_path: Path) -> None:
+    trainer = lw.Trainer(logger=["csv", CSVLogger(tmp_path)], default_root_dir=tmp_path, accelerator="cpu")
+    assert [type(one).__name__ for one in trainer.loggers] == ["CSVLogger", "CSVLogger"]
+
+
+def test_another_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"got logger='tensorbord' \(did you mean 'tensorboard'"):
+        lw.Trainer(logger="tensorbord", accelerator="cpu")

@@ -235,7 +235,7 @@ def test_progress_bar_metrics_are_host_numbers_of_the_last_boundary() -> None:
         loader(20),
         log_every_n_steps=4,
     )
-    assert trainer.progress_bar_metrics == {"a": 7.0, "b": 2.0}
+    assert trainer.progress_bar_metrics == {"a": 9.0, "b": 2.0}  # the epoch's end is the last of them
     assert all(type(value) is float for value in trainer.progress_bar_metrics.values())
 
 
@@ -624,3 +624,18 @@ def test_a_collection_of_metrics_is_logged_by_log_dict() -> None:
         difference = module(x) - y
     assert result["MeanAbsoluteError"] == pytest.approx(difference.abs().mean().item(), rel=1e-6)
     assert result["MeanSquaredError"] == pytest.approx(difference.square().mean().item(), rel=1e-6)
+
+
+def test_the_bar_has_every_key_at_the_end_of_a_short_epoch() -> None:
+    class Shown(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            shown.append(dict(trainer.progress_bar_metrics))
+
+    def log(module: Any, batch: Any, batch_idx: int) -> None:
+        module.log("each", float(batch_idx), prog_bar=True)
+        module.log("both", float(batch_idx), prog_bar=True, on_step=True, on_epoch=True)
+        module.log("hidden", 1.0)
+
+    shown: list[dict[str, float]] = []
+    fit_logging(log, log_every_n_steps=50, callbacks=[Shown()])
+    assert shown == [{"each": 3.0, "both_step": 3.0, "both_epoch": 1.5, "both": 1.5}]

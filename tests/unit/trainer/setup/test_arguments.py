@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from loopwright.callbacks import GradientAccumulationScheduler, ModelCheckpoint,
 from loopwright.errors import ConfigError
 from loopwright.trainer.loop.fit_loop import seconds_of
 from loopwright.trainer.setup.arguments import Arguments
+from loopwright.trainer.setup.unknown_arguments import REPLACEMENTS
 
 WRONG: list[tuple[str, Any]] = [
     ("accelerator", "toaster"),
@@ -132,11 +134,60 @@ def test_all_problems_are_named_at_once() -> None:
         assert name in text
 
 
-def test_an_unknown_argument_is_pythons_own_error() -> None:
-    with pytest.raises(TypeError, match="max_epoch"):
-        quiet(max_epoch=3)
-    with pytest.raises(TypeError):
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("max_epoch", "did you mean 'max_epochs'"),
+        ("gpus", "write accelerator='gpu', devices=... instead of gpus="),
+        ("num_train_epochs", "write max_epochs= instead of num_train_epochs="),
+        ("whatever_this_is", "got whatever_this_is=."),
+    ],
+)
+def test_an_unknown_argument_is_named_with_what_to_write(name: str, text: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        quiet(**{name: 3})
+    assert isinstance(caught.value, ConfigError)
+    assert text in str(caught.value)
+
+
+def test_arguments_of_a_subclass_are_its_own() -> None:
+    class Own(lw.Trainer):
+        def __init__(self, gpus: int, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.gpus = gpus
+
+    assert Own(gpus=2, logger=False, enable_checkpointing=False).gpus == 2
+
+
+def test_arguments_without_a_name_are_pythons_own_error() -> None:
+    with pytest.raises(TypeError, match="positional"):
         lw.Trainer("cpu")  # type: ignore[misc]
+
+
+def test_what_replaces_an_argument_is_not_the_name_of_one() -> None:
+    assert not REPLACEMENTS.keys() & inspect.signature(lw.Trainer).parameters.keys()
+
+
+def test_a_trainer_says_where_it_runs_and_how_long() -> None:
+    assert repr(quiet(accelerator="cpu", max_epochs=3)) == (
+        "Trainer(SingleDeviceStrategy, devices=1, accelerator='cpu', precision='32-true', max_epochs=3)"
+    )
+    trainer = quiet(accelerator="cpu", devices=2, strategy="ddp", precision="bf16-mixed", max_steps=7, max_epochs=-1)
+    assert repr(trainer) == "Trainer(DDPStrategy, devices=2, accelerator='cpu', precision='bf16-mixed', max_steps=7)"
+
+
+@pytest.mark.parametrize(
+    ("name", "full"),
+    [("fp32", "32-true"), ("float64", "64-true"), ("fp16", "16-mixed"), ("bfloat16", "bf16-mixed")],
+)
+@pytest.mark.filterwarnings("ignore:.*is interpreted as")
+def test_precisions_have_the_names_of_other_libraries(name: str, full: str) -> None:
+    assert quiet(precision=name).precision == full
+
+
+def test_a_wrong_letter_is_likelier_than_a_missing_one() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'ddp'"):
+        quiet(strategy="dpp")
 
 
 # --- defaults and reading back ---------------------------------------------------------------------------------------
@@ -147,7 +198,7 @@ def test_defaults() -> None:
     assert (trainer.max_epochs, trainer.max_steps, trainer.min_epochs, trainer.min_steps) == (None, -1, None, None)
     assert (trainer.log_every_n_steps, trainer.num_sanity_val_steps, trainer.val_check_interval) == (50, 2, 1.0)
     assert (trainer.accumulate_grad_batches, trainer.gradient_clip_val) == (1, None)
-    assert trainer.gradient_clip_algorithm == "norm"
+    assert trainer.gradient_clip_algorithm is None
     assert (trainer.check_val_every_n_epoch, trainer.overfit_batches, trainer.fast_dev_run) == (1, 0.0, False)
     assert trainer.limit_train_batches in (None, 1.0)
     assert (trainer.current_epoch, trainer.global_step, trainer.world_size, trainer.global_rank) == (0, 0, 1, 0)
@@ -216,7 +267,8 @@ def test_loaders_and_datamodule_can_be_read_in_the_form_they_were_given() -> Non
 
 
 def test_arguments_come_from_the_environment_where_they_are_not_passed(monkeypatch: Any) -> None:
-    monkeypatch.setenv("PL_TRAINER_MAX_EPOCHS", "7")
+    monkeypatch.setenv("PL_TRAINER_MAX_EPOCHS", "8")
+    monkeypatch.setenv("LOOPWRIGHT_TRAINER_MAX_EPOCHS", "7")
     monkeypatch.setenv("PL_TRAINER_LIMIT_TRAIN_BATCHES", "0.5")
     monkeypatch.setenv("PL_TRAINER_GRADIENT_CLIP_ALGORITHM", "value")
     monkeypatch.setenv("PL_TRAINER_MAX_TIME", "00:01:00:00")

@@ -1,0 +1,184 @@
+"""The lines with which a fit begins and ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import loopwright as lw
+from loopwright.errors import RankFailure
+from loopwright.trainer import fit_lines
+
+
+class Net(lw.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.layer(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Interrupted(Net):
+    def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def fit(folder: Path, module: lw.Module | None = None, **arguments: Any) -> lw.Trainer:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lw.Trainer(**{"max_epochs": 1, "default_root_dir": folder, **quiet, **arguments})
+    trainer.fit(module or Net(), DataLoader(torch.ones(6, 4), batch_size=2), DataLoader(torch.ones(2, 4)))
+    return trainer
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.name.endswith("fit_lines")]
+
+
+@pytest.fixture(autouse=True)
+def _information(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "loopwright")
+
+
+@pytest.fixture(autouse=True)
+def _no_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Net, "validation_step", lambda *_: None, raising=False)
+
+
+def test_a_fit_begins_with_what_it_runs_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lw.seed_everything(7)
+    fit(tmp_path, accelerator="cpu")
+    assert lines(caplog)[0] == ("Training on cpu, 1 rank, SingleDeviceStrategy, precision 32-true, seed 7.")
+
+
+def test_a_fit_ends_with_three_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keep = lw.ModelCheckpoint(monitor="loss", save_last=True)
+    fit(tmp_path, callbacks=[keep])
+    why, where, logs = lines(caplog)[1:]
+    assert why.startswith("Training ended at epoch 1, step 3, after 0:00:0")
+    assert why.endswith(": max_epochs=1 is reached.")
+    folder = os.path.join("loopwright_logs", "version_0")
+    score = f"{float(keep.best_model_score or 0):.4g}"
+    checkpoints = os.path.join(folder, "checkpoints")
+    assert where == (
+        f"Checkpoints: best {os.path.join(checkpoints, 'epoch=0-step=3.ckpt')} (loss = {score}), last "
+        f"{os.path.join(checkpoints, 'last.ckpt')}."
+    )
+    assert logs == f"Logs: {folder}; page of curves: loopwright report {folder}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"max_steps": 2}, "max_steps=2 is reached"),
+        ({"max_samples": 4}, "max_samples=4 is reached"),
+        ({"fast_dev_run": True}, "fast_dev_run, a trial that saves nothing"),
+        ({"max_time": {"seconds": 0}}, "Timer, the time limit of 0:00:00 is reached"),
+    ],
+)
+def test_the_end_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any], why: str
+) -> None:
+    fit(tmp_path, logger=False, enable_checkpointing=False, **arguments)
+    ended = next(line for line in lines(caplog) if line.startswith("Training ended"))
+    assert ended.endswith(f": {why}.")
+
+
+def test_early_stopping_is_named_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stop = lw.EarlyStopping("loss", stopping_threshold=1e9)
+    fit(tmp_path, max_epochs=5, callbacks=[stop], logger=False, enable_checkpointing=False)
+    ended = next(line for line in lines(caplog) if line.startswith("Training ended"))
+    assert "EarlyStopping, loss = " in ended
+    assert "reached stopping_threshold" in ended
+
+
+def test_a_request_without_a_reason_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Stops(lw.Callback):
+        def on_train_batch_end(self, trainer: lw.Trainer, *_: Any) -> None:
+            trainer.should_stop = True
+
+    fit(tmp_path, callbacks=[Stops()], logger=False, enable_checkpointing=False)
+    assert "trainer.should_stop was set." in next(line for line in lines(caplog) if line.startswith("Training ended"))
+
+
+def test_where_there_are_neither_checkpoints_nor_logs_it_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(tmp_path, logger=False, enable_checkpointing=False)
+    assert lines(caplog)[-2:] == ["Checkpoints: none (no ModelCheckpoint).", "Logs: none (no logger)."]
+
+
+def test_barebones_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = lw.Trainer(max_steps=2, barebones=True, default_root_dir=tmp_path)
+    trainer.fit(Net(), DataLoader(torch.ones(6, 4), batch_size=2), DataLoader(torch.ones(2, 4)))
+    assert not lines(caplog)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_an_interruption_says_in_one_line_whether_it_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, saves: bool
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, Interrupted(), callbacks=[lw.ModelCheckpoint(tmp_path / "kept", save_on_exception=saves)])
+    (line,) = lines(caplog)[1:]
+    assert line.startswith("fit was interrupted between two steps, at epoch 0, step 1: ")
+    if saves:
+        kept = tmp_path / "kept" / "epoch=0-step=1.ckpt"
+        assert line.endswith(f"saved in {kept}; continue with trainer.fit(..., ckpt_path='last')")
+    else:
+        assert line.endswith("nothing was saved; add ModelCheckpoint(save_on_exception=True)")
+
+
+def test_an_interruption_without_a_save_names_the_last_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class InterruptedLater(lw.Callback):
+        def on_train_batch_end(self, trainer: lw.Trainer, *_: Any) -> None:
+            if trainer.global_step == 4:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, callbacks=[lw.ModelCheckpoint(tmp_path / "kept"), InterruptedLater()], max_epochs=2)
+    kept = tmp_path / "kept" / "epoch=0-step=3.ckpt"
+    expected = f"nothing was saved; continue from the last checkpoint with trainer.fit(..., ckpt_path={str(kept)!r})"
+    assert lines(caplog)[-1].endswith(expected)
+
+
+def test_the_failure_of_another_rank_of_this_machine_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit_lines.socket, "gethostname", lambda: "here")
+    trace = "--- traceback of rank 1 ---\nTraceback (most recent call last):\nValueError: x"
+    near = RankFailure(f"rank 1 (host here, pid 5) failed: ValueError: x\n{trace}", fix="look.")
+    far = RankFailure(f"rank 1 (host there, pid 5) failed: ValueError: x\n{trace}", fix="look.")
+    # It printed nothing itself.
+    crashed = RankFailure("rank 1 (host here, pid 5) failed: SIGSEGV\n--- traceback of rank 1 ---\nFatal", fix="look.")
+    trainer = lw.Trainer(logger=False, enable_progress_bar=False)
+    for error in (near, far, crashed):
+        fit_lines.tell_failure(trainer, error)
+    assert vars(near)["_loopwright_line"] == "rank 0 stops: rank 1 (host here, pid 5) failed: ValueError: x"
+    assert "_loopwright_line" not in vars(far)
+    assert "_loopwright_line" not in vars(crashed)
+
+
+def test_resuming_names_the_file_and_where_it_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.ckpt"
+    fit(tmp_path, logger=False).save_checkpoint(path)
+    trainer = lw.Trainer(
+        max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path
+    )
+    trainer.fit(Net(), DataLoader(torch.ones(6, 4), batch_size=2), DataLoader(torch.ones(2, 4)), ckpt_path=path)
+    assert f"Resuming at epoch 1, step 3 from {path}." in [one.getMessage() for one in caplog.records]

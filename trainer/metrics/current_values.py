@@ -1,0 +1,83 @@
+"""Step values for the bar as of now, between two log boundaries, where reading them waits for nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .metrics import Metrics
+
+__all__ = ["CurrentValues"]
+
+
+class CurrentValues:
+    """Reads the latest step values: on the CPU at once, from a CUDA device those whose copy is complete.
+
+    Args:
+        metrics: Where they are kept.
+
+    Attributes:
+        metrics: As given.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self._seen: dict[str, float] = {}
+        self._copy: tuple[dict[str, Tensor | float], Tensor, torch.cuda.Event] | None = None
+        self._at = -1
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_copy": None, "_at": -1}
+
+    def read(self) -> dict[str, float]:
+        """Return the values; {} where they are as of the last log boundary, or would have to be waited for.
+
+        With several ranks a value is this rank's own, and left out once that of all ranks is known.
+        """
+        metrics = self.metrics
+        kind = metrics.device.type
+        if kind not in ("cpu", "cuda"):
+            return {}
+        values: dict[str, Tensor | float] = {}
+        for accumulator in metrics.accumulators("train"):
+            if not (accumulator.prog_bar and accumulator.on_step and accumulator.step_values):
+                continue
+            if accumulator.on_epoch and not accumulator.is_ahead:
+                continue  # the epoch's own value is newer
+            if metrics.gather is not None and accumulator.step_key in metrics.progress_bar:
+                continue
+            if accumulator.is_step_changed:
+                continue
+            value = accumulator.step_value(metrics.device)
+            values[accumulator.step_key] = value
+            if accumulator.on_epoch:
+                values[accumulator.name] = value
+        if kind == "cpu":
+            return {name: float(value) for name, value in values.items()}
+        return self._from_device(values)
+
+    def _from_device(self, values: dict[str, Tensor | float]) -> dict[str, float]:
+        """Return what the last call began to copy, if it is there, and begin to copy these."""
+        window = self.metrics.window
+        if self._copy is not None:
+            names, host, event = self._copy
+            if not event.query():
+                return self._newer(values)
+            numbers = iter(host.tolist())
+            self._seen = {n: next(numbers) if isinstance(v, Tensor) else float(v) for n, v in names.items()}
+            self._copy = None
+        tensors = [value for value in values.values() if isinstance(value, Tensor)]
+        if tensors and window != self._at:
+            packed = torch.stack([one.detach().reshape(()).to(self.metrics.device, torch.float64) for one in tensors])
+            host = torch.empty(len(tensors), dtype=torch.float64, pin_memory=True)
+            host.copy_(packed, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._copy, self._at = (values, host, event), window
+        return self._newer(values)
+
+    def _newer(self, values: dict[str, Tensor | float]) -> dict[str, float]:
+        return {name: number for name, number in self._seen.items() if name in values}
