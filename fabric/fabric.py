@@ -171,7 +171,8 @@ class Fabric:
         self._evaluation: EvaluationPass | None = None
         # Determined once: the hot path calls no method that does nothing.
         places = type(self.strategy).place_batch is not Strategy.place_batch
-        self._move_batch = functools.partial(_move_placed, self.strategy.place_batch) if places else move_to_device
+        # (batch, device) -> batch on the device: `to_device` for anything but a module.
+        self.move_batch = functools.partial(_move_placed, self.strategy.place_batch) if places else move_to_device
         self._scales = _does_something(self.precision, "scale_loss")
         self._unscales = _does_something(self.precision, "unscale_gradients")
         self._precision_steps = _does_something(self.precision, "optimizer_step")
@@ -681,7 +682,7 @@ class Fabric:
         if isinstance(obj, nn.Module):
             self.strategy.module_to_device(obj)
             return obj
-        return self._move_batch(obj, self.device)
+        return self.move_batch(obj, self.device)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which backward passes do not reduce gradients over ranks, for accumulation.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError, NonFiniteError
-from ..precision.base import Precision, compute_gradients, take_step
+from ..precision.base import Precision, clip_dense_norm, compute_gradients, take_step
 from .capabilities import Capabilities, Given, Launcher, MemoryShares, TrainerConfig
 
 if TYPE_CHECKING:
@@ -530,6 +530,10 @@ class Strategy(Capabilities):
 
         Source: Pascanu et al. 2013, eq. 7.
         """
+        if not error_if_nonfinite:
+            norm = clip_dense_norm(optimizer, float(max_norm), float(norm_type))
+            if norm is not None:
+                return norm
         try:
             return nn.utils.clip_grad_norm_(
                 _parameters(optimizer), max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -83,14 +85,8 @@ def _take(loader: Loader, limit: int | float) -> Iterator[Batch]:
     from ...data.gather import gathering  # not imported where nothing is evaluated
 
     iterator = iter(gathering(loader))
-    taken = 0
-    while taken < limit:
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            return
-        yield batch
-        taken += 1
+    # islice does not ask for a batch beyond its limit.
+    return iterator if limit == math.inf else itertools.islice(iterator, math.ceil(limit))
 
 
 class EvalLoop:
@@ -161,8 +157,13 @@ class EvalLoop:
 
     def _batches(self, run: Run, data: EvalLoader, outputs: list[list[StepOutput]] | None) -> None:
         stage, life, metrics = self.stage, run.lifecycle, run.metrics
-        on_start = getattr(life, f"on_{stage}_batch_start")
-        on_end = getattr(life, f"on_{stage}_batch_end")
+        on_start, on_end = (
+            getattr(life, name) if life.does_anything(name) else None
+            for name in (f"on_{stage}_batch_start", f"on_{stage}_batch_end")
+        )
+        progress, run_signals, stop_coordination = run.progress, run.run_signals, run.stop_coordination
+        logs_steps = stage != "predict" and not run.trainer.sanity_checking
+        every = self._log_every_n_steps
         table = metrics.table_of(f"{stage}_step")
         several = len(data.loaders) > 1
         cpu = torch.device("cpu")
@@ -182,39 +183,39 @@ class EvalLoop:
                 batch = self._transfer(host_batch, dataloader_idx)
                 metrics.batch, metrics.sized = batch, None
                 metrics.window += 1
-                metrics.step = run.progress.steps
-                on_start(batch, batch_idx, dataloader_idx)
+                metrics.step = progress.steps
+                if on_start is not None:
+                    on_start(batch, batch_idx, dataloader_idx)
                 metrics.table = table
                 metrics.is_muted = is_muted
                 output = self._step(batch, batch_idx, dataloader_idx) if several else self._step(batch, batch_idx)
                 metrics.is_muted = False
                 metrics.table = metrics.nowhere
-                on_end(output, batch, batch_idx, dataloader_idx)
+                if on_end is not None:
+                    on_end(output, batch, batch_idx, dataloader_idx)
                 if outputs is not None:
                     outputs[dataloader_idx].append(move_to_device(output, cpu))
-                if stage != "predict":
-                    self._log_step(run)
+                if logs_steps:
+                    progress.eval_batches += 1
+                    if every and progress.eval_batches % every == 0 and metrics.has_step_values:
+                        _log_step(run)
                 if is_together:
                     pass  # a rank that stopped here would leave the others waiting; all stop after the evaluation
-                elif run.stop_coordination is not None:
-                    run.stop_coordination.within_phase()
-                elif run.run_signals.requested is not None:
-                    run.run_signals.check()
+                elif stop_coordination is not None:
+                    stop_coordination.within_phase()
+                elif run_signals.requested is not None:
+                    run_signals.check()
         metrics.sizes = sizes_of_training
         if metrics.window == windows_before and any(data.limits) and not run.has_ranks:
             warn(f"the {stage} data gave no batches: nothing was evaluated")
 
-    def _log_step(self, run: Run) -> None:
-        """Send the step values of this batch to the loggers, at the log interval."""
-        trainer, every = run.trainer, self._log_every_n_steps
-        if trainer.sanity_checking:
-            return
-        run.progress.eval_batches += 1
-        if every and run.progress.eval_batches % every == 0 and run.metrics.has_step_values:
-            row, _ = run.metrics.read_step(on_all_ranks=False)  # ranks may have different numbers of batches
-            if row:
-                note_row_of_validation(run)
-                trainer.log_metrics(row, step=run.progress.eval_batches - 1)
+
+def _log_step(run: Run) -> None:
+    """Send the step values of this batch to the loggers."""
+    row, _ = run.metrics.read_step(on_all_ranks=False)  # ranks may have different numbers of batches
+    if row:
+        note_row_of_validation(run)
+        run.trainer.log_metrics(row, step=run.progress.eval_batches - 1)
 
 
 def _restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:

@@ -280,7 +280,8 @@ def bind_step(run: Run, name: str, *, several_loaders: bool = False) -> StepFunc
 def _mover(run: Run) -> Callable[[Batch], Batch]:
     """Return what moves a batch to the device: beside the computation, where the device has streams."""
     if run.device.type != "cuda":
-        return run.fabric.to_device
+        move, device = run.fabric.move_batch, run.device
+        return lambda batch: move(batch, device)
     from ...data.copy_stream import CopyStream
 
     return CopyStream(run.fabric.to_device, run.device)
