@@ -314,8 +314,8 @@ def clip_dense_norm(optimizer: Optimizer, max_norm: float, norm_type: float) -> 
         norm_type: Order of the norm; may be infinity.
 
     Returns:
-        The norm before clipping: shape (), on the gradients' device. None if there are no gradients, or if they are not dense
-        tensors of one dtype on one CPU or CUDA device without a graph: then nothing was changed.
+        The norm before clipping: shape (), on the gradients' device. None, with nothing changed, if there are no
+        gradients, or if they are not dense tensors of one dtype on one CPU or CUDA device, without a graph.
 
     Source: Pascanu et al. 2013, eq. 7; 1e-6 is what torch adds to the norm.
     """

@@ -25,6 +25,10 @@ MOST_FRAMES = 6
 MOST_CALLS = -22
 # Whether an iterable of the user's own draws from the global generators is watched: exact resume needs that.
 MOST_CALLS_OF_AN_ITERABLE = -9
+# Per micro-batch of a window of four that is clipped: torch's clipping looks for groups of tensors.
+MOST_CALLS_OF_A_WINDOW = -15
+# A batch of a validation has little to save calls at.
+MOST_CALLS_OF_A_VALIDATION = 4
 
 
 def python(program: str, folder: Path) -> str:
@@ -155,6 +159,13 @@ class Toy(lw.Module):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class Validated(Toy):
+    """The same, between two of its validation steps."""
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
 STEPS = 50
 QUIET: dict[str, Any] = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
@@ -207,6 +218,44 @@ def test_a_step_makes_fewer_python_calls_than_the_handwritten_loop(
     record_property("calls", ours - hand)
     print(f"{ours:.2f} calls per step, by hand {hand:.2f}: {ours - hand:+.2f}")
     assert ours <= hand + (MOST_CALLS if make_batches is from_loader else MOST_CALLS_OF_AN_ITERABLE)
+
+
+def test_a_clipped_window_makes_fewer_python_calls_than_the_handwritten_loop() -> None:
+    gc.disable()
+    try:
+        toy, hand = Toy(8, 8 + 48), Toy(8, 8 + 48)
+        options = {**QUIET, "accumulate_grad_batches": 4, "gradient_clip_val": 1.0}
+        lw.Trainer(accelerator="cpu", max_epochs=1, **options).fit(toy, [torch.ones(2, 4)] * 64)
+        optimizer = hand.configure_optimizers()
+        hand.train()
+        for index, batch in enumerate([torch.ones(2, 4)] * 64):
+            loss = hand.training_step(batch, index) / 4
+            loss.backward()
+            if index % 4 == 3:
+                torch.nn.utils.clip_grad_norm_(hand.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        gc.enable()
+        sys.setprofile(None)
+    print(f"{(toy.calls - hand.calls) / 48:+.2f} calls per micro-batch")
+    assert toy.calls <= hand.calls + 48 * MOST_CALLS_OF_A_WINDOW
+
+
+def test_a_validation_makes_few_more_python_calls_than_the_handwritten_loop() -> None:
+    gc.disable()
+    try:
+        toy, hand = Validated(10, 10 + STEPS), Validated(10, 10 + STEPS)
+        trainer = lw.Trainer(accelerator="cpu", **QUIET)
+        trainer.validate(toy, [torch.ones(2, 4)] * (STEPS + 20), verbose=False)
+        with torch.inference_mode():
+            for index, batch in enumerate([torch.ones(2, 4)] * (STEPS + 20)):
+                hand.validation_step(batch, index)
+    finally:
+        gc.enable()
+        sys.setprofile(None)
+    print(f"{(toy.calls - hand.calls) / STEPS:+.2f} calls per batch")
+    assert toy.calls <= hand.calls + STEPS * MOST_CALLS_OF_A_VALIDATION
 
 
 def test_few_frames_lie_between_fit_and_the_step() -> None:
