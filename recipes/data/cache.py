@@ -170,7 +170,8 @@ class _Tokenizing:
         if self._kind is None:
             self._kind = find_kind(record.value)
         if self._kind is None:
-            got = f"the keys {', '.join(map(str, record.value))}" if isinstance(record.value, dict) else "no object"
+            keys = ", ".join(map(str, record.value)) if isinstance(record.value, dict) else None
+            got = "no object" if keys is None else f"the keys {keys}" if keys else "no keys"
             raise BadRecord(
                 "Expected messages, conversations, instruction and output, prompt and completion, text or input_ids, "
                 f"got {got}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 from .settings import PROMPT_STYLES
@@ -24,6 +25,9 @@ KEYS: dict[str, tuple[frozenset[str], ...]] = {
 }
 # Names of roles in data with `conversations`, `from` and `value`.
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "function": "tool"}
+# Templates may have others; one that is nearly one of these is a mistake, and would silently not be trained.
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", *ROLES)
+_NEARLY = 0.8  # "asistant" and "gpt4" are mistakes; "function_call" may be a role of a template
 
 
 class BadRecord(ValueError):
@@ -133,6 +137,9 @@ def _message(message: Any, number: int) -> Message:
         message = {"role": ROLES.get(role, role), "content": message["value"]}
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise BadRecord(f"Expected message {number} to have role and content, got {_brief(message)}.")
+    role = message["role"]
+    if role not in KNOWN_ROLES and (near := get_close_matches(role.lower(), KNOWN_ROLES, n=1, cutoff=_NEARLY)):
+        raise BadRecord(f"Expected a known role in message {number}, got {role!r} (did you mean {near[0]!r}?).")
     content, has_calls = message.get("content"), bool(message.get("tool_calls"))
     if not isinstance(content, str | list) and not (content is None and has_calls):
         raise BadRecord(f"Expected the content of message {number} to be text, got {_brief(content)}.")
