@@ -15,6 +15,7 @@ from torch import nn
 from ...errors import ConfigError, MissingDependency
 from .adapters import add_adapters
 from .checks import model_problems, read_config, skeleton, unreadable
+from .imports import import_bitsandbytes
 from .settings import LoraSettings, ModelSettings
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ def base_dtype(config: PretrainedConfig, settings: ModelSettings) -> torch.dtype
 def _quantization(settings: ModelSettings, dtype: torch.dtype) -> dict[str, Any]:
     if settings.quantize is None:
         return {}
+    import_bitsandbytes()
     from transformers import BitsAndBytesConfig
 
     # Packed weights look like parameters of the computing dtype: shards of fsdp need one dtype for all.
