@@ -215,6 +215,12 @@ def test_all_problems_are_named_at_once(base: Path) -> None:
     assert "did you mean 'nf4'" in error.value.what
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "quantum"])
+def test_a_device_that_the_machine_does_not_have_is_named(base: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match=f"device: Expected a device of .*, got '{device}'"):
+        generate(GenerateSettings(base, prompt="a", device=device))
+
+
 def test_an_adapter_a_run_and_a_checkpoint_are_one_model(base: Path, tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", base)
     shared: dict[str, Any] = {"prompt": "Question", "max_new_tokens": 10, "temperature": 0, "stream": False}
