@@ -11,7 +11,7 @@ from .settings import PROMPT_STYLES
 
 # Any in this file: values from JSON.
 
-__all__ = ["BadRecord", "Chat", "Example", "Ids", "Message", "Prompted", "Text", "find_kind", "to_example"]
+__all__ = ["BadRecord", "Chat", "Example", "Ids", "Message", "NoTemplate", "Prompted", "Text", "find_kind", "to_example"]
 
 Message: TypeAlias = "dict[str, Any]"
 
@@ -32,6 +32,10 @@ _NEARLY = 0.8  # "asistant" and "gpt4" are mistakes; "function_call" may be a ro
 
 class BadRecord(ValueError):
     """A record is not what its kind expects: `Expected ..., got ...`."""
+
+
+class NoTemplate(BadRecord):
+    """A record needs a chat template, which the tokenizer does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +171,7 @@ def _from_prompt(value: Mapping[str, Any], kind: str) -> Chat:
 
 def _to_prompted(value: Mapping[str, Any], kind: str, style: str | None) -> Prompted:
     if kind == "instruct" and style is None:
-        raise BadRecord("Expected a prompt_style or a tokenizer with a chat template for instruct data, got neither.")
+        raise NoTemplate("Expected a prompt_style or a tokenizer with a chat template for instruct data, got neither.")
     answer = _answer(value, "output" if kind == "instruct" else "completion")
     fields = {"system": _optional(value, "system"), "input": _optional(value, "input")}
     if kind == "instruct":

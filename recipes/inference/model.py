@@ -28,7 +28,16 @@ from ..model.loading import LoraSettings, ModelSettings, open_model, open_tokeni
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["InferenceSettings", "OpenedModel", "base_of", "dtype_named", "open_any", "open_weights"]
+__all__ = [
+    "InferenceSettings",
+    "OpenedModel",
+    "base_of",
+    "dtype_named",
+    "num_embeddings",
+    "num_positions",
+    "open_any",
+    "open_weights",
+]
 
 # Any in this file: models of transformers and peft, and settings from files.
 
@@ -203,6 +212,11 @@ def _device_problems(name: str) -> Iterator[str]:
 def num_positions(model: Any) -> int | None:
     """Return the length of the model's context; None if its configuration does not tell."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def num_embeddings(model: Any) -> int:
+    """Return the number of rows of the embedding, also of one with an adapter."""
+    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def raise_problems(problems: list[str]) -> None:

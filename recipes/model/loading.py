@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from ...errors import ConfigError, MissingDependency
@@ -91,7 +92,7 @@ def open_model(settings: ModelSettings) -> nn.Module:
             model = _from_config(config, settings) if settings.from_scratch else _from_folder(config, settings)
         except ConfigError:
             raise
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise unreadable(settings, error) from error
         model.config.use_cache = False
         if settings.gradient_checkpointing:
