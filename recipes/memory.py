@@ -11,7 +11,7 @@ from torch import nn
 
 from ..strategies.capabilities import MemoryShares
 from .loss import chunk_size
-from .model.adapters import adapter_config
+from .model.adapters import add_adapters
 from .model.loading import base_dtype, read_config, skeleton
 from .settings import TrainSettings
 
@@ -54,7 +54,8 @@ class MemoryPlan:
     """Bytes per device.
 
     Attributes:
-        formula: The sum of weights, gradients, optimizer and buffers in P, as in docs/strategies.md.
+        formula: The sum of weights, gradients, optimizer and buffers in P, as in docs/strategies.md, for float32.
+        width: Bytes of a trained parameter.
         weights: Parameters.
         gradients: Gradients after the backward pass.
         optimizer: Moments, and float32 copies of 16-bit parameters.
@@ -65,6 +66,7 @@ class MemoryPlan:
     """
 
     formula: str
+    width: int
     weights: float
     gradients: float
     optimizer: float
@@ -94,9 +96,7 @@ def count_sizes(settings: ModelSettings) -> Sizes:
     if settings.lora is not None:
         linear = _linear_elements(model) if settings.quantize else 0
         frozen, frozen_bytes = base, linear * _NF4_BYTES + (base - linear) * width
-        from peft import get_peft_model
-
-        adapted = get_peft_model(model, adapter_config(settings.lora), low_cpu_mem_usage=True)
+        adapted = add_adapters(model, settings.lora, has_values=False)
         trained = sum(one.numel() for one in adapted.parameters() if one.requires_grad)
     text = config.get_text_config()
     layers, hidden, vocab = (int(getattr(text, name)) for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
@@ -119,14 +119,21 @@ def plan_memory(settings: TrainSettings, sizes: Sizes, shares: MemoryShares) -> 
     """
     is_short = str(settings.precision) in _TWO_BYTES
     is_true = is_short and "true" in str(settings.precision)
-    width = 2 if is_true or (shares.has_float32_copies and is_short) else _width(settings.dtype)
+    lora, quantize = settings.model_settings().lora, settings.model_settings().quantize
+    width = _width(settings.dtype)
+    if is_true or (shares.has_float32_copies and is_short):
+        width = 2
+    elif lora is not None:
+        width = max(4, width)  # peft keeps adapters of a 16-bit base in float32
+    frozen_bytes = min(sizes.frozen_bytes, 2 * sizes.frozen) if is_true and not quantize else sizes.frozen_bytes
     moments, is_adamw = _moments(settings)
     masters = 4 if shares.has_float32_copies else 0
     states = 4 if shares.has_float32_copies else width
     trained = sizes.trained
     return MemoryPlan(
         formula=shares.formula,
-        weights=trained * width / shares.weights + sizes.frozen_bytes / shares.weights,
+        width=width,
+        weights=(trained * width + frozen_bytes) / shares.weights,
         gradients=trained * width / shares.gradients,
         optimizer=trained * (moments * states + masters) / shares.optimizer,
         buffers=trained * width * shares.buckets,

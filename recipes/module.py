@@ -19,7 +19,14 @@ from .model.adapters import adapter_plan
 from .model.fingerprint import fingerprint_of_folder, fingerprint_problems
 from .model.loading import ModelSettings, open_model, settings_as_dict, skeleton
 from .optimizer import OptimizerSettings, make_optimizer, make_schedule
-from .self_check import check_packing, compare_packing, is_head_alone, no_trained_token, without_dropout
+from .self_check import (
+    check_packing,
+    compare_packing,
+    has_experts,
+    is_head_alone,
+    no_trained_token,
+    without_dropout,
+)
 from .strategy_checks import strategy_problems
 
 __all__ = ["OptimizerSettings", "RecipeModule", "block_classes", "strategy_problems"]
@@ -143,7 +150,7 @@ class RecipeModule(Module):
                 parts = None
             if self.verify_packing and "pp" not in self._sizes:
                 forward = self._logits if parts is None else partial(hidden_states, parts)
-                check_packing(compare_packing(forward, ids))
+                check_packing(compare_packing(forward, ids), has_experts=has_experts(self.model))
         self.__dict__["_parts"] = parts
         if parts is None and self.chunk_tokens != 0:
             self._note_full()

@@ -57,12 +57,15 @@ class PlanReport:
         memory, sizes = self.memory, self.sizes
         frozen = f", {sizes.frozen:,} frozen ({show_bytes(sizes.frozen_bytes)})" if sizes.frozen else ""
         note = "" if memory.is_adamw else ", as for AdamW"
+        formula = f"{memory.formula}; P: trained parameters, in float32"
+        if memory.width != 4:
+            formula = f"P trained parameters of {8 * memory.width} bits; in float32 {memory.formula}"
         rows = {
             "weights": show_bytes(memory.weights),
             "gradients": show_bytes(memory.gradients),
             "optimizer": show_bytes(memory.optimizer) + note,
             "buckets": show_bytes(memory.buffers) if memory.buffers else "",
-            "sum": f"{show_bytes(memory.state)} ({memory.formula}; P: trained parameters, in float32)",
+            "sum": f"{show_bytes(memory.state)} ({formula})",
             "activations": f"about {show_bytes(memory.activations)}",
             "logits": f"at most {show_bytes(memory.logits)}",
             "total": f"about {show_bytes(memory.total)}",

@@ -158,12 +158,15 @@ def make_report(
         if isinstance(one, ModelCheckpoint) and one.monitor == "val_loss"
     ]
     peak = meter.peak_flops * len(meter.memory_bytes) if meter.peak_flops else None
+    steps, limit = int(totals["steps"]), trainer.fit_loop.epoch_limit
+    # An epoch has fewer steps where a part of the run left out a remainder that these ranks would have read.
+    has_read_all = limit != -1 and trainer.current_epoch >= limit
     return RunReport(
         command=command,
         out=str(out),
         model=None,
-        steps=int(totals["steps"]),
-        num_steps=plan.num_steps,
+        steps=steps,
+        num_steps=steps if has_read_all else plan.num_steps,
         epochs=totals["steps"] / plan.steps_per_epoch,
         global_batch=plan.global_batch,
         ranks=plan.ranks,

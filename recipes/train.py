@@ -161,7 +161,6 @@ def _end(prepared: Prepared, notes: list[str], val_loss: float | None) -> RunRep
     report = replace(report, val_loss=val_loss)
     if trainer.fast_dev_run or not (run.checkpoints.is_dir() and any(run.checkpoints.iterdir())):
         return report
-    _export(run)
     report = replace(report, model=_export(run))
     report.write(run)
     return report

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from .encoding import Draft, Encoder
-from .formats import BadRecord, find_kind, to_example
+from .formats import BadRecord, NoTemplate, find_kind, to_example
 from .settings import DataSettings, Source
 from .shard import MANIFEST, Shard, ShardWriter, publish, temporary_folder
 from .sources import Record, find_files, read_records
@@ -140,7 +140,7 @@ class _Tokenizing:
         self._writer: ShardWriter | None = None
         special = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._ends = {*tokenizer.all_special_ids, *special}
-        self._has_end = False
+        self._has_end = self._has_said_template = False
 
     @property
     def writer(self) -> ShardWriter:
@@ -157,6 +157,11 @@ class _Tokenizing:
             if record.problem:
                 raise BadRecord(record.problem)
             samples = self._drafts(record)
+        except NoTemplate as error:  # true of all records: named once
+            if not self._has_said_template:
+                self._problems.add(f"{record.place}: {error}")
+            self._has_said_template = True
+            return
         except BadRecord as error:
             self._problems.add(f"{record.place}: {error}")
             return
@@ -170,13 +175,14 @@ class _Tokenizing:
         if self._kind is None:
             self._kind = find_kind(record.value)
         if self._kind is None:
-            got = f"the keys {', '.join(map(str, record.value))}" if isinstance(record.value, dict) else "no object"
+            keys = ", ".join(map(str, record.value)) if isinstance(record.value, dict) else None
+            got = "no object" if keys is None else f"the keys {keys}" if keys else "no keys"
             raise BadRecord(
                 "Expected messages, conversations, instruction and output, prompt and completion, text or input_ids, "
                 f"got {got}."
             )
         if self._kind == "chat" and not self._has_template:
-            raise BadRecord("Expected a tokenizer with a chat_template for chat data, got one without.")
+            raise NoTemplate("Expected a tokenizer with a chat_template for chat data, got one without.")
         style = self._settings.prompt_style
         return self._encoder.drafts(to_example(record.value, self._kind, style, has_template=self._has_template))
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 from .settings import PROMPT_STYLES
 
 # Any in this file: values from JSON.
 
-__all__ = ["BadRecord", "Chat", "Example", "Ids", "Message", "Prompted", "Text", "find_kind", "to_example"]
+__all__ = ["BadRecord", "Chat", "Example", "Ids", "Message", "NoTemplate", "Prompted", "Text", "find_kind", "to_example"]
 
 Message: TypeAlias = "dict[str, Any]"
 
@@ -24,10 +25,17 @@ KEYS: dict[str, tuple[frozenset[str], ...]] = {
 }
 # Names of roles in data with `conversations`, `from` and `value`.
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "function": "tool"}
+# Templates may have others; one that is nearly one of these is a mistake, and would silently not be trained.
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", *ROLES)
+_NEARLY = 0.8  # "asistant" and "gpt4" are mistakes; "function_call" may be a role of a template
 
 
 class BadRecord(ValueError):
     """A record is not what its kind expects: `Expected ..., got ...`."""
+
+
+class NoTemplate(BadRecord):
+    """A record needs a chat template, which the tokenizer does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +141,9 @@ def _message(message: Any, number: int) -> Message:
         message = {"role": ROLES.get(role, role), "content": message["value"]}
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise BadRecord(f"Expected message {number} to have role and content, got {_brief(message)}.")
+    role = message["role"]
+    if role not in KNOWN_ROLES and (near := get_close_matches(role.lower(), KNOWN_ROLES, n=1, cutoff=_NEARLY)):
+        raise BadRecord(f"Expected a known role in message {number}, got {role!r} (did you mean {near[0]!r}?).")
     content, has_calls = message.get("content"), bool(message.get("tool_calls"))
     if not isinstance(content, str | list) and not (content is None and has_calls):
         raise BadRecord(f"Expected the content of message {number} to be text, got {_brief(content)}.")
@@ -160,7 +171,7 @@ def _from_prompt(value: Mapping[str, Any], kind: str) -> Chat:
 
 def _to_prompted(value: Mapping[str, Any], kind: str, style: str | None) -> Prompted:
     if kind == "instruct" and style is None:
-        raise BadRecord("Expected a prompt_style or a tokenizer with a chat template for instruct data, got neither.")
+        raise NoTemplate("Expected a prompt_style or a tokenizer with a chat template for instruct data, got neither.")
     answer = _answer(value, "output" if kind == "instruct" else "completion")
     fields = {"system": _optional(value, "system"), "input": _optional(value, "input")}
     if kind == "instruct":

@@ -97,6 +97,8 @@ class DataSettings:
             yield f"val_fraction: Expected 0 beside val_data, got {self.val_fraction}."
         if self.group_by_length and self.packing:
             yield "group_by_length: Expected packing=false beside it, got packing=true."
+        if self.cache is not None and Path(self.cache).exists() and not Path(self.cache).is_dir():
+            yield f"cache: Expected a folder, got the file {self.cache}."
         yield from _style_problems(self.prompt_style)
         for name in ("data", "val_data"):
             yield from _source_problems(name, getattr(self, name))

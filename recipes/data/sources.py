@@ -23,6 +23,11 @@ TEXT_SUFFIXES = frozenset(
         *("cu", "java", "js", "ts", "go", "rs", "rb", "r", "jl", "kt", "scala", "swift", "lua"),
     )
 )
+# Files of data in other forms, which would be read as one document of their characters.
+_OTHER_SUFFIXES = (
+    *(".csv", ".tsv", ".xlsx", ".xls", ".ods", ".arrow", ".feather", ".orc", ".avro", ".npy", ".npz", ".pt", ".pkl"),
+    *(".bin", ".safetensors", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z", ".pdf", ".docx"),
+)
 _ROWS = 1024  # of a parquet file at a time
 
 
@@ -50,6 +55,8 @@ def find_files(path: Path) -> tuple[list[Path], str]:
     these are its data; otherwise its text files are.
     """
     if path.is_file():
+        if path.suffix.lower() in _OTHER_SUFFIXES:
+            return [], f"{path}: Expected jsonl, json, parquet or text, got {path.suffix}; convert it to one of these."
         return [path], ""
     if not path.is_dir():
         return [], f"{path}: Expected a file or folder, got a path that does not exist."
@@ -89,19 +96,68 @@ def _read_lines(file: Path) -> Iterator[Record]:
             place = f"{file}:{number}"
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-                yield Record(place, json.loads(text), len(line))
+                parsed = _Json(text)
+                yield Record(place, parsed.value, len(line), parsed.problem(parsed.value))
             except UnicodeDecodeError as error:
                 yield Record(place, size=len(line), problem=_not_utf8(error))
             except json.JSONDecodeError as error:
                 got = f"{error.msg} at column {error.colno}"
                 yield Record(place, size=len(line), problem=f"Expected a JSON object in one line, got {got}.")
+            except (ValueError, RecursionError) as error:
+                yield Record(place, size=len(line), problem=_not_readable(error))
+
+
+class _Json:
+    """The value of a JSON text, and what is wrong with its parts.
+
+    Raises:
+        ValueError: It is not JSON, or a number is too long.
+        RecursionError: It is nested too deeply.
+    """
+
+    def __init__(self, text: str) -> None:
+        # Of an object with a key that is there twice: its id -> the object, which keeps the id, and the key.
+        self._twice: dict[int, tuple[dict[str, Any], str]] = {}
+        self._has_escapes = "\\u" in text  # the one way to write half of a character
+        self.value: Any = json.loads(text, object_pairs_hook=self._object)
+
+    def problem(self, part: Any) -> str:
+        """Return why a part of the value cannot be used; empty if it can."""
+        if self._twice and (key := self._find_twice(part)) is not None:
+            return f"Expected each key once, got {key!r} twice: one of the values would be lost."
+        if self._has_escapes:
+            try:
+                json.dumps(part, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                half = ord(error.object[error.start])
+                return f"Expected full characters, got \\u{half:04x}, half of a surrogate pair."
+        return ""
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            self._twice[id(found)] = found, next(name for at, name in enumerate(names) if name in names[:at])
+        return found
+
+    def _find_twice(self, part: Any) -> str | None:
+        if isinstance(part, dict) and id(part) in self._twice:
+            return self._twice[id(part)][1]
+        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        return next((key for one in inner if (key := self._find_twice(one)) is not None), None)
+
+
+def _not_readable(error: ValueError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "Expected JSON of some levels, got one that is nested too deeply."
+    return f"Expected numbers that can be read, got one of too many digits ({error})."
 
 
 def _read_json(file: Path) -> Iterator[Record]:
     """Read a list of objects, or one object per line, which some write into files of this name."""
     size = file.stat().st_size
     try:
-        items = json.loads(file.read_text("utf-8-sig"))
+        parsed = _Json(file.read_text("utf-8-sig"))
     except UnicodeDecodeError as error:
         yield Record(f"{file}:1", size=size, problem=_not_utf8(error))
         return
@@ -112,10 +168,12 @@ def _read_json(file: Path) -> Iterator[Record]:
         got = f"{error.msg} at column {error.colno}"
         yield Record(f"{file}:{error.lineno}", size=size, problem=f"Expected a JSON list of objects, got {got}.")
         return
-    if not isinstance(items, list):
-        items = [items]
+    except (ValueError, RecursionError) as error:
+        yield Record(str(file), size=size, problem=_not_readable(error))
+        return
+    items = parsed.value if isinstance(parsed.value, list) else [parsed.value]
     for number, item in enumerate(items, 1):
-        yield Record(f"{file}:item {number}", item, size // len(items))
+        yield Record(f"{file}:item {number}", item, size // len(items), parsed.problem(item))
 
 
 def _read_parquet(file: Path) -> Iterator[Record]:

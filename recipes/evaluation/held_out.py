@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...trainer.loop.loss import Loss
 from ..data import DataSettings, RecipeData
-from ..inference.model import raise_problems
+from ..inference.model import num_embeddings, raise_problems
 from ..loss import chunk_size, find_parts, full_loss, select_trained, selected_loss
 from ..self_check import is_head_alone
 
@@ -104,7 +104,7 @@ def data_batches(
     """
     with tempfile.TemporaryDirectory(prefix="loopwright-") as folder:
         data = RecipeData(settings, tokenizer, Path(folder))
-        problems = data.problems(vocab_size=model.get_input_embeddings().num_embeddings)
+        problems = data.problems(vocab_size=num_embeddings(model))
         raise_problems(problems)
         data.prepare_data()
         data.setup("fit")

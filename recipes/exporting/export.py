@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -37,6 +38,8 @@ from .merge import (
 __all__ = ["ExportReport", "ExportSettings", "MergeLosses", "export", "export_run"]
 
 # Any in this file: plain values for JSON.
+
+_SIZE = re.compile(r"(?=.*[1-9])\d+(\.\d+)? ?[KMGT]B")  # as transformers reads it, and above 0
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class ExportSettings:
         target = Path(self.to).expanduser()
         if target.exists():
             problems.append(f"to: Expected a folder that does not exist, got {target}.")
+        if not _SIZE.fullmatch(self.max_shard_size.strip().upper()):
+            problems.append(f"max_shard_size: Expected a size such as 5GB or 500MB, got {self.max_shard_size!r}.")
         if self.limit is not None and self.limit < 1:
             problems.append(f"limit: Expected at least 1, got {self.limit}.")
         return problems

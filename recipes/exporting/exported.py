@@ -14,6 +14,7 @@ from ... import __version__
 from ..inference.model import InferenceSettings, OpenedModel
 from ..inference.prompts import end_tokens
 from ..model.fingerprint import fingerprint_of_folder
+from ..model.imports import import_peft
 from .location import RECIPE_JSON, ModelLocation
 from .merge import last_hidden
 from .model_card import public_name, write_model_card
@@ -118,10 +119,8 @@ def reload_hidden(
     if base is None:
         model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype="auto", **options)
     else:
-        from peft import PeftModel
-
         model = AutoModelForCausalLM.from_pretrained(str(base), dtype=like, **options)
-        model = PeftModel.from_pretrained(model, str(folder))
+        model = import_peft("adapters").PeftModel.from_pretrained(model, str(folder))
     return last_hidden(model.to(device).eval(), ids)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError
+from ..inference.model import num_embeddings
 
 __all__ = [
     "Comparison",
@@ -126,7 +127,7 @@ def sample_ids(model: Any) -> Tensor:
     config = model.config.get_text_config()
     length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
     draw = torch.Generator().manual_seed(0)
-    return torch.randint(model.get_input_embeddings().num_embeddings, (_ROWS, length), generator=draw)
+    return torch.randint(num_embeddings(model), (_ROWS, length), generator=draw)
 
 
 def _separate(model: nn.Module, base: nn.Module) -> bool:

@@ -10,16 +10,16 @@ from typing import Any
 from typing_extensions import override
 
 from ...errors import ConfigError
-from .generate import length_problem
-from .model import InferenceSettings, OpenedModel, open_any, quiet_transformers, raise_problems
+from .model import InferenceSettings, OpenedModel, num_positions, open_any, quiet_transformers, raise_problems
 from .prompts import find_prompt_style, render_chat
-from .sampling import Sampling, sample
+from .sampling import Sampling, length_problem, sample
 
 __all__ = ["ChatReport", "ChatSettings", "Conversation", "chat"]
 
 # Any in this file: plain values for JSON.
 
 _PROMPT, _ANSWER = "You: ", "Model: "
+_ROOM = 4  # an answer gets at least this part of the context while earlier messages can be left out for it
 _HELP = "/reset begins a new conversation, /exit ends the program, Ctrl-C ends an answer.\n"
 
 
@@ -29,7 +29,7 @@ class ChatSettings(InferenceSettings):
 
     Args:
         system: Message of the system, before the conversation.
-        max_new_tokens: Largest number of tokens of an answer.
+        max_new_tokens: Largest number of tokens of an answer, which also ends with the model's context.
         temperature: Divides the logits; 0 takes the most probable token.
         top_k: Number of the most probable tokens that are considered; None for all.
         top_p: Share of the probability that is considered, the most probable tokens first.
@@ -77,7 +77,7 @@ class ChatReport:
     def describe(self) -> str:
         """Return a line on the answers."""
         rate = self.new_tokens / max(self.duration_s, 1e-9)
-        return f"{self.answers} answers, {self.new_tokens} tokens ({rate:.1f} per second)"
+        return f"{self.answers} answer{'s' if self.answers != 1 else ''}, {self.new_tokens} tokens ({rate:.1f} per second)"
 
 
 class Conversation:
@@ -115,16 +115,18 @@ class Conversation:
         return answer.text
 
     def _fitting(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
-        """Return a conversation and its tokens; if it is too long, without its first messages."""
+        """Return a conversation and its tokens; if it leaves no room for an answer, without its first messages."""
+        limit = num_positions(self._opened.model)
+        room = 0 if limit is None else min(self._settings.max_new_tokens, limit // _ROOM)
         is_cut = False
         while True:
             ids = render_chat(messages, self._opened.tokenizer, system=self._settings.system)
-            problem = length_problem(len(ids), self._settings.max_new_tokens, self._opened.model)
-            if not problem:
+            if limit is None or len(ids) + room <= limit or len(messages) < 3:
                 break
-            if len(messages) < 3:
-                raise ConfigError(problem, fix="write less, or pass a smaller max_new_tokens.")
             messages, is_cut = messages[2:], True
+        problem = length_problem(len(ids), self._opened.model)
+        if problem:
+            raise ConfigError(problem, fix="write less.")
         if is_cut:
             self._write("(The conversation is longer than the model's context: its first messages are left out.)\n")
         return messages, ids

@@ -10,11 +10,11 @@ from typing import Any
 from typing_extensions import override
 
 from ...errors import ConfigError
-from .model import InferenceSettings, num_positions, open_any, quiet_transformers, raise_problems
+from .model import InferenceSettings, open_any, quiet_transformers, raise_problems
 from .prompts import find_prompt_style, read_messages, render_chat, render_prompt
-from .sampling import Sampling, sample
+from .sampling import Sampling, length_problem, sample
 
-__all__ = ["GenerateReport", "GenerateSettings", "generate", "length_problem"]
+__all__ = ["GenerateReport", "GenerateSettings", "generate"]
 
 # Any in this file: plain values for JSON, and configurations of transformers.
 
@@ -29,7 +29,7 @@ class GenerateSettings(InferenceSettings):
         system: Message of the system before it.
         prompt_style: How the prompt is written: "chat" by the chat template, "text" as it is, "alpaca", "plain", a
             format string, or "auto" as in training.
-        max_new_tokens: Largest number of tokens of the answer.
+        max_new_tokens: Largest number of tokens of the answer, which also ends with the model's context.
         temperature: Divides the logits; 0 takes the most probable token.
         top_k: Number of the most probable tokens that are considered; None for all.
         top_p: Share of the probability that is considered, the most probable tokens first.
@@ -73,7 +73,7 @@ class GenerateReport:
         text: The answer, without special tokens.
         prompt_tokens: Tokens of the prompt.
         new_tokens: Tokens of the answer.
-        stopped_by: "end" after an end token, "length" after `max_new_tokens`.
+        stopped_by: "end" after an end token, "length" after `max_new_tokens`, "context" at the model's last position.
         duration_s: Seconds, without opening the model.
         prompt_style: How the prompt was written.
     """
@@ -102,7 +102,7 @@ def generate(settings: GenerateSettings) -> GenerateReport:
     """Continue a prompt, and write the text while it comes.
 
     Raises:
-        ConfigError: Settings are invalid, or the prompt does not fit into the model's context.
+        ConfigError: Settings are invalid, or the prompt leaves no position in the model's context.
     """
     raise_problems(settings.problems())
     messages = None if settings.messages is None else read_messages(settings.messages)
@@ -114,26 +114,13 @@ def generate(settings: GenerateSettings) -> GenerateReport:
             ids = render_chat(messages, opened.tokenizer, system=settings.system)
         else:
             ids = render_prompt(str(settings.prompt), style, opened.tokenizer, system=settings.system)
-        problem = length_problem(len(ids), settings.max_new_tokens, opened.model)
+        problem = length_problem(len(ids), opened.model)
         if problem:
-            raise ConfigError(problem, fix="shorten the prompt, or pass a smaller max_new_tokens.")
+            raise ConfigError(problem, fix="pass another prompt.")
         answer = sample(opened, ids, settings.sampling(), _write if settings.stream else None)
     if settings.stream:
         _write("\n")
     return GenerateReport(answer.text, len(ids), len(answer.ids), answer.stopped_by, round(answer.duration_s, 3), style)
-
-
-def length_problem(prompt_tokens: int, new_tokens: int, model: Any) -> str:
-    """Return why a prompt and its answer do not fit; empty if they do."""
-    if prompt_tokens == 0:
-        return "prompt: Expected at least one token, got none."
-    limit = num_positions(model)
-    if limit is None or prompt_tokens + new_tokens <= limit:
-        return ""
-    return (
-        f"max_new_tokens: Expected prompt and answer within the model's {limit} positions, got "
-        f"{prompt_tokens} + {new_tokens} tokens."
-    )
 
 
 def _write(text: str) -> None:

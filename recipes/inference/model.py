@@ -19,15 +19,25 @@ from torch import Tensor, nn
 
 from ... import checkpoint as checkpoints
 from ...checkpoint.tensors import AnyTensor, is_tensor, read_tensor
-from ...errors import CheckpointError, ConfigError, MissingDependency, nearest
+from ...errors import CheckpointError, ConfigError, nearest
 from ..exporting.location import ModelLocation, find_model
 from ..model.fingerprint import fingerprint_problems
+from ..model.imports import import_peft
 from ..model.loading import LoraSettings, ModelSettings, open_model, open_tokenizer, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["InferenceSettings", "OpenedModel", "base_of", "dtype_named", "open_any", "open_weights"]
+__all__ = [
+    "InferenceSettings",
+    "OpenedModel",
+    "base_of",
+    "dtype_named",
+    "num_embeddings",
+    "num_positions",
+    "open_any",
+    "open_weights",
+]
 
 # Any in this file: models of transformers and peft, and settings from files.
 
@@ -71,11 +81,7 @@ class InferenceSettings:
             known = ", ".join(_QUANTIZE)
             hint = nearest(self.quantize, _QUANTIZE)
             problems.append(f"quantize: Expected one of {known}, got {self.quantize!r}{hint}.")
-        try:
-            device_named(self.device)
-        except (RuntimeError, ValueError) as error:
-            problems.append(f"device: Expected a device of torch or 'auto', got {self.device!r} ({error}).")
-        return problems
+        return [*problems, *_device_problems(self.device)]
 
 
 @dataclass(frozen=True)
@@ -190,9 +196,27 @@ def device_named(name: str) -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
+def _device_problems(name: str) -> Iterator[str]:
+    try:
+        device = device_named(name)
+    except (RuntimeError, ValueError) as error:
+        yield f"device: Expected a device of torch or 'auto', got {name!r} ({error})."
+        return
+    found = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if found is not None and found.type == device.type else 0
+    if device.type != "cpu" and (device.index or 0) >= count:
+        kinds = ["auto", "cpu", *([found.type] if found is not None else [])]
+        yield f"device: Expected a device of this machine ({', '.join(kinds)}), got {name!r}."
+
+
 def num_positions(model: Any) -> int | None:
     """Return the length of the model's context; None if its configuration does not tell."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def num_embeddings(model: Any) -> int:
+    """Return the number of rows of the embedding, also of one with an adapter."""
+    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def raise_problems(problems: list[str]) -> None:
@@ -204,18 +228,15 @@ def raise_problems(problems: list[str]) -> None:
 
 def _with_adapter(location: ModelLocation, settings: InferenceSettings, quantize: str | None) -> Any:
     base = base_of(location, settings)
-    try:
-        from peft import PeftModel, get_peft_model_state_dict
-    except ImportError as error:
-        raise MissingDependency("peft", needed_for=f"the adapter {location.path}", extra="recipes") from error
+    peft = import_peft(f"the adapter {location.path}")
     model = open_base(base, settings, quantize=quantize)
     stored = _adapter_names(location.path)
     try:
-        adapted: Any = PeftModel.from_pretrained(model, str(location.path))
+        adapted: Any = peft.PeftModel.from_pretrained(model, str(location.path))
     except (RuntimeError, ValueError) as error:  # other shapes, or no module that its names match
         raise _another_base(location, base, [str(error).strip()]) from error
     if stored is not None:
-        own = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+        own = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
         problems = [f"Expected no weight {name}, got one in the adapter." for name in sorted(stored - own)[:3]]
         problems += [f"Expected the weight {name} in the adapter, got none." for name in sorted(own - stored)[:3]]
         if problems:
@@ -370,6 +391,8 @@ def quiet_transformers() -> Iterator[None]:
         with warnings.catch_warnings():
             # peft 0.21 with transformers 5.23
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated")
+            warnings.filterwarnings("ignore", message=".*_pattern keys did not match any targeted module")
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
             yield
     finally:
         logging.set_verbosity(level)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .model import OpenedModel
+from .model import OpenedModel, num_positions
 from .prompts import end_tokens
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-__all__ = ["Answer", "Sampling", "TextPieces", "sample"]
+__all__ = ["Answer", "Sampling", "TextPieces", "length_problem", "sample"]
 
 # Any in this file: models of transformers and peft.
 
@@ -62,7 +62,8 @@ class Answer:
     Attributes:
         text: Without special tokens.
         ids: Its tokens, the one that ended it included.
-        stopped_by: "end" after an end token, "length" after the largest number of tokens.
+        stopped_by: "end" after an end token, "length" after the largest number of tokens, "context" at the model's last
+            position.
         duration_s: Seconds.
     """
 
@@ -70,6 +71,16 @@ class Answer:
     ids: list[int]
     stopped_by: str
     duration_s: float
+
+
+def length_problem(prompt_tokens: int, model: Any) -> str:
+    """Return why a prompt cannot be continued; empty if it can."""
+    if prompt_tokens == 0:
+        return "prompt: Expected at least one token, got none."
+    limit = num_positions(model)
+    if limit is None or prompt_tokens < limit:
+        return ""
+    return f"prompt: Expected fewer tokens than the model's {limit} positions, got {prompt_tokens}."
 
 
 def sample(
@@ -81,12 +92,15 @@ def sample(
 
     Args:
         opened: The model.
-        prompt: Tokens, at least one.
-        sampling: How tokens are chosen.
+        prompt: Tokens, at least one, and fewer than the model has positions.
+        sampling: How tokens are chosen. The answer also ends with the model's context.
         write: Called with each piece of text when it is known.
     """
     model, tokenizer = opened.model, opened.tokenizer
     stops = end_tokens(model, tokenizer)
+    limit = num_positions(model)
+    if limit is not None:
+        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, limit - len(prompt)))
     streamer = _Streamer(TextPieces(tokenizer, write))
     ids = torch.tensor([list(prompt)], device=opened.device)
     started = time.perf_counter()
@@ -103,7 +117,8 @@ def sample(
             streamer=streamer,
         )
     new = [int(one) for one in out[0, ids.shape[1] :]]
-    stopped_by = "end" if new and new[-1] in stops else "length"
+    full = "context" if len(prompt) + len(new) == limit else "length"
+    stopped_by = "end" if new and new[-1] in stops else full
     return Answer(streamer.pieces.text, new, stopped_by, time.perf_counter() - started)
 
 

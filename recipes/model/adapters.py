@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ...errors import ConfigError, MissingDependency
+from ...errors import ConfigError
+from .imports import import_peft
 from .settings import LoraSettings
 
 if TYPE_CHECKING:
@@ -32,13 +33,9 @@ def adapter_config(lora: LoraSettings) -> Any:
     Raises:
         MissingDependency: peft is not installed.
     """
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise MissingDependency("peft", needed_for="LoRA", extra="recipes") from error
-    return LoraConfig(
+    return import_peft("LoRA").LoraConfig(
         r=lora.r,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float works, and scales by alpha / r
+        lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
         use_dora=lora.dora,
@@ -63,8 +60,12 @@ def add_adapters(model: PreTrainedModel, lora: LoraSettings, *, has_values: bool
     from peft import get_peft_model
 
     try:
-        with warnings.catch_warnings():  # peft 0.21 asks for it by a name that transformers 5 has given up
+        with warnings.catch_warnings():
+            # peft 0.21 asks for it by a name that transformers 5 has given up.
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated")
+            # Of a plan for experts that peft makes itself; and of GPT-2, whose layers it then treats rightly.
+            warnings.filterwarnings("ignore", message=".*_pattern keys did not match any targeted module")
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
             adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=not has_values)
             return adapted
     except ValueError as error:

@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from ...errors import ConfigError, MissingDependency, nearest
 from .adapters import add_adapters
-from .fingerprint import weight_files
+from .fingerprint import check_weight_files
 from .settings import DTYPES, QUANTIZATIONS, LoraSettings, ModelSettings
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _path_problems(settings: ModelSettings) -> Iterator[str]:
         yield from _config_problems(settings, config)
         if not settings.from_scratch:
             try:
-                weight_files(path)
+                check_weight_files(path)
             except ConfigError as error:
                 yield f"model: {error.what}"
 

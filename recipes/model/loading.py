@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from ...errors import ConfigError, MissingDependency
 from .adapters import add_adapters
 from .checks import model_problems, read_config, skeleton, unreadable
+from .imports import import_bitsandbytes
 from .settings import LoraSettings, ModelSettings
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ def open_model(settings: ModelSettings) -> nn.Module:
             model = _from_config(config, settings) if settings.from_scratch else _from_folder(config, settings)
         except ConfigError:
             raise
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise unreadable(settings, error) from error
         model.config.use_cache = False
         if settings.gradient_checkpointing:
@@ -159,6 +161,7 @@ def base_dtype(config: PretrainedConfig, settings: ModelSettings) -> torch.dtype
 def _quantization(settings: ModelSettings, dtype: torch.dtype) -> dict[str, Any]:
     if settings.quantize is None:
         return {}
+    import_bitsandbytes()
     from transformers import BitsAndBytesConfig
 
     # Packed weights look like parameters of the computing dtype: shards of fsdp need one dtype for all.

@@ -121,6 +121,25 @@ def test_a_killed_run_goes_on_on_other_ranks(
     assert steps == 6
 
 
+def test_a_run_that_left_out_rows_on_some_ranks_is_complete_at_its_end(inputs: Path, tmp_path: Path) -> None:
+    """An epoch of 22 rows has 5 steps of 4 rows on two ranks with fsdp, and 6 on one process."""
+    run = tmp_path / "run"
+    with pytest.raises(AssertionError, match="exit code -9"):
+        changes = {"strategy": "fsdp", "trainer": {"callbacks": [Kill(7)]}}
+        run_ranks(train_small_steps, 2, inputs, run, changes, connect=False)
+    report = train_small_steps(0, 1, inputs, run, {})
+
+    assert report.steps == 5 + 6
+    assert report.is_complete
+    assert "not complete" not in report.describe()
+    assert train_small_steps(0, 1, inputs, run, {}).seconds == report.seconds  # not trained again
+
+
+def train_small_steps(rank: int, size: int, inputs: Path, out: Path, changes: dict[str, Any]) -> Any:
+    shared = {"packing": False, "epochs": 2, "global_batch": 4, "micro_batch": 2, "save_every": 2}
+    return finetune(settings(inputs, out, devices=size, **shared, **changes))
+
+
 def trained_tokens(inputs: Path, folder: Path) -> int:
     from loopwright.recipes.train import prepare
 

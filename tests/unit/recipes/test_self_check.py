@@ -12,7 +12,7 @@ from torch import Tensor
 
 from loopwright import ConfigError
 from loopwright.recipes.model.loading import open_model
-from loopwright.recipes.self_check import check_packing, compare_packing, without_dropout
+from loopwright.recipes.self_check import Packing, check_packing, compare_packing, has_experts, without_dropout
 
 
 def forward_of(model: Any, **changes: Any) -> Any:
@@ -68,6 +68,57 @@ def test_tokens_that_see_later_ones_are_found() -> None:
             one.add_(torch.randn(one.shape) * 0.2)
     with pytest.raises(ConfigError, match="depends on earlier ones only"):
         check_packing(compare_packing(forward_of(model), batch()["input_ids"]))
+
+
+def untrained(config: Any, dtype: torch.dtype) -> Any:
+    """Return a model as a pretraining begins with it, in which the influence of another token is small."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_later_tokens_are_found_at_initial_values(dtype: torch.dtype) -> None:
+    from transformers import BertConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = untrained(BertConfig(vocab_size=96, **sizes), dtype)
+    with pytest.raises(ConfigError, match="depends on earlier ones only"):
+        check_packing(compare_packing(forward_of(model), batch()["input_ids"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_that_passes_over_samples_is_found_at_initial_values(dtype: torch.dtype) -> None:
+    from transformers import JambaConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = untrained(JambaConfig(vocab_size=96, num_key_value_heads=2, use_mamba_kernels=False, **sizes), dtype)
+    found = compare_packing(forward_of(model), batch(length=48)["input_ids"])
+    assert found.others < 1e-3  # too little to be told from rounding
+    with pytest.raises(ConfigError, match="packing=false"):
+        check_packing(found, has_experts=has_experts(model))
+
+
+def test_experts_may_round_by_their_tokens(tmp_path: Path) -> None:
+    from transformers import MixtralConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = untrained(MixtralConfig(vocab_size=96, num_key_value_heads=2, **sizes), torch.bfloat16)
+    assert has_experts(model)
+    assert not has_experts(open_model(settings(save_model(tmp_path / "m"))))
+    check_packing(compare_packing(forward_of(model), batch(length=48)["input_ids"]), has_experts=True)
+    check_packing(Packing(0.01, 0.02, before=0.01, behind=0.02), has_experts=True)
+    with pytest.raises(ConfigError, match="depends on earlier ones only"):
+        check_packing(Packing(0.01, 0.02, before=0.01, behind=0.02))
+
+
+def test_a_row_of_one_repeated_token_is_changed() -> None:
+    ids = torch.zeros(2, 9, dtype=torch.int64)
+    seen: list[Tensor] = []
+    compare_packing(lambda given, positions: seen.append(given) or torch.ones(*given.shape, 4), ids)
+    assert not (seen[-1][:, 3:6] == 0).any()
+    assert not seen[-1][:, [0, 1, 2, 6, 7, 8]].any()
 
 
 @pytest.mark.parametrize("length", [2, 5, 7])

@@ -13,6 +13,7 @@ from recipe_texts import write_jsonl
 
 import loopwright as lw
 from loopwright.errors import ConfigError
+from loopwright.recipes.exporting.export import export_run
 from loopwright.recipes.train import finetune
 
 # Any in this file: settings.
@@ -42,6 +43,18 @@ def test_a_run_writes_its_folder_and_reports_what_it_did(inputs: Path, tmp_path:
     assert {one.name for one in (tmp_path / "run" / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
     assert json.loads((tmp_path / "run" / "report.json").read_text())["steps"] == report.steps
     assert f"{report.trained_tokens:,} trained" in report.describe()
+
+
+def test_the_result_is_exported_once(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exported: list[Path] = []
+
+    def counted(run: Path, to: Path) -> None:
+        exported.append(to)
+        export_run(run, to)
+
+    monkeypatch.setattr("loopwright.recipes.train.export_run", counted)
+    finetune(settings(inputs, tmp_path / "run", steps=1))
+    assert len(exported) == 1
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,6 +166,13 @@ def test_all_mistakes_are_named_at_once_with_their_lines(tmp_path: Path) -> None
     assert all(problem.split(": ", 1)[1].startswith("Expected ") and ", got " in problem for problem in problems)
     with pytest.raises(lw.errors.ConfigError, match="Expected data to train on"):
         data.prepare_data()
+
+
+@pytest.mark.parametrize("record", [chat(1), {"instruction": "a", "output": "b"}])
+def test_a_template_that_is_missing_is_named_once(tmp_path: Path, record: dict[str, Any]) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [record] * 5)
+    (problem,) = RecipeData(DataSettings(path), small_tokenizer(None), tmp_path / "cache").problems()
+    assert problem.startswith(f"{path}:1: Expected a ")
 
 
 def test_many_mistakes_are_twenty_and_a_count(tmp_path: Path) -> None:

@@ -43,3 +43,10 @@ def test_all_invalid_settings_are_named() -> None:
     ]
     assert "got 'chats' (did you mean 'chat'?)." in problems[0]
     assert all(": Expected " in problem and ", got " in problem for problem in problems)
+
+
+def test_a_cache_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert DataSettings("data", cache=tmp_path / "none").problems() == []
+    (problem,) = DataSettings("data", cache=tmp_path / "file").problems()
+    assert problem.startswith("cache: Expected a folder, got the file ")

@@ -56,6 +56,12 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
         ("a.jsonl", b'{"a": 1}\n"\xff"\n', ":2 Expected UTF-8 text, got byte 0xff at offset 1."),
         ("a.json", b'[{"a": 1},\n{"a" 2}]', ":2 Expected a JSON list of objects, got Expecting ':' delimiter at col"),
         ("a.txt", b"one\ntwo \xff", ":2 Expected UTF-8 text, got byte 0xff at offset 8."),
+        ("a.jsonl", b"[" * 100_000, ":1 Expected JSON of some levels, got one that is nested too deeply."),
+        ("a.json", b"[" * 100_000, " Expected JSON of some levels, got one that is nested too deeply."),
+        ("a.jsonl", b"9" * 5000, ":1 Expected numbers that can be read, got one of too many digits"),
+        ("a.jsonl", b'{"a": 1}\n{"b": {"a": 1, "a": 2}}', ":2 Expected each key once, got 'a' twice"),
+        ("a.json", b'[{"a": 1}, [{"a": 1, "a": 2}]]', ":item 2 Expected each key once, got 'a' twice"),
+        ("a.jsonl", b'{"a": "\\u00e4 \\ud83d\\ude00"}\n{"a": "\\ud83d"}', ":2 Expected full characters, got \\ud83d"),
         ("a.parquet", b"nothing", ":row 1 Expected a parquet file, got one that is damaged"),
     ],
 )
@@ -85,3 +91,13 @@ def test_a_folder_gives_its_files_of_records_in_order_or_else_its_texts(tmp_path
 def test_a_path_without_data_is_a_problem(tmp_path: Path) -> None:
     assert find_files(tmp_path / "none")[1].endswith("got a path that does not exist.")
     assert find_files(tmp_path)[1].endswith("got a folder without any.")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl.gz", "a.XLSX"])
+def test_a_file_of_another_format_is_not_read_as_a_text(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("instruction,output\n")
+    files, problem = find_files(tmp_path / name)
+    assert not files
+    assert f"Expected jsonl, json, parquet or text, got {Path(name).suffix}" in problem
+    (tmp_path / "README").write_text("a text without a suffix")
+    assert find_files(tmp_path / "README") == ([tmp_path / "README"], "")

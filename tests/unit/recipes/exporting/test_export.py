@@ -75,6 +75,14 @@ def test_a_tied_layer_is_separated_before_it_is_merged(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(exported), expected, rtol=0, atol=1e-5)
 
 
+def test_an_adapted_embedding_is_exported_and_merged(base: Path, tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", base, targets=["embed_tokens", "q_proj"])
+    adapter = export_run(run, tmp_path / "adapter")
+    merged = export_run(run, tmp_path / "merged", merge=True)
+    assert adapter.effect == merged.effect
+    torch.testing.assert_close(logits(open_plain(merged.to)), logits(open_adapter(base, adapter.to)), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fully_trained_run_is_loaded_by_plain_transformers(family: str, tmp_path: Path) -> None:
     base = model_folder(tmp_path / "base", family)

@@ -183,8 +183,17 @@ def test_the_end_of_a_turn_in_the_template_ends_an_answer(base: Path) -> None:
 
 
 def test_a_prompt_beyond_the_context_is_refused(base: Path) -> None:
-    with pytest.raises(ConfigError, match=r"within the model's 128 positions, got \d+ \+ 120 tokens"):
-        generate(GenerateSettings(base, prompt="the quick brown fox", max_new_tokens=120))
+    with pytest.raises(ConfigError, match=r"Expected fewer tokens than the model's 128 positions, got \d+\."):
+        generate(GenerateSettings(base, prompt="the quick brown fox " * 40, max_new_tokens=1))
+
+
+def test_an_answer_ends_with_the_context(base: Path) -> None:
+    model = opened(base)
+    prompts = ([5] * 119 + [last] for last in range(10, 100))
+    answers = (sample(model, prompt, Sampling(1000, temperature=0)) for prompt in prompts)
+    answer = next(one for one in answers if one.stopped_by != "end")
+    assert (len(answer.ids), answer.stopped_by) == (8, "context")
+    assert sample(model, [5] * 119, Sampling(2, temperature=0)).stopped_by in ("length", "end")
 
 
 def test_all_problems_are_named_at_once(base: Path) -> None:
@@ -204,6 +213,12 @@ def test_all_problems_are_named_at_once(base: Path) -> None:
     names = ["dtype", "quantize", "max_new_tokens", "temperature", "top_k", "top_p", "prompt"]
     assert [line.strip().partition(":")[0] for line in error.value.what.splitlines()[1:]] == names
     assert "did you mean 'nf4'" in error.value.what
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "quantum"])
+def test_a_device_that_the_machine_does_not_have_is_named(base: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match=f"device: Expected a device of .*, got '{device}'"):
+        generate(GenerateSettings(base, prompt="a", device=device))
 
 
 def test_an_adapter_a_run_and_a_checkpoint_are_one_model(base: Path, tmp_path: Path) -> None:
@@ -273,6 +288,16 @@ def test_a_long_conversation_loses_its_first_messages(base: Path) -> None:
     with pytest.raises(ConfigError, match="128 positions"):
         talk.say("word " * 60)
     assert talk.messages[-2]["content"] == "the quick brown fox 3"
+
+
+def test_a_chat_with_a_short_context_answers_by_default(base: Path) -> None:
+    settings = ChatSettings(base, seed=0)
+    assert settings.max_new_tokens > 128  # more than the model has positions
+    talk = Conversation(opened(base), settings, lambda text: None)
+    assert talk.say("the fox")
+    talk.say("a dog")  # the first answer may have taken all of the context
+    assert talk.answers == 2
+    assert talk.messages[-2] == {"role": "user", "content": "a dog"}
 
 
 def test_a_chat_needs_a_template(tmp_path: Path) -> None:

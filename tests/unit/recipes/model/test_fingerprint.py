@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from loopwright.checkpoint import require_plain
 from loopwright.errors import ConfigError
-from loopwright.recipes.model.fingerprint import fingerprint_of_folder, fingerprint_problems
+from loopwright.recipes.model.fingerprint import check_weight_files, fingerprint_of_folder, fingerprint_problems
 
 
 def model_folder(path: Path, *, seed: int = 0, width: int = 4, config: object = None) -> Path:
@@ -82,3 +82,37 @@ def test_a_folder_without_weights_and_a_damaged_header_are_refused(tmp_path: Pat
         fingerprint_of_folder(folder)
     (folder / "model.safetensors").unlink()
     assert "Expected weights" in fingerprint_problems(stored, folder)[0]
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_one_tensor_with_other_values_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_small: bool
+) -> None:
+    if not is_small:
+        monkeypatch.setattr("loopwright.recipes.model.fingerprint._SMALL", 0)
+    weights = {f"{number}.weight": torch.zeros(20_000) for number in range(8)}
+    folder = model_folder(tmp_path / "a")
+    save_file(weights, folder / "model.safetensors")
+    stored = fingerprint_of_folder(folder)
+    weights["5.weight"][-1] = 1
+    save_file(weights, folder / "model.safetensors")
+
+    (problem,) = fingerprint_problems(stored, folder)
+    assert problem.startswith("Expected the weights of the base model, got other values of the same shapes (5.weight) in")
+
+
+def test_fingerprints_of_earlier_versions_are_compared(tmp_path: Path) -> None:
+    stored = fingerprint_of_folder(model_folder(tmp_path / "a"))
+    del stored["tensors"]
+    assert fingerprint_problems(stored, tmp_path / "a") == []
+    (problem,) = fingerprint_problems(stored, model_folder(tmp_path / "b", seed=1))
+    assert "got other values of the same shapes in" in problem
+
+
+def test_a_file_that_lacks_its_end_is_named(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "a")
+    check_weight_files(folder)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-1])
+    with pytest.raises(ConfigError, match=r"got \d+: a part of it is missing"):
+        check_weight_files(folder)

@@ -1,0 +1,36 @@
+"""Optional packages: imported without the kernel that bitsandbytes would download."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import importlib.util, sys
+from loopwright.recipes.model.imports import import_bitsandbytes
+import_bitsandbytes()
+import bitsandbytes
+print(bitsandbytes.found, importlib.util.find_spec("kernels") is not None)
+import kernels
+import_bitsandbytes()
+assert sys.modules["kernels"] is kernels
+"""
+BITSANDBYTES = """
+import logging
+try:
+    from kernels import get_kernel
+    found = get_kernel("some/kernel")
+except ImportError:
+    found = "nothing"
+    logging.getLogger("bitsandbytes.backends.cpu.ops").warning("Failed to load")
+"""
+
+
+def test_bitsandbytes_does_not_fetch_its_kernel(tmp_path: Path) -> None:
+    (tmp_path / "bitsandbytes.py").write_text(BITSANDBYTES)
+    (tmp_path / "kernels.py").write_text("def get_kernel(name):\n    return 'a download'\n")
+    program = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{PROGRAM}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
+    assert (done.returncode, done.stdout.strip()) == (0, "nothing True"), done.stderr
+    assert "Failed" not in done.stderr

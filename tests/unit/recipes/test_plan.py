@@ -1,0 +1,83 @@
+"""`plan` against the training that it describes: bytes of weights, gradients and optimizer, steps, and parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipe_models import import_libraries
+from recipe_runs import make_inputs, settings
+
+import loopwright as lw
+from loopwright.recipes.model.settings import LoraSettings
+from loopwright.recipes.plan import plan
+from loopwright.recipes.train import finetune
+
+# Any in this file: settings, and arguments of hooks.
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import_libraries()
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+class Bytes(lw.Callback):
+    """Counts what is in memory when an optimizer step begins, and after it."""
+
+    weights = gradients = optimizer = 0
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        parameters = list(pl_module.parameters())
+        self.weights = sum(one.nbytes for one in parameters)
+        self.gradients = sum(one.grad.nbytes for one in parameters if one.grad is not None)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        states = trainer.optimizers[0].state.values()
+        tensors = [one for state in states for one in state.values() if isinstance(one, torch.Tensor) and one.dim()]
+        self.optimizer = sum(one.nbytes for one in tensors)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": "full"},
+        {"method": "full", "dtype": "bfloat16"},
+        {"method": "full", "optimizer": {"class_path": "SGD", "init_args": {"momentum": 0.9}}},
+        {},
+        {"lora": LoraSettings(dora=True)},
+        {"dtype": "bfloat16", "precision": "bf16-mixed"},
+        {"precision": "bf16-true"},
+    ],
+)
+def test_bytes_and_steps_are_those_of_the_training(inputs: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    counted = Bytes()
+    chosen = settings(inputs, tmp_path / "run", epochs=2, micro_batch=2, **changes, trainer={"callbacks": [counted]})
+    planned = plan(chosen)
+    report = finetune(chosen)
+
+    assert planned is not None
+    assert report is not None
+    memory = planned.memory
+    assert (memory.weights, memory.gradients, memory.optimizer) == (
+        counted.weights,
+        counted.gradients,
+        counted.optimizer,
+    )
+    assert planned.steps.num_steps == report.steps
+    assert (planned.sizes.trained, planned.sizes.frozen) == (report.parameters, report.frozen_parameters)
+    assert planned.steps.trained_per_step * planned.steps.steps_per_epoch >= report.data["trained_tokens"]
+
+
+def test_a_plan_of_sixteen_bits_says_so(inputs: Path, tmp_path: Path) -> None:
+    full = {"method": "full", "steps": 1}
+    short, usual = (
+        plan(settings(inputs, tmp_path / str(dtype), dtype=dtype, **full)) for dtype in ("bfloat16", "float32")
+    )
+    assert short is not None
+    assert usual is not None
+    assert 2 * short.memory.state == usual.memory.state
+    assert "(P trained parameters of 16 bits; in float32 16 P)" in short.describe()
+    assert "(16 P; P: trained parameters, in float32)" in usual.describe()
