@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from .buffers import check_buffers
 from .tensor.loss import loss_parallel_context
 from .tensor.verify import recording, verify_plan
 
@@ -43,6 +44,8 @@ def verified_step(plan: TensorPlan, module: nn.Module, step: StepFunction, is_du
         with recording(plan, module) as calls:
             output = step(*args, **kwargs)
         verify_plan(plan, module, calls)
+        assert plan.mesh is not None, "the plan is applied"
+        check_buffers(module, plan.mesh.get_group(), "tp")
         return output
 
     return run

@@ -14,7 +14,7 @@ from ..capabilities import MemoryShares
 from ..fsdp.root import root_of
 from .axes import REST, MeshAxes, read_axes
 from .checks import check_arguments, check_context, check_pipeline
-from .context.model import find_model
+from .context.model import check_kernels, find_model
 from .context.options import Context
 from .context.setup import set_up
 from .layers import MeshLayers
@@ -159,7 +159,9 @@ class MeshStrategy(MeshLayers):
             check_plan(module, self.tensor_plan, tp=axes.tp, **self._in_parts)
         if axes.cp > 1:
             find_model(module, Context() if self.context is None else self.context)
+            check_kernels(module, axes.cp)
         if axes.pp > 1:
+            check_precision(self.precision)
             plan_stages(module, self._stages.options, axes.pp)
 
     def backward(self, tensor: Tensor, *args: object, **kwargs: object) -> None:

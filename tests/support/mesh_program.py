@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from tensor_models import PLAN, llama
+from tensor_models import PLAN, Llama, llama
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,7 +22,7 @@ from loopwright.loggers import DummyLogger
 from loopwright.strategies import FSDPStrategy, MeshStrategy, Strategy
 from loopwright.strategies.distributed.shards import full_tensor, is_sharded
 
-__all__ = ["STEPS", "Heard", "Program", "Rows", "SaveAt", "fit", "mesh", "whole"]
+__all__ = ["STEPS", "TRAINED", "Heard", "Program", "Rows", "SaveAt", "fit", "mesh", "whole"]
 
 # Any in this file: batches, and options of the Trainer.
 
@@ -37,6 +37,7 @@ class Program(lw.Module):
     Args:
         dropout: Share of the positions whose logits are 0 in training.
         scales_logits: Whether the temperature is a factor of the logits, and not of the loss.
+        kind: The model's class, a `Llama`.
         options: Of the model.
 
     Attributes:
@@ -44,9 +45,11 @@ class Program(lw.Module):
         masks: A mask drawn in each training step.
     """
 
-    def __init__(self, *, dropout: float = 0.0, scales_logits: bool = True, **options: Any) -> None:
+    def __init__(
+        self, *, dropout: float = 0.0, scales_logits: bool = True, kind: type[Llama] = Llama, **options: Any
+    ) -> None:
         super().__init__()
-        self.net = llama(**options)
+        self.net = llama(kind, **options)
         self.temperature = nn.Parameter(torch.tensor(1.25))
         self.dropout, self.scales_logits = dropout, scales_logits
         self.counted = torchmetrics.SumMetric()
@@ -152,6 +155,7 @@ def fit(
     module: Program | None = None,
     steps: int = STEPS,
     batch_size: int = 4,
+    trained: int = TRAINED,
     ckpt_path: str | None = None,
     **options: Any,
 ) -> tuple[lw.Trainer, Program, Rows]:
@@ -165,8 +169,8 @@ def fit(
         "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1, "num_sanity_val_steps": 0,
         **options,
     })  # fmt: skip
-    trained = DataLoader(samples(TRAINED, 3), batch_size=micro, shuffle=True)
-    trainer.fit(module, trained, DataLoader(samples(VALIDATED, 4), batch_size=micro), ckpt_path=ckpt_path)
+    loader = DataLoader(samples(trained, 3), batch_size=micro, shuffle=True)
+    trainer.fit(module, loader, DataLoader(samples(VALIDATED, 4), batch_size=micro), ckpt_path=ckpt_path)
     return trainer, module, rows
 
 

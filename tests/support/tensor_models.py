@@ -135,10 +135,10 @@ def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
-def llama(**options: Any) -> Llama:
+def llama(kind: type[Llama] = Llama, **options: Any) -> Llama:
     """Return a small model in float64, the same for the same options."""
     torch.manual_seed(0)
-    return Llama(**options).double()
+    return kind(**options).double()
 
 
 def tokens(step: int, count: int = 4, length: int = 8) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from . import assemble
 if TYPE_CHECKING:
     from ...fabric import Fabric
     from ...profilers import Profiler
-    from ...strategies import TrainerConfig
+    from ...strategies import Strategy, TrainerConfig
     from ..loop.fit_loop import FitLoop
     from ..loop.non_finite import LossWatch
     from ..loop.run_signals import RunSignals
@@ -45,6 +45,7 @@ __all__ = [
     "build_optimizers",
     "carry_window",
     "check",
+    "check_layers",
     "load_weights",
     "make_run",
     "manage_optimizers",
@@ -197,10 +198,15 @@ def check(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> None:
         datamodule.trainer = plan.trainer
     plan.loaders.begin(module, datamodule, plan.given)
     _check_required(plan, module)
-    if not _builders(module):
-        plan.fabric.strategy.check_layers(module)
+    check_layers(plan.fabric.strategy, module)
     if plan.verb == "fit":
         plan.fabric.strategy.apply_trainer_config(_trainer_config(plan, module))
+
+
+def check_layers(strategy: Strategy, module: nn.Module) -> None:
+    """Refuse layers that the strategy cannot split, unless the module builds them later."""
+    if not _builders(module):
+        strategy.check_layers(module)
 
 
 def attach(plan: Plan, module: nn.Module) -> None:

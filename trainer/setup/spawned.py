@@ -20,7 +20,7 @@ from ...tracebacks import show_trimmed
 from ..checkpointing import snapshot
 from ..module import Module
 from . import assemble
-from .begin import unwrapped
+from .begin import check_layers, unwrapped
 
 if TYPE_CHECKING:
     from ...data.module import DataModule
@@ -43,9 +43,12 @@ def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: An
         arguments: The verb's other arguments.
 
     Raises:
+        ModuleError, ConfigError: The strategy cannot split the module's layers: before processes start.
         RankFailure: A process failed; names it.
     """
     show_trimmed()
+    if model is not None:
+        check_layers(trainer.strategy, unwrapped(model))
     module = model if model is not None else trainer.lightning_module
     result: StateDict = trainer.fabric.launcher.launch(_run_in_child, trainer, verb, module, arguments)
     if module is not None:

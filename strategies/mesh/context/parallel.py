@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ....errors import ModuleError
+from ..buffers import check_buffers
 from ..experts.sharding import experts_in
 from .attention import Attention
 from .batch import split_batch, whole_loss
@@ -67,6 +68,8 @@ class ContextParallel:
         self._stages = stages
         # Stages, or None where there is one; each is compared in its first call.
         self._left_to_verify: set[int | None] = set(stages.stages if stages else [None]) if verifies else set()
+        # The first micro-batch runs once through each stage.
+        self._steps_to_check = len(self._left_to_verify)
         self._call = ExitStack()  # what lasts for one call of the model
         self._of_call: tuple[int, int] = (0, 0)  # the dimension of the sequence, and the length of the part
         handles: list[RemovableHandle] = self._model.__dict__.setdefault(_HOOKS, [])
@@ -102,12 +105,19 @@ class ContextParallel:
             try:
                 with self._interception, self._interception.inside(False):
                     output = self._run(step, args, kwargs)
+            except RuntimeError as error:
+                if self._interception.is_inside:
+                    error.add_note(self._note())
+                raise
             finally:
                 self._is_running = False
                 self._interception.local_tokens = None
                 self._end_call()
             if is_training and not self._calls:
                 raise self._never_called()
+            if is_training and self._steps_to_check:
+                self._steps_to_check -= 1
+                check_buffers(self._module, self._parts.group, "cp")
             has_parts = is_training and self._options.batch is not None and not self._is_cut
             return whole_loss(output, self._parts) if has_parts else output
 
@@ -229,6 +239,13 @@ class ContextParallel:
             "without a call of it: every rank would compute the same.",
             fix="call it as a module (self.model(x) or self(x), not .forward or a submodule of it), or name the "
             "submodule that is called in Context(module=...).",
+        )
+
+    def _note(self) -> str:
+        dim, length = self._of_call
+        return (
+            f"{self._name} runs on this rank's part of each sequence: {length} positions along dimension {dim} "
+            f"(cp={self._parts.size}). Context(inputs=...) names what is split."
         )
 
     def _unseen(self) -> ModuleError:

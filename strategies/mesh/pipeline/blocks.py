@@ -56,10 +56,18 @@ def plan_stages(module: nn.Module, options: Pipeline, num_ranks: int) -> StagePl
 
     Raises:
         ConfigError: A name in the options does not exist, or split points are not in order.
-        ModuleError: There are no repeated blocks, or fewer than stages.
+        ModuleError: There are no repeated blocks, or fewer than stages; or the module cannot be split: it trains by
+            manual optimization, or torch.compile stands where it is split.
     """
+    if not getattr(module, "automatic_optimization", True):
+        raise ModuleError(
+            f"Expected automatic optimization with pipeline stages, got {type(module).__name__} with "
+            "automatic_optimization=False: a step that calls backward by itself needs all stages in one process.",
+            fix="use automatic optimization, or train without pp.",
+        )
     num_stages = options.num_stages(num_ranks)
     child, name = _find_blocks(module, options, num_stages)
+    _check_compiled(module, name)
     blocks: list[nn.Module] = list(module.get_submodule(name).children())
     prefix = f"{name}." if name else ""
     names = [f"{prefix}{key}" for key, _ in module.get_submodule(name).named_children()]
@@ -102,6 +110,19 @@ def _find_blocks(module: nn.Module, options: Pipeline, num_stages: int) -> tuple
             fix="put the repeated layers into an nn.ModuleList or nn.Sequential, or train without pp.",
         )
     return wanted if wanted is not None else chosen.partition(".")[0] if "." in chosen else "", chosen
+
+
+def _check_compiled(module: nn.Module, blocks: str) -> None:
+    """Refuse torch.compile but within blocks: what it makes runs to the end, past the calls that a stage replaces."""
+    for name, one in module.named_modules():
+        is_compiled = one._compiled_call_impl is not None or type(one).__name__ == "OptimizedModule"
+        is_within = name.startswith(f"{blocks}." if blocks else "") and "." in name[len(blocks) + bool(blocks) :]
+        if is_compiled and not is_within:
+            raise ModuleError(
+                f"Expected torch.compile within blocks only with pipeline stages, got it on {name or 'the module'}: a "
+                "step of a stage leaves the module in the middle.",
+                fix="compile submodules of blocks, such as their MLPs; or leave torch.compile out; or train without pp.",
+            )
 
 
 def _largest(lists: Sequence[tuple[str, nn.ModuleList | nn.Sequential]], num_stages: int) -> str | None:

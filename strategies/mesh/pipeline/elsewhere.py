@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....errors import ModuleError
 from ...tree import leaves
@@ -40,11 +40,13 @@ class Elsewhere(Tensor):
         path: Its name in the user's module.
         stage: The stage that has it.
         remedy: What to do where a step reads it.
+        is_parameter: Whether it is a parameter there.
     """
 
     path: str
     stage: int
     remedy: str
+    is_parameter: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor, path: str, stage: int, remedy: str = _REMEDY) -> Elsewhere:
@@ -52,6 +54,13 @@ class Elsewhere(Tensor):
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         made: Elsewhere = torch.Tensor._make_subclass(cls, empty, tensor.requires_grad)
         made.path, made.stage, made.remedy = path, stage, remedy
+        made.is_parameter = isinstance(tensor, nn.Parameter)
+        return made
+
+    def with_remedy(self, remedy: str) -> Elsewhere:
+        """Return the same with another remedy."""
+        made = Elsewhere.of(self, self.path, self.stage, remedy)
+        made.is_parameter = self.is_parameter
         return made
 
     @classmethod
@@ -77,7 +86,7 @@ class Elsewhere(Tensor):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         shape, dtype, trained = tuple(self.shape), self.dtype, self.requires_grad
-        return (_rebuild, (shape, dtype, trained, self.path, self.stage, self.remedy))
+        return (_rebuild, (shape, dtype, trained, self.path, self.stage, self.remedy, self.is_parameter))
 
 
 def _read(one: Elsewhere, operation: str) -> ModuleError:
@@ -101,7 +110,15 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "matmul"
 
 
 def _rebuild(
-    shape: tuple[int, ...], dtype: torch.dtype, trained: bool, path: str, stage: int, remedy: str
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    trained: bool,
+    path: str,
+    stage: int,
+    remedy: str,
+    is_parameter: bool = False,
 ) -> Elsewhere:
     empty = torch.empty(shape, dtype=dtype, device="meta")
-    return Elsewhere.of(empty.requires_grad_(trained), path, stage, remedy)
+    made = Elsewhere.of(empty.requires_grad_(trained), path, stage, remedy)
+    made.is_parameter = is_parameter
+    return made

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule
 
-from ....errors import ModuleError
 from ...distributed.gradients import average_gradients
 from ...fsdp.root import root_of
 from .gradients import add_shared_gradients
@@ -60,12 +59,6 @@ def split_module(
         ConfigError: A name in the options does not exist.
         ModuleError: The module cannot be split, or trains by manual optimization.
     """
-    if not getattr(module, "automatic_optimization", True):
-        raise ModuleError(
-            f"Expected automatic optimization with pipeline stages, got {type(module).__name__} with "
-            "automatic_optimization=False: a step that calls backward by itself needs all stages in one process.",
-            fix="use automatic optimization, or train without pp.",
-        )
     split = split_stages(module, options, rank=rank, num_ranks=group.size(), device=device)
     module.__dict__[_RUNNER] = PipelineRunner(split, options, group, device, seeds_blocks=seeds_blocks)
 

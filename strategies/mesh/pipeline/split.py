@@ -17,6 +17,7 @@ from ....errors import ModuleError
 from .blocks import StagePlan, plan_stages
 from .calls import BlockCall, ChildCall, Cut, Position
 from .elsewhere import Elsewhere
+from .members import list_all_parameters
 from .sides import make_twins, place, sides_of
 
 if TYPE_CHECKING:
@@ -196,6 +197,7 @@ def split_stages(
         is_own = (0 if is_before else plan.num_stages - 1) in stages
         place(side, name, is_before=is_before, is_own=is_own, at=at, twin=twins.get(name))
     _leave_others(module, stage_of, rank_of, rank)
+    list_all_parameters(module, at)
     split = StageSplit(module, plan, rank, num_ranks, stages, owners, shared, state_names, at)
     split._members = {stage: ones for stage, ones in members.items() if stage in (*stages, EVERYWHERE)}
     if not any(True for stage in stages for _ in split.parameters_of(stage)):
