@@ -10,7 +10,7 @@ from ....callbacks.model_checkpoint.top_k import TopK
 from ....trainer.hooks import Hook
 from ....trainer.run import Run
 
-__all__ = ["keep_first_folder", "replace_earliest", "save_last_with_best"]
+__all__ = ["keep_first_folder", "replace_earliest", "save_last_with_best", "write_all_digits"]
 
 
 def save_last_with_best(run: Run) -> None:
@@ -18,6 +18,13 @@ def save_last_with_best(run: Run) -> None:
     for callback in run.callbacks:
         if isinstance(callback, ModelCheckpoint):
             callback._updates_last_alone = False
+
+
+def write_all_digits(run: Run) -> None:
+    """Let a metric without a format have all its digits in the name of a checkpoint."""
+    for callback in run.callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback._number_format = ""
 
 
 def keep_first_folder(run: Run) -> None:

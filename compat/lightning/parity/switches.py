@@ -188,6 +188,13 @@ SWITCHES = (
         ("arguments:process.use_bfloat16",),
     ),
     Switch(
+        "autocast_cache",
+        "In a Trainer's 16-mixed and bf16-mixed, a weight is cast at each use: gradients of several uses in a step add "
+        "up in float32.",
+        "It is cast once per step: they add up in 16 bits.",
+        ("trainer:process.cast_at_each_use",),
+    ),
+    Switch(
         "metrics_of_verbs",
         "callback_metrics and the bar are empty when a verb begins, also after a resume.",
         "They keep the values of earlier verbs.",
@@ -216,6 +223,12 @@ SWITCHES = (
         "A ModelCheckpoint without dirpath keeps the folder of its first fit, as relative as the logger's.",
         "It saves in the absolute folder of the logger's present run.",
         ("run:checkpoints.keep_first_folder",),
+    ),
+    Switch(
+        "checkpoint_names",
+        "A metric without a format has all its digits in the name of a checkpoint.",
+        "It has six digits.",
+        ("run:checkpoints.write_all_digits",),
     ),
     Switch(
         "data_modules",
