@@ -152,6 +152,7 @@ class Run:
         validated: The weights that the epoch's last validation saw, while hooks may change them; else None.
         after_epoch: What callbacks do after the event of the epoch's end, checkpoints included.
         has_ranks: Whether there are several processes.
+        compares_rates: Whether learning rates must be the same on all ranks, which each epoch begins by comparing.
         stop_coordination: Lets all ranks stop at the same point; None with one process.
         stream_state: Where the training data were when the run ended.
         is_over: Whether the verb has returned.
@@ -196,6 +197,7 @@ class Run:
     validated: ValidatedWeights | None = None
     after_epoch: list[Callable[[], None]] = field(default_factory=list)
     has_ranks: bool = False
+    compares_rates: bool = True
     stop_coordination: StopCoordination | None = None
     carried: CarriedWindow | None = None
     undo: Callable[[], None] | None = None

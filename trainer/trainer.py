@@ -983,12 +983,7 @@ class Trainer(TrainerAttributes):
         self._reload_validation_if_due()
         data = self.loaders.eval["validation"]
         before = run.before_validation = snapshot.before_validation(run)
-        own = run.lifecycle.own("on_validation_model_zero_grad")
-        if own is not None:
-            own()
-        # Else the module may be accumulating, or the window continues after the epoch's end.
-        elif run.is_automatic and not (run.carried is not None and run.carried.count):
-            run.module.zero_grad()
+        self.free_gradients(run)
         validate = run.lifecycle.bracketed(self._eval_loop(run, "validation", data).run, "[EvalLoop].validation")
         self.timeline.timed("validation", validate)(run, data)
         self.training_rng.leave_validation(run, before)
@@ -996,6 +991,15 @@ class Trainer(TrainerAttributes):
         if run.validated is not None and self._has_more_to_train(run):
             run.validated = None
         self.state.stage = "train"
+
+    def free_gradients(self, run: Run) -> None:
+        """Zero the gradients before a validation, by the module's hook where it has one."""
+        own = run.lifecycle.own("on_validation_model_zero_grad")
+        if own is not None:
+            own()
+        # Else the module may be accumulating, or the window continues after the epoch's end.
+        elif run.is_automatic and not (run.carried is not None and run.carried.count):
+            run.module.zero_grad()
 
     def _has_more_to_train(self, run: Run) -> bool:
         """Whether more batches of this epoch follow."""

@@ -79,6 +79,7 @@ class ModelCheckpoint(Checkpoint):
     FILE_EXTENSION = ".ckpt"
     STARTING_VERSION = 1
     _top_k_type = TopK  # what keeps the scores
+    _number_format = ".6g"  # of metrics in names
     _updates_last_alone = True  # whether `last` is written where no better checkpoint is
 
     def __init__(
@@ -242,7 +243,11 @@ class ModelCheckpoint(Checkpoint):
         """
         template = filename or self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
         name = render_name(
-            template, metrics, insert_names=self.auto_insert_metric_name, equals=self.CHECKPOINT_EQUALS_CHAR
+            template,
+            metrics,
+            insert_names=self.auto_insert_metric_name,
+            equals=self.CHECKPOINT_EQUALS_CHAR,
+            number_format=self._number_format,
         )
         parts = [part for part in (prefix, name, None if ver is None else f"v{ver}") if part]
         name = self.CHECKPOINT_JOIN_CHAR.join(parts) + self.FILE_EXTENSION

@@ -64,7 +64,9 @@ def _is_spec(spec: str, *, integer: bool) -> bool:
     return True
 
 
-def render_name(template: str, metrics: Mapping[str, Tensor | float], *, insert_names: bool, equals: str) -> str:
+def render_name(
+    template: str, metrics: Mapping[str, Tensor | float], *, insert_names: bool, equals: str, number_format: str = ".6g"
+) -> str:
     """Return the template with its metrics filled in.
 
     Args:
@@ -72,15 +74,16 @@ def render_name(template: str, metrics: Mapping[str, Tensor | float], *, insert_
         metrics: Values by name; 0-dim tensors or numbers. Reading a tensor waits for its device. What is absent is 0.
         insert_names: Write `name=value` instead of the value alone.
         equals: What stands between name and value.
+        number_format: How a number without a format of its own is written.
     """
     rendered = []
     for literal, name, spec, _ in Formatter().parse(template):
         rendered.append(literal)
         if name:
-            raw = metrics.get(name, 0.0)
+            raw = metrics.get(name, 0)
             value = raw.item() if isinstance(raw, Tensor) else raw
             value = int(value) if name in COUNTERS else value
-            text = format(value, spec or ("" if isinstance(value, int) else ".6g"))
+            text = format(value, spec or ("" if isinstance(value, int) else number_format))
             rendered.append(f"{name}{equals}{text}" if insert_names else text)
     return "".join(rendered)
 

@@ -378,6 +378,8 @@ def _counts_of_batches(run: Run) -> tuple[int, int, int]:
         return index + 1, index + 1, index
     if hook in _BATCH_HOOKS or not run.at_boundary:
         return index + 1, index, index
+    if not run.progress.total_batches:
+        return 0, 0, 0
     done = run.progress.batches_in_epoch if run.progress.epoch_open else index + 1
     return done, done, done
 

@@ -196,6 +196,8 @@ class Trainer(trainer.Trainer):
     def _begin_fit(
         self, run: Run, ckpt_path: str | Path | None, *, is_trusted: bool, before: StateDict | None
     ) -> Callable[[], None] | None:
+        for change in switches.functions("before"):
+            before = change(self, before)
         restore = super()._begin_fit(run, ckpt_path, is_trusted=is_trusted, before=before)
         for change in switches.functions("step"):
             change(run)

@@ -173,7 +173,7 @@ def _compare_steps(run: Run) -> None:
         "micro-batches of a window": str(run.trainer.accumulation_for_epoch(run.progress.epochs)),
         "trained parameters": f"{len(names)} (names {_digest(names)})",
     }
-    for number, optimizer in enumerate(run.optimizers):
+    for number, optimizer in enumerate(run.optimizers if run.compares_rates else ()):
         for index, group in enumerate(optimizer.param_groups):
             facts[f"learning rate of group {index} of optimizer {number}"] = repr(float(group.get("lr", 0.0)))
     compare(strategy, facts, where=f" in epoch {run.progress.epochs}")

@@ -197,6 +197,7 @@ class Metrics:
                     value = self.detached = value.detach()
             if value.is_inference():  # it has no version to tell a change by
                 value = value.clone()
+                version = version_of(value)  # 1, except inside inference mode
             else:
                 version = value._version
             if accumulator.reduce == "mean" and (accumulator.weighs or self.is_weighing_steps):

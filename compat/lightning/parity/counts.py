@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ....protocols import StateDict
 from ....trainer.hooks import Hook
 from ....trainer.loop.fit_loop import FitLoop
 from ....trainer.loop.optimizers import ManagedOptimizer
@@ -16,7 +17,7 @@ from ....trainer.run import Run
 from ....trainer.state import Progress
 from ....trainer.trainer import Trainer
 
-__all__ = ["OptimizerProgress", "count_cut_epochs", "count_from_before", "count_optimizers", "count_own_steps"]
+__all__ = ["OptimizerProgress", "begin_anew", "count_cut_epochs", "count_from_before", "count_optimizers", "count_own_steps"]
 
 
 @dataclass(slots=True)
@@ -106,6 +107,13 @@ def _validation_is_due(loop: FitLoop, run: Run, *, is_epoch_over: bool) -> bool:
 
 def _when_to_look(loop: FitLoop, run: Run) -> int:
     return 0
+
+
+def begin_anew(trainer: Trainer, before: StateDict | None) -> StateDict | None:
+    """Let a fit leave out what optimizers, schedules and data of the one before have left."""
+    if not trainer.progress.epoch_open:
+        trainer.stream_state = None
+    return None
 
 
 def count_from_before(run: Run) -> None:

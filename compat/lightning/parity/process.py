@@ -15,7 +15,7 @@ from ....precision import MixedPrecision
 from ....precision.base import cast_floats
 from ....trainer.trainer import Trainer
 
-__all__ = ["cast_inputs", "exit_on_interrupt", "run_without_autocast", "use_bfloat16"]
+__all__ = ["cast_at_each_use", "cast_inputs", "exit_on_interrupt", "run_without_autocast", "use_bfloat16"]
 
 
 def use_bfloat16(arguments: dict[str, Any]) -> None:  # Any: arguments of a Trainer or a Fabric
@@ -40,6 +40,18 @@ def cast_inputs(fabric: Fabric) -> None:
     if type(precision) is MixedPrecision:
         setattr(precision, "convert_input", partial(cast_floats, dtype=precision.policy.compute_dtype))  # noqa: B010
         precision.converts_input = True
+
+
+def cast_at_each_use(trainer: Trainer) -> None:
+    """Let autocast of a Trainer cast a weight at each use, so that the gradients of several uses add up in float32."""
+    precision = trainer.fabric.precision
+    is_own = type(precision).forward_context is not MixedPrecision.forward_context
+    if isinstance(precision, MixedPrecision) and not is_own:
+        setattr(precision, "forward_context", partial(_autocast, precision))  # noqa: B010
+
+
+def _autocast(precision: MixedPrecision) -> torch.autocast:
+    return torch.autocast(precision.device, dtype=precision._dtype, cache_enabled=False)
 
 
 @contextmanager

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -15,6 +18,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from ....callbacks import EarlyStopping, ModelCheckpoint
 from ....data.combined import CombinedLoader
 from ....data.tree import map_loaders
 from ....fabric import reset_seed
@@ -24,7 +28,7 @@ from ....trainer.run import Run
 from ....trainer.trainer import Trainer
 from ..utilities.sizes import DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper
 
-__all__ = ["draw_alike", "insert_samplers", "seed_again"]
+__all__ = ["decide_on_own_values", "draw_alike", "insert_samplers", "seed_again"]
 
 
 def draw_alike(trainer: Trainer) -> None:
@@ -40,6 +44,44 @@ def seed_again(run: Run) -> None:
 
 def _stay(strategy: Strategy) -> None:
     """Leave the generators of this rank."""
+
+
+def decide_on_own_values(run: Run) -> None:
+    """Let each rank judge its own values: EarlyStopping stops where one of them stops, ModelCheckpoint where all save.
+
+    Schedules, also those that a module steps itself, get the rank's own value.
+    """
+    trainer = run.trainer
+    if not run.has_ranks or run.fabric.strategy.has_stages:
+        return
+    run.compares_rates = False
+    setattr(trainer, "synchronize_metrics", _synchronize_nothing)  # noqa: B010
+    setattr(trainer, "managed_schedulers", partial(_schedulers, trainer))  # noqa: B010
+    for callback in run.callbacks:
+        own = vars(callback)
+        if isinstance(callback, EarlyStopping) and "_evaluate_stopping_criteria" not in own:
+            own["_evaluate_stopping_criteria"] = partial(_stop_together, trainer, callback._evaluate_stopping_criteria)
+        elif isinstance(callback, ModelCheckpoint):
+            own["_metrics"] = _own_metrics
+
+
+def _synchronize_nothing(*names: str) -> None:
+    """Leave each rank its values."""
+
+
+def _schedulers(trainer: Trainer) -> list[Any]:  # Any: schedules of any library
+    return [config.scheduler for config in trainer.lr_scheduler_configs]
+
+
+def _stop_together(
+    trainer: Trainer, evaluate: Callable[[Tensor], tuple[bool, str | None]], current: Tensor
+) -> tuple[bool, str | None]:
+    is_to_stop, message = evaluate(current)
+    return trainer.strategy.reduce_boolean_decision(is_to_stop, all=False), message
+
+
+def _own_metrics(trainer: Trainer) -> dict[str, Tensor | float]:
+    return {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
 
 def insert_samplers(run: Run) -> None:

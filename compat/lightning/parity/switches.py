@@ -25,7 +25,8 @@ class Switch(NamedTuple):
         loopwright: What Loopwright does, and a program without it.
         changes: Where it hooks in: the moment, a colon, and a function of this package as `file.function`. Moments are
             "arguments" (those of a Trainer or Fabric, before it is made), "trainer" (its first verb begins in this
-            process), "run" (a verb's run is made), "step" (the functions of fit's step are bound), "evaluation"
+            process), "run" (a verb's run is made), "step" (the functions of fit's step are bound), "before" (what the
+            Trainer's last fit left is taken), "evaluation"
             (that of another verb begins), "around" (a context manager around each verb), "bar" (the bar's metrics are
             read), "estimate" (so are estimated_stepping_batches), "search" (makes a search's curve), "tuning" (a
             Trainer was made, for its searches), "fabric" (a Fabric was made) and "method" (a method of a Fabric module
@@ -88,6 +89,13 @@ SWITCHES = (
         ("trainer:closure.step_with_closures",),
     ),
     Switch(
+        "within_windows",
+        "A validation that is due after a micro-batch follows it, and should_stop, save_checkpoint and a resumed run "
+        "take effect there, also where the accumulation window is not complete.",
+        "They follow the window. A checkpoint within one is refused.",
+        ("trainer:within_windows.end_windows_early", "step:within_windows.act_within_windows"),
+    ),
+    Switch(
         "schedule_steps",
         "The frequency of a schedule with interval='step' counts the batches of its epoch. Plateau schedules among "
         "them are stepped after a validation that is due.",
@@ -120,6 +128,13 @@ SWITCHES = (
         ("run:counts.count_from_before",),
     ),
     Switch(
+        "resumed_events",
+        "The sanity check of a resumed fit sees the epoch at whose end the checkpoint was taken. Callbacks that came "
+        "after the one that saved do not hear of its event.",
+        "It sees the epoch that training continues with, and the event in which the checkpoint was taken is finished.",
+        ("run:resuming.begin_with_saved_epoch", "step:resuming.leave_events_unfinished"),
+    ),
+    Switch(
         "cut_epochs",
         "should_stop within an epoch brings one more validation. An epoch that is cut short by it, or by max_steps, "
         "counts as one.",
@@ -148,6 +163,13 @@ SWITCHES = (
         ("run:rank_logs.keep_own_values",),
     ),
     Switch(
+        "rank_decisions",
+        "Each rank judges the values that it has: EarlyStopping stops where any rank stops, ModelCheckpoint saves where "
+        "all ranks would, and each rank steps its plateau schedules by its own value.",
+        "All ranks judge the same values.",
+        ("run:ranks.decide_on_own_values",),
+    ),
+    Switch(
         "sync_dist_steps",
         "self.log(..., sync_dist=True) in a step reduces over ranks at each step, as an unweighted mean.",
         "Values are reduced at log intervals, by their weights.",
@@ -164,6 +186,13 @@ SWITCHES = (
         "precision='16-mixed' is bf16-mixed on the CPU.",
         "It is float16 with a loss scale.",
         ("arguments:process.use_bfloat16",),
+    ),
+    Switch(
+        "autocast_cache",
+        "In a Trainer's 16-mixed and bf16-mixed, a weight is cast at each use: gradients of several uses in a step add "
+        "up in float32.",
+        "It is cast once per step: they add up in 16 bits.",
+        ("trainer:process.cast_at_each_use",),
     ),
     Switch(
         "metrics_of_verbs",
@@ -190,6 +219,24 @@ SWITCHES = (
         ("run:checkpoints.replace_earliest",),
     ),
     Switch(
+        "checkpoint_folders",
+        "A ModelCheckpoint without dirpath keeps the folder of its first fit, as relative as the logger's.",
+        "It saves in the absolute folder of the logger's present run.",
+        ("run:checkpoints.keep_first_folder",),
+    ),
+    Switch(
+        "checkpoint_names",
+        "A metric without a format has all its digits in the name of a checkpoint.",
+        "It has six digits.",
+        ("run:checkpoints.write_all_digits",),
+    ),
+    Switch(
+        "data_modules",
+        "A verb without datamodule= calls prepare_data, setup and teardown of the data module of an earlier one.",
+        "It calls hooks of its own data module only.",
+        ("run:data_modules.call_earlier_data_module",),
+    ),
+    Switch(
         "learning_rates",
         "LearningRateMonitor logs at the beginning of a batch and puts the rates into callback_metrics.",
         "It logs after the step, to the loggers only.",
@@ -208,6 +255,19 @@ SWITCHES = (
         "renewed in one more epoch, at whose end the optimizer steps with the gradients of the last batch.",
         "The weights at the end of each of these epochs count. Batch norm is renewed in a pass of its own.",
         names=("StochasticWeightAveraging=averaging.StochasticWeightAveraging",),
+    ),
+    Switch(
+        "pruning",
+        "ModelPruning gives pruned parameters the names <name>_orig and <name>_mask, prunes and rewinds before the "
+        "epoch's checkpoints, and has no state.",
+        "Parameters keep their names. Weights are rewound when the next epoch begins, so that checkpoints are trained.",
+        names=("ModelPruning=pruning.ModelPruning",),
+    ),
+    Switch(
+        "second_fits",
+        "A second fit of a Trainer begins with new optimizers and schedules.",
+        "They continue with the state of those before.",
+        ("before:counts.begin_anew",),
     ),
     Switch(
         "lr_find",

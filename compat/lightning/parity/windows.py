@@ -11,7 +11,14 @@ from ....trainer.loop.loss import RanksWindowLoss, WindowLoss
 from ....trainer.loop.step import finish_window
 from ....trainer.run import Run
 
-__all__ = ["FullRanksWindowLoss", "FullWindowLoss", "divide_outputs", "divide_short_windows", "step_without_loss"]
+__all__ = [
+    "FullRanksWindowLoss",
+    "FullWindowLoss",
+    "divide_outputs",
+    "divide_short_windows",
+    "step_without_loss",
+    "window_size",
+]
 
 
 class FullWindowLoss(WindowLoss):
@@ -24,7 +31,7 @@ class FullWindowLoss(WindowLoss):
     __slots__ = ("_size",)
 
     def __init__(self, run: Run) -> None:
-        self._size = _full_size(run)
+        self._size = window_size(run)
         super().__init__(run.fabric.device)
 
     def begin(self, planned: int) -> None:
@@ -46,7 +53,7 @@ class FullRanksWindowLoss(RanksWindowLoss):
     __slots__ = ("_size",)
 
     def __init__(self, run: Run) -> None:
-        self._size = _full_size(run)
+        self._size = window_size(run)
         super().__init__(run.fabric.device, run.fabric.strategy, counts=False)
 
     def begin(self, planned: int) -> None:
@@ -54,7 +61,7 @@ class FullRanksWindowLoss(RanksWindowLoss):
         super().begin(self._size())
 
 
-def _full_size(run: Run) -> Callable[[], int]:
+def window_size(run: Run) -> Callable[[], int]:
     """Return what tells the micro-batches of a window in the present epoch."""
     trainer = run.trainer
 
@@ -101,7 +108,7 @@ def divide_outputs(run: Run) -> None:
     """Let hooks at the end of a batch get the loss divided by the size of a full window."""
     if not run.is_automatic:
         return
-    full_size = _full_size(run)
+    full_size = window_size(run)
 
     def divided(outputs: Any) -> Any:
         size = full_size()

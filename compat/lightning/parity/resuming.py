@@ -1,0 +1,81 @@
+"""A resumed run as in Lightning: what it counts until training begins, and which events it leaves unfinished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from ....protocols import StateDict
+from ....trainer.hooks import Hook
+from ....trainer.run import Run
+
+__all__ = ["begin_with_saved_epoch", "leave_events_unfinished"]
+
+
+def begin_with_saved_epoch(run: Run) -> None:
+    """Let a resumed fit see the epoch at whose end the checkpoint was taken, until training begins."""
+    lifecycle, progress = run.lifecycle, run.progress
+    saved: list[int] = []
+    of_callbacks = lifecycle.of_callbacks
+
+    def of_callbacks_noting(event: str, **options: Any) -> Hook:  # Any: those of `of_callbacks`
+        fire = of_callbacks(event, **options)
+        if event != "on_load_checkpoint":
+            return fire
+
+        def on_load_checkpoint(checkpoint: StateDict) -> None:
+            saved[:] = [int(checkpoint.get("epoch", 0))]
+            fire(checkpoint)
+
+        return on_load_checkpoint
+
+    @contextmanager
+    def at_saved_epoch() -> Iterator[None]:
+        now = progress.epochs
+        progress.epochs = min(*saved, now) if saved else now
+        try:
+            yield
+        finally:
+            progress.epochs = now
+
+    trainer = run.trainer
+    until: list[ExitStack] = []
+
+    def at_sanity_check(fire: Hook) -> Hook:
+        def on_sanity_check_start() -> None:
+            until.append(ExitStack())
+            until[-1].enter_context(at_saved_epoch())
+            fire()
+
+        return on_sanity_check_start
+
+    def after_sanity_check(fire: Hook) -> Hook:
+        def on_sanity_check_end() -> None:
+            fire()
+            until.pop().close()
+
+        return on_sanity_check_end
+
+    def open_training(run: Run) -> None:
+        del trainer.open_training  # type: ignore[method-assign]
+        with at_saved_epoch():
+            trainer.open_training(run)
+
+    def at_fit_start(fire: Hook) -> Hook:
+        def on_fit_start() -> None:
+            fire()
+            if saved:
+                setattr(trainer, "open_training", open_training)  # noqa: B010
+
+        return on_fit_start
+
+    setattr(lifecycle, "of_callbacks", of_callbacks_noting)  # noqa: B010
+    lifecycle.wrap("on_fit_start", at_fit_start)
+    lifecycle.wrap("on_sanity_check_start", at_sanity_check)
+    lifecycle.wrap("on_sanity_check_end", after_sanity_check)
+
+
+def leave_events_unfinished(run: Run) -> None:
+    """Let a resumed run continue after the event in which its checkpoint was taken."""
+    run.unfinished = {}

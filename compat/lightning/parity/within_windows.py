@@ -1,0 +1,146 @@
+"""What Lightning does between two micro-batches of a window: validate, stop, save, and continue a resumed run there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from ....trainer.hooks import Hook
+from ....trainer.run import Run
+from ....trainer.trainer import Trainer
+from .windows import window_size
+
+__all__ = ["act_within_windows", "end_windows_early"]
+
+
+class _WindowEnded(Exception):
+    """The epoch ends after a micro-batch that does not complete a window; its gradients are not used.
+
+    Args:
+        batches_in_epoch: Micro-batches of the epoch until then.
+    """
+
+    def __init__(self, batches_in_epoch: int) -> None:
+        super().__init__()
+        self.batches_in_epoch = batches_in_epoch
+
+
+def end_windows_early(trainer: Trainer) -> None:
+    """Let a window end where training stops, and where it does when all batches of the epoch are counted."""
+    loop = trainer.fit_loop
+    setattr(loop, "_choose_step", partial(_choose_step, loop._choose_step))  # noqa: B010
+
+
+def _choose_step(choose: Callable[[Run], Callable[[Run, int], bool]], run: Run) -> Callable[[Run, int], bool]:
+    step = choose(run)
+    if not run.is_automatic:
+        return step
+    full_size = window_size(run)
+
+    def train(run: Run, size: int) -> bool:
+        full = full_size()
+        try:
+            return step(run, min(size, full - run.progress.batches_in_epoch % full))
+        except _WindowEnded as end:
+            _advance(run, end.batches_in_epoch - run.progress.batches_in_epoch)
+            run.at_boundary, run.has_stepped = True, False
+            return True
+
+    return train
+
+
+def act_within_windows(run: Run) -> None:
+    """Let a validation that is due follow the micro-batch at which it is, and training stop and save there."""
+    if not run.is_automatic:
+        return
+    run.lifecycle.wrap("on_train_batch_end", partial(_then_validate, run))
+    plan, full_size = run.plan, window_size(run)
+    assert plan is not None
+    zero_grad = plan.zero_grad
+
+    def zero_at_first() -> None:
+        if run.progress.batches_in_epoch % full_size() == 0:  # else the run was resumed within a window
+            zero_grad()
+
+    plan.zero_grad = zero_at_first
+    saving = run.trainer.saving
+    setattr(saving, "save", partial(_save, type(saving).save.__get__(saving)))  # noqa: B010
+
+
+def _then_validate(run: Run, fire: Hook) -> Hook:
+    trainer, loop = run.trainer, run.trainer.fit_loop
+
+    def on_train_batch_end(outputs: Any, batch: Any, index: int) -> None:  # Any: of any user
+        fire(outputs, batch, index)
+        if run.at_boundary:
+            return
+        with _counted(run):
+            if index + 1 >= loop._look_at:
+                if loop._validation_is_due(run, is_epoch_over=False):
+                    _validate(run)
+                    if run.stop_coordination is not None:
+                        run.stop_coordination.begin_phase(may_stop=loop.may_stop)
+                loop._next_validation = loop._plan_validation(run)
+                loop._look_at = loop._when_to_look(run)
+            if trainer.should_stop and loop.stops_here:
+                raise _WindowEnded(index + 1)
+
+    return on_train_batch_end
+
+
+def _validate(run: Run) -> None:
+    """Validate with the gradients of the window kept; rows stand at the step that the window will make."""
+    trainer, metrics = run.trainer, run.metrics
+    log = trainer.log_metrics
+    window = metrics.window
+    own: dict[str, Any] = {"free_gradients": _keep, "log_metrics": partial(_log_at_present_step, run, log)}
+    for name, function in own.items():
+        setattr(trainer, name, function)
+    try:
+        trainer.validate_in_fit(run)
+    finally:
+        for name in own:
+            delattr(trainer, name)
+    for accumulator in metrics.accumulators("train"):  # an evaluation counts windows, too
+        if accumulator.window == window:
+            accumulator.window = metrics.window
+
+
+def _keep(run: Run) -> None:
+    """Leave gradients as they are."""
+
+
+def _log_at_present_step(
+    run: Run, log: Callable[..., None], metrics: Mapping[str, float], step: int | None = None
+) -> None:
+    if step is None and "step" not in metrics:
+        metrics, step = {**metrics, "epoch": run.progress.epochs}, run.progress.steps
+    log(metrics, step)
+
+
+def _save(save: Callable[..., None], run: Run, *arguments: Any, **options: Any) -> None:  # Any: see `Saving.save`
+    if run.at_boundary or run.stream is None:
+        save(run, *arguments, **options)
+        return
+    with _counted(run):
+        save(run, *arguments, **options)
+
+
+@contextmanager
+def _counted(run: Run) -> Iterator[None]:
+    """Count the micro-batches of the present window as done."""
+    num_batches = run.batch_idx + 1 - run.progress.batches_in_epoch
+    _advance(run, num_batches)
+    run.at_boundary = True
+    try:
+        yield
+    finally:
+        _advance(run, -num_batches)
+        run.at_boundary = False
+
+
+def _advance(run: Run, num_batches: int) -> None:
+    run.progress.batches_in_epoch += num_batches
+    run.progress.total_batches += num_batches
