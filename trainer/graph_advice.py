@@ -20,8 +20,8 @@ def advice_on_graph(error: Exception, module: nn.Module, hook: str) -> str | Non
     """
     if _FREED_GRAPH in str(error) and hook != "training_step":
         return (
-            "Loopwright: the Trainer calls backward() on the loss that training_step returns, and its graph or a part of it "
-            "is freed. To fix it: leave out backward() and step() in training_step, or set "
+            "Loopwright: the Trainer calls backward() on the loss that training_step returns, and its graph, or a part "
+            "of it, is freed. To fix it: leave out backward() and step() in training_step, or set "
             "self.automatic_optimization = False; detach() what is kept from an earlier batch"
         )
     if _NO_GRAPH not in str(error):
