@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["attach"]
 
+_OTHER_NAMES = {"LightningDataModule": "DataModule", "LightningModule": "Module"}
+
 
 def attach(
     package: str, homes: Mapping[str, str]
@@ -35,7 +37,9 @@ def attach(
             except ModuleNotFoundError as error:
                 if error.name != f"{package}.{name}":
                     raise
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{nearest(name, homes)}")
+            hint = f" (did you mean {_OTHER_NAMES[name]!r}?)" if name in _OTHER_NAMES else nearest(name, homes)
+            # With an `obj`, Python would add a guess of its own to the traceback.
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}", name=name, obj=None)
         value = getattr(import_module(f"{package}.{home}"), name)
         setattr(sys.modules[package], name, value)
         return value

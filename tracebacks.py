@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 import sys
 from types import FrameType, TracebackType
+from typing import Any
 
+from .console import is_notebook
 from .errors import LoopwrightError
 from .messages import is_of_library, is_of_loopwright
 
 __all__ = ["end_in_silence", "end_with_line", "show_trimmed", "trimmed"]
 
 _LINE = "_loopwright_line"
+# Files of torch that call modules, graphs and data sets: their frames say nothing about the user's.
 _IN_TORCH = tuple(
-    os.path.join("torch", *parts)
-    for parts in (("nn", "modules", "module.py"), ("nn", "parallel", "distributed.py"), ("utils", "_contextlib.py"))
-)
+    os.path.join("torch", *name.split("/"))
+    for name in (
+        "nn/modules/module.py", "nn/parallel/distributed.py", "utils/_contextlib.py", "_tensor.py",
+        "autograd/__init__.py", "autograd/graph.py", "utils/data/dataloader.py", "utils/data/_utils/fetch.py",
+        "_utils.py",
+    )
+)  # fmt: skip
 _NOTE = "(frames of Loopwright are left out; LOOPWRIGHT_FULL_TRACEBACK=1 shows them)\n"
 
 
@@ -23,6 +30,10 @@ def show_trimmed() -> None:
     """Let uncaught errors be printed without frames of Loopwright, unless the program has a hook of its own."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print
+    if is_notebook():
+        shell = sys.modules["IPython"].get_ipython()
+        if not shell.custom_exceptions:
+            shell.set_custom_exc((Exception, KeyboardInterrupt), _show_in_notebook)
 
 
 def end_with_line(error: BaseException, line: str) -> None:
@@ -35,20 +46,46 @@ def end_in_silence(error: BaseException) -> None:
     vars(error)[_LINE] = ""
 
 
+def _show_in_notebook(
+    shell: Any,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+    tb_offset: int | None = None,
+) -> None:  # Any: IPython is not a dependency
+    """Show an error of a cell as IPython does, without frames of Loopwright."""
+    line = vars(error).get(_LINE)
+    if line is not None:
+        if line:
+            sys.stderr.write(line + "\n")
+        return
+    is_trimmed = _trim_all(error)
+    shell.showtraceback((kind, error, error.__traceback__), tb_offset=tb_offset)
+    if is_trimmed:
+        sys.stderr.write(_NOTE)
+
+
 def _print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     line = vars(error).get(_LINE)
     if line is not None:
         if line:
             sys.stderr.write(line + "\n")
         return
-    is_trimmed, seen, one = False, set(), error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        is_trimmed |= _trim(one)
-        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)  # type: ignore[assignment]
+    is_trimmed = _trim_all(error)
     sys.__excepthook__(kind, error, error.__traceback__)
     if is_trimmed:
         sys.stderr.write(_NOTE)
+
+
+def _trim_all(error: BaseException) -> bool:
+    """Take Loopwright's frames out of an error and its causes; return whether anything was left out."""
+    is_trimmed, seen = False, set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        is_trimmed |= _trim(one) | _drop_own_cause(one)
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+    return is_trimmed
 
 
 def _trim(error: BaseException) -> bool:
@@ -58,8 +95,30 @@ def _trim(error: BaseException) -> bool:
     return is_shorter
 
 
+def _drop_own_cause(error: BaseException) -> bool:
+    """Leave out the cause that an error of Loopwright's repeats in its message, where no code of the user's met it."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if not isinstance(error, LoopwrightError) or os.environ.get("LOOPWRIGHT_FULL_TRACEBACK"):
+        return False
+    if cause is None:
+        return False
+    is_missing = isinstance(cause, FileNotFoundError) or (
+        isinstance(cause, ModuleNotFoundError) and cause.name == getattr(error, "package", None)
+    )
+    text = getattr(cause, "strerror", None) or str(cause)
+    if not (is_missing or (text and text in str(error))):
+        return False
+    step = cause.__traceback__
+    while step is not None:
+        if not (is_of_loopwright(step.tb_frame) or is_of_library(step.tb_frame)):
+            return False
+        step = step.tb_next
+    error.__cause__, error.__suppress_context__ = None, True
+    return True
+
+
 def trimmed(error: BaseException) -> TracebackType | None:
-    """Return the traceback of an error without frames of Loopwright, and without those of torch that call modules.
+    """Return the traceback of an error without frames of Loopwright, and without those of torch that only call others.
 
     An error that Loopwright's own code raises without meaning to keeps them: who reports it needs them.
     """

@@ -107,9 +107,12 @@ def parse_device_count(devices: object, kind: str) -> int:
         count = int(count)
     if isinstance(count, int) and not isinstance(count, bool) and count > 0:
         return count
+    is_kind = isinstance(devices, str) and devices.partition(":")[0] in ("cpu", "gpu", "cuda", "mps", "tpu", "xla")
     raise ConfigError(
         f"devices={devices!r} cannot be used with accelerator={kind!r}: expected a number of processes, 1 or more.",
-        fix='pass devices=1 (or a larger int), or devices="auto".',
+        fix=f"pass accelerator={str(devices).partition(':')[0]!r}, and the number as devices=."
+        if is_kind
+        else 'pass devices=1 (or a larger int), or devices="auto".',
     )
 
 

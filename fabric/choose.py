@@ -130,10 +130,11 @@ def choose_strategy(strategy: object) -> Strategy:
     name = strategy.lower()
     if name.partition(":")[0] not in STRATEGY_REGISTRY:
         known = ["auto", *STRATEGY_REGISTRY.names()]
+        near = nearest(name, known)
+        others = "" if near else f"; registered names are {', '.join(known[1:])}"
         raise ConfigError(
-            f"Expected the name of a registered strategy, got strategy={strategy!r}{nearest(name, known)}.",
-            fix="use one of auto, ddp, fsdp, deepspeed or mesh:fsdp=2,tp=2, or pass a Strategy; "
-            f"registered names are {', '.join(known[1:])}.",
+            f"Expected the name of a registered strategy, got strategy={strategy!r}{near}.",
+            fix=f"use one of auto, ddp, fsdp, deepspeed or mesh:fsdp=2,tp=2, or pass a Strategy{others}.",
         )
     try:
         return STRATEGY_REGISTRY.create(name)

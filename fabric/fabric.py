@@ -29,6 +29,7 @@ from ..errors import ConfigError, LaunchError
 from ..messages import warn
 from ..precision import MixedPrecision, Precision
 from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
+from ..tracebacks import show_trimmed
 from .launch import InProcessLauncher
 from .resolve import Environment, Parts, resolve
 from .seed import seed_everything
@@ -83,6 +84,7 @@ class Fabric:
         loggers: object = None,
         matmul_precision: str | None = None,
     ) -> None:
+        show_trimmed()
         lists = {"devices": devices, "plugins": plugins, "callbacks": callbacks, "loggers": loggers}
         devices, plugins, callbacks, loggers = without_omegaconf(lists).values()
         if matmul_precision not in (None, *MATMUL_PRECISIONS):

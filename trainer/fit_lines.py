@@ -67,10 +67,24 @@ def tell_end(trainer: Trainer, seconds: float) -> None:
         timedelta(seconds=round(seconds)),
         reason(trainer),
     )
+    _warn_of_no_step(trainer)
     if trainer.fast_dev_run:
         return
     logger.info("Checkpoints: %s.", checkpoints(trainer))
     logger.info("%s", logs(trainer))
+
+
+def _warn_of_no_step(trainer: Trainer) -> None:
+    """Warn of data without batches, and of manual optimization in which no optimizer was stepped."""
+    if trainer.progress.epochs and not trainer.progress.total_batches and trainer.limit_train_batches != 0:
+        logger.warning("Nothing was trained: the training data gave no batches.")
+    module = trainer.lightning_module
+    is_manual = module is not None and not getattr(module, "automatic_optimization", True)
+    if is_manual and trainer.optimizers and trainer.progress.total_batches and not trainer.global_step:
+        logger.warning(
+            "No optimizer was stepped: automatic_optimization is False, and training_step called step() of none of "
+            "self.optimizers()."
+        )
 
 
 def reason(trainer: Trainer) -> str:
@@ -169,7 +183,9 @@ def _tell_interruption(trainer: Trainer, error: BaseException) -> None:
 
 
 def _newest(trainer: Trainer) -> str:
-    return next((one.best_model_path for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)), "")
+    """Return the checkpoint to continue from; "" if there is none."""
+    callbacks = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+    return next((path for one in callbacks if (path := one.last_model_path or one.best_model_path)), "")
 
 
 def _how_to_name(trainer: Trainer, path: str) -> str:

@@ -6,13 +6,31 @@ from torch import nn
 
 __all__ = ["advice_on_graph"]
 
+_FREED_GRAPH = "backward through the graph a second time"
 _NO_GRAPH = "does not require grad and does not have a grad_fn"
 
 
-def advice_on_graph(error: Exception, module: nn.Module) -> str | None:
-    """Return what to do where a backward pass began at a tensor without a graph; None for other errors."""
+def advice_on_graph(error: Exception, module: nn.Module, hook: str) -> str | None:
+    """Return what to do where a backward pass met no graph, or one that is freed; None for other errors.
+
+    Args:
+        error: What ended a run.
+        module: Whose parameters are looked at.
+        hook: The hook that it came from; "" for none.
+    """
+    if _FREED_GRAPH in str(error) and hook != "training_step":
+        return (
+            "Loopwright: the Trainer calls backward() on the loss that training_step returns, and its graph, or a part "
+            "of it, is freed. To fix it: leave out backward() and step() in training_step, or set "
+            "self.automatic_optimization = False; detach() what is kept from an earlier batch"
+        )
     if _NO_GRAPH not in str(error):
         return None
+    if hook in ("validation_step", "test_step", "predict_step"):
+        return (
+            f"Loopwright: {hook} runs without gradients. To fix it: compute the loss and call backward() within "
+            "`with torch.enable_grad():`, or train in training_step"
+        )
     parameters = list(module.parameters())
     if parameters and not any(one.requires_grad for one in parameters):
         return (

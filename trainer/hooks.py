@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from difflib import SequenceMatcher
 from typing import Any
@@ -47,6 +48,9 @@ def callback_bases() -> tuple[type, ...]:
     return (Callback,)
 
 
+_CHECKED = ("on_", "configure_optimizers")
+# Hooks of Lightning before 2.0, which took all outputs of an epoch.
+_FORMER = {"test_epoch_end", "training_epoch_end", "validation_epoch_end"}
 # Common method names that are similar to the name of a hook.
 _NOT_MISSPELT = {"on_gpu", "train", "test", "predict", "validate", "fit", "backward"}
 
@@ -74,7 +78,7 @@ def check_hook_names(owner: object, listener: str, known: set[str]) -> None:
         if name in known or name in inherited or name in _NOT_MISSPELT or name.startswith("_"):
             continue
         hint = nearest(name, known)
-        if name.startswith("on_") or _is_nearly(name, free):
+        if name.startswith("on_") or (name in _FORMER and listener == "module") or _is_nearly(name, free):
             wrong.append(f"{name}{hint}")
     if wrong:
         raise ModuleError(
@@ -83,6 +87,44 @@ def check_hook_names(owner: object, listener: str, known: set[str]) -> None:
             fix="rename each to the hook that was meant, or give helpers another name, such as one with a leading "
             "underscore; `python -m loopwright lifecycle` lists the hooks.",
         )
+    if listener != "datamodule":
+        _check_signatures(owner, [name for name in own if name in known and name.startswith(_CHECKED)], bases)
+
+
+def _check_signatures(owner: object, names: Iterable[str], bases: tuple[type, ...]) -> None:
+    """Refuse hooks that cannot take the arguments that the base class declares.
+
+    Raises:
+        ModuleError: Names all such hooks and the arguments that they are called with.
+    """
+    wrong = []
+    for name in names:
+        declared = next((getattr(base, name) for base in bases if hasattr(base, name)), None)
+        if declared is None:
+            continue
+        try:
+            expected = list(inspect.signature(declared).parameters.values())[1:]
+            found = inspect.signature(getattr(owner, name))
+        except (TypeError, ValueError):  # written in C, or a stand-in
+            continue
+        required = [one for one in expected if one.default is one.empty]
+        if not any(_takes(found, len(some)) for some in (required, expected)):
+            taken = ", ".join(found.parameters)
+            wrong.append(f"{name}({taken}) is called as {name}({', '.join(one.name for one in expected)})")
+    if wrong:
+        name = type(owner).__name__
+        raise ModuleError(
+            f"Expected hooks of {name} to take the arguments that they are called with: {'; '.join(wrong)}.",
+            fix="give them these arguments, after self.",
+        )
+
+
+def _takes(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def _own_methods(cls: type, bases: tuple[type, ...]) -> list[str]:

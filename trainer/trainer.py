@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 __all__ = ["Trainer"]
 
 logger_ = logging.getLogger(__name__)
+_STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 
 
 class Trainer(TrainerAttributes):
@@ -146,6 +147,7 @@ class Trainer(TrainerAttributes):
 
         def __new__(cls, *args, **kwargs):
             """Refuse arguments that there are not, with what to write instead."""
+            show_trimmed()
             known = Trainer.__init__.__kwdefaults__
             if cls.__init__ is Trainer.__init__ and not kwargs.keys() <= known.keys():
                 from .setup.unknown_arguments import refuse_arguments
@@ -290,9 +292,11 @@ class Trainer(TrainerAttributes):
         own = [] if callbacks is None else list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
         for callback in own:
             if not isinstance(callback, Callback):
+                is_class = isinstance(callback, type)
                 raise ConfigError(
-                    f"callbacks has a {type(callback).__name__}, expected lw.Callback.",
-                    fix="pass instances of lw.Callback subclasses.",
+                    f"Expected callbacks to be instances of lw.Callback, got "
+                    f"{f'the class {callback.__name__}' if is_class else repr(callback)}.",
+                    fix=f"pass {callback.__name__}(...)." if is_class else "pass instances of lw.Callback subclasses.",
                 )
             check_hook_names(callback, "callbacks", hook_names("callbacks"))
         return assemble.order_callbacks([*own, *default_callbacks(self._arguments, own)])
@@ -798,11 +802,16 @@ class Trainer(TrainerAttributes):
             from .fit_lines import place_of
 
             add_place(error, place_of(self, run))
+            hook = run.metrics.table.hook
+            if hook in _STEPS and run.metrics.batch is not None:
+                from .batch_shapes import shapes_of
+
+                add_place(error, f"Loopwright: the batch is {shapes_of(run.metrics.batch)}")
             if isinstance(error, RuntimeError) and self.state.fn == "fit":
                 from .graph_advice import advice_on_graph
                 from .inference_tensors import advice_on
 
-                advice = advice_on(error, run.module) or advice_on_graph(error, run.module)
+                advice = advice_on(error, run.module) or advice_on_graph(error, run.module, hook)
                 if advice is not None:
                     add_place(error, advice)
         self.saving.is_after_error = run.is_after_error = True

@@ -43,10 +43,21 @@ _STEP_IN_NAME = re.compile(r"step=(\d+)")
 
 
 def default_dirpath(trainer: Trainer) -> str:
-    """Return the folder of a callback without `dirpath`: in the first logger's, else in the trainer's root."""
+    """Return the folder of a callback without `dirpath`: in the first logger's, else in the trainer's root.
+
+    Raises:
+        ConfigError: The logger cannot make its folder.
+    """
     if not trainer.loggers:
         return os.path.join(trainer.default_root_dir, "checkpoints")
-    version = trainer.loggers[0].version
+    logger = trainer.loggers[0]
+    try:
+        version = logger.version
+    except OSError as error:
+        raise ConfigError(
+            f"{type(logger).__name__}: no folder can be made in {_logger_root(trainer)}: {error.strerror or error}.",
+            fix="choose another default_root_dir (or save_dir of the logger), or change its permissions.",
+        ) from error
     folder = version if isinstance(version, str) else f"version_{version}"
     return os.path.join(_logger_root(trainer), folder, "checkpoints")
 

@@ -64,6 +64,7 @@ class LiveProgressBar(ProgressBar):
         self._is_watched = False
         self._open: set[str] = set()
         self._under_way: set[str] = set()
+        self._began: dict[str, tuple[float, int]] = {}  # stage -> when, and after how many batches
         self._eval_start_s = 0.0
         self._has_lined = False
         self._train_start_s = 0.0
@@ -293,6 +294,7 @@ class LiveProgressBar(ProgressBar):
     def _begin(self, stage: str) -> None:
         """Note that a stage is under way; where its bar is not drawn and may be looked at, make it now."""
         self._under_way.add(stage)
+        self._began[stage] = time.monotonic(), self.trainer.progress.batches_in_epoch if stage == "train" else 0
         if not self._is_drawn and not self._waits_for_reader:
             self._make_bar(stage)
 
@@ -324,9 +326,8 @@ class LiveProgressBar(ProgressBar):
         self._begin(stage)
 
     def _epoch_of(self, trainer: Trainer) -> str:
-        epoch = f"Epoch {trainer.current_epoch + 1}"
-        has_limit = trainer.max_epochs is not None and trainer.max_epochs > 0
-        return f"{epoch}/{trainer.max_epochs}" if has_limit else epoch
+        epoch, limit = f"Epoch {trainer.current_epoch + 1}", trainer.fit_loop.epoch_limit
+        return f"{epoch}/{limit}" if limit > 0 else epoch
 
     def _description_of(self, stage: str) -> str:
         return {

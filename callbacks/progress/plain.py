@@ -48,7 +48,7 @@ class PlainLines:
     def training(self, trainer: Trainer, metrics: dict[str, float | int | str]) -> None:
         """Write the line of training."""
         now, batches = time.monotonic(), trainer.progress.total_batches
-        parts = [f"Epoch {_of(trainer.current_epoch + 1, trainer.max_epochs)}"]
+        parts = [f"Epoch {_of(trainer.current_epoch + 1, trainer.fit_loop.epoch_limit)}"]
         total = total_steps(trainer)
         parts.append(f"step {_of(trainer.global_step, total)}")
         seconds = now - self._line_s - self._paused_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -193,7 +194,9 @@ class RichProgressBar(LiveProgressBar):
         progress = self._started()
         task = None if stage in self._ended else self._task(stage)
         self._ended.discard(stage)
+        is_new = task is None
         if task is not None and (done < task.completed or task.fields["title"] != description or not task.visible):
+            is_new = True
             # It draws at once: nothing of what the bar was before may be left.
             fields = self._empty_fields(description, first=done)
             progress.reset(task.id, completed=done, total=total, visible=True, description=description, **fields)
@@ -202,17 +205,22 @@ class RichProgressBar(LiveProgressBar):
             self._tasks[stage] = progress.add_task(description, total=total, **fields)
             task = self._task(stage)
             assert task is not None
-        first = task.fields["first"]
-        elapsed_s = task.elapsed or 0.0
+        first, elapsed_s = task.fields["first"], task.elapsed or 0.0
+        if is_new and stage in self._began:  # its clock begins now: the epoch may end with this drawing
+            began_s, first = self._began[stage]
+            elapsed_s = time.monotonic() - began_s
         speed = (done - first) / elapsed_s if elapsed_s > 0 else 0.0
+        pace = {
+            "clock": _clock(elapsed_s, None if total is None or not speed else (total - done) / speed),
+            "speed": f"{speed:.2f}it/s" if speed else "",
+        }
         progress.update(
             task.id,
             description=description,
             completed=done,
             total=total,
             batches=f"{done}/{'?' if total is None else total}",
-            clock=_clock(elapsed_s, None if total is None or not speed else (total - done) / speed),
-            speed=f"{speed:.2f}it/s" if speed else "",
+            **({} if done == first and not is_new else pace),  # no batch since the bar was reset
             metrics=self.theme.metrics_text_delimiter.join(parts := self._metric_texts(metrics)),
             parts=parts,
         )
@@ -233,6 +241,10 @@ class RichProgressBar(LiveProgressBar):
         task = self._task(stage)
         if self.progress is None or task is None:
             return
+        if stage == "validation" and "train" in self._open:
+            train = self._task("train")
+            if train is not None and train.start_time is not None:  # speed is that of training
+                train.start_time += time.monotonic() - self._eval_start_s
         if keep:
             self.progress.stop_task(task.id)
             self._ended.add(stage)

@@ -14,6 +14,7 @@ from .fit_width import MIN_BAR, fold
 __all__ = ["FittingProgress", "MetricsColumn"]
 
 _WIDEST_BAR = 40
+_ECHO = 2  # columns that a terminal writes for Ctrl-C, "^C": on a full line they would move the cursor to the next
 
 
 class MetricsColumn(TextColumn):
@@ -47,7 +48,8 @@ class FittingProgress(Progress):
             yield from super().get_renderables()
             return
         parts: list[str] = next((task.fields["parts"] for task in reversed(tasks) if task.fields.get("parts")), [])
-        width, options = self.console.width, self.console.options
+        options = self.console.options
+        width = self.console.width - _ECHO
         used = len(self.columns)
         for one in self.columns:
             if isinstance(one, ProgressColumn) and not isinstance(one, BarColumn | MetricsColumn):

@@ -47,9 +47,13 @@ def make_source(loader: Loaders, *, is_placed: bool = False) -> Source:
         return IndexedSource(loader)
     if has_stateful_data(loader):
         return StatefulSource(loader, cast(Stateful, loader.dataset))
-    if isinstance(loader, (str, bytes)) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+    if isinstance(loader, (str, bytes, type)) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
         raise ModuleError(
-            f"The training data is a {type(loader).__name__}, which cannot be iterated.",
+            f"The training data is {_named(loader)}, which cannot be iterated.",
             fix="pass a DataLoader, another iterable of batches, or a list, tuple or dict of these.",
         )
     return RereadSource(cast(Loader, loader))
+
+
+def _named(loader: object) -> str:
+    return f"the class {loader.__name__}" if isinstance(loader, type) else f"a {type(loader).__name__}"

@@ -134,6 +134,13 @@ class RereadSource(Source):
         self._fetched, self._late = 0, {} if late is None else late
         self._ahead = _NOTHING
         self._iterator = iter(())  # ends the workers of an epoch that was cut short
+        try:
+            self._read_first()
+        except BaseException:
+            self._is_open = False  # the epoch did not begin
+            raise
+
+    def _read_first(self) -> None:
         if self._is_sequence or self._num_workers:
             self._iterator = iter(self._iterable)
             self.ends_at_length = self._is_sequence

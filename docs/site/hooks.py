@@ -31,7 +31,8 @@ def on_startup(command: str, dirty: bool) -> None:
         linked = PACKAGE.joinpath(*name.split(".")[1:])
         linked.mkdir(parents=True, exist_ok=True)
         for file in linked.glob("*.py"):
-            file.unlink()
+            if file.is_symlink():  # never a source, should the folder itself be a link
+                file.unlink()
         for file in folder.glob("*.py"):
             (linked / file.name).symlink_to(file)
 

@@ -35,6 +35,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -568,7 +569,8 @@ class Watch:
     def _die(self, failure: Failure) -> None:
         """Print the reason, and end this process without its main thread, which may never return from C++."""
         text = f"\nLoopwright: rank {self._rank} ends because {failure.describe()}\n"
-        if failure.trace:
+        prints_it = failure.trace.startswith("Traceback") and failure.host == socket.gethostname()
+        if failure.trace and not prints_it:
             text += f"--- traceback of rank {failure.rank} ---\n{failure.trace.rstrip()}\n"
         # Not through sys.stderr, whose lock the main thread may hold.
         os.write(2, text.encode(errors="replace"))

@@ -87,7 +87,7 @@ class FakeTrainer:
         self.max_epochs, self.max_steps, self.windows = max_epochs, -1, windows
         self.accumulate_grad_batches = accumulate
         self.global_batch_size = None
-        self.fit_loop = SimpleNamespace(validates_in_this_epoch=True)
+        self.fit_loop = SimpleNamespace(validates_in_this_epoch=True, epoch_limit=max_epochs)
         self.batches_until_max_samples = math.inf
         self.num_training_batches: float = windows * accumulate
         self.num_val_batches = self.num_sanity_val_batches = [val_batches] if val_batches else []

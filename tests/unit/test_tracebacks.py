@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 import traceback
 from types import TracebackType
 
@@ -53,6 +54,52 @@ def test_an_error_that_loopwright_means_is_trimmed() -> None:
     with pytest.raises(ConfigError) as caught:
         space["call"]()  # type: ignore[operator]
     assert files(tracebacks.trimmed(caught.value)) == [__file__]
+
+
+@pytest.mark.parametrize("file", ["_tensor.py", "autograd/graph.py", "utils/data/dataloader.py"])
+def test_frames_of_torch_that_only_call_others_are_left_out(file: str) -> None:
+    space: dict[str, object] = {"__name__": "torch", "error": RuntimeError("no graph")}
+    name = f"{sysconfig.get_path('purelib')}/torch/{file}"
+    exec(compile("def call():\n    raise error", name, "exec"), space)
+    library = space["call"]
+    outer: dict[str, object] = {"__name__": "loopwright.trainer", "inner": library}
+    exec(compile("def call():\n    inner()", "own.py", "exec"), outer)
+    with pytest.raises(RuntimeError) as caught:
+        outer["call"]()  # type: ignore[operator]
+    assert files(tracebacks.trimmed(caught.value)) == [__file__]
+
+
+def chained(cause: OSError, message: str, module: str) -> ConfigError:
+    space: dict[str, object] = {"__name__": module, "cause": cause, "error": ConfigError(message, fix="right.")}
+    code = "def call():\n    try:\n        raise cause\n    except OSError as e:\n        raise error from e"
+    exec(compile(code, f"{module}.py", "exec"), space)
+    with pytest.raises(ConfigError) as caught:
+        space["call"]()  # type: ignore[operator]
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("cause", "message", "module", "is_shown"),
+    [
+        (FileNotFoundError(2, "No such file"), "there is no checkpoint.", "loopwright.x", False),
+        (OSError(28, "No space left on device"), "not written: No space left on device.", "loopwright.x", False),
+        (OSError(5, "Input/output error"), "not written.", "loopwright.x", True),
+        (FileNotFoundError(2, "No such file"), "there is no checkpoint.", "users.module", True),
+    ],
+)
+def test_the_cause_is_shown_where_the_message_does_not_say_it(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cause: OSError,
+    message: str,
+    module: str,
+    is_shown: bool,
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    tracebacks.show_trimmed()
+    error = chained(cause, message, module)
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert ("direct cause" in capsys.readouterr().err) == is_shown
 
 
 def test_the_environment_asks_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,8 +83,8 @@ class LossWatch:
         if not run.fabric.is_global_zero:
             return
         text = (
-            f"the step of batch {progress.total_batches} (0 is the first batch of training) is skipped: "
-            f"{_REASONS[reason]}. Further ones are counted in trainer.progress and in the rows of the loggers"
+            f"The step of batch {progress.total_batches} (0 is the first batch of training) is skipped: "
+            f"{_REASONS[reason]}. Later ones are counted in trainer.progress and in the rows of the loggers"
         )
         if reason == "nonfinite":
             warn(text)
@@ -170,7 +170,7 @@ class LossWatch:
         if found is None:
             return
         batch, value = found
-        what = f"the training loss was {value} at batch {batch}{place} (0 is the first batch of training)"
+        what = f"The training loss was {value} at batch {batch}{place} (0 is the first batch of training)"
         if self.policy == "raise":
             raise NonFiniteError(
                 f"{what}; now is step {progress.steps}, and nonfinite_loss='raise'.",
@@ -179,7 +179,7 @@ class LossWatch:
             )
         if not self._has_warned:
             self._has_warned = True
-            warn(f"{what}; nonfinite_loss='raise' or 'skip' would act on it")
+            warn(f"{what}. nonfinite_loss='raise' ends the run there, nonfinite_loss='skip' leaves such steps out")
 
 
 def _is_empty(progress: Progress) -> bool:

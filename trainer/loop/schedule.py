@@ -115,7 +115,12 @@ def _split(returned: object) -> tuple[list[Any], list[object]]:  # Any: checked 
             return [o for pair in pairs for o in pair[0]], [s for pair in pairs for s in pair[1]]
         if all(isinstance(item, Optimizer) for item in returned):
             return list(returned), []
-    raise _wrong_form(f"got {_describe(returned)}")
+    if isinstance(returned, type) and issubclass(returned, Optimizer):
+        raise ModuleError(
+            f"configure_optimizers: expected an optimizer, got the class {returned.__name__}.",
+            fix=f"return {returned.__name__}(self.parameters(), lr=...).",
+        )
+    raise _wrong_form(f"expected an optimizer, got {_describe(returned)}")
 
 
 def _describe(returned: object) -> str:

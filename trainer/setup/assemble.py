@@ -195,8 +195,8 @@ def make_eval_loader(
         most = resolve_limit(limit, count(member), name)
         limits.append(most if own_limit is None else min(most, own_limit))
     if members and limit != 0 and not any(count(member) != 0 for member in members):
-        stage = name.removeprefix("limit_").removesuffix("_batches")
-        warn(f"the {stage} data have no batches: nothing is evaluated")
+        stage = name.removeprefix("limit_").removesuffix("_batches").replace("val", "validation")
+        warn(f"The {stage} data has no batches: nothing is evaluated")
     original = loaders.iterables if isinstance(loaders, CombinedLoader) else loaders
     return EvalLoader(original, members, limits)
 
@@ -462,6 +462,13 @@ def check_parameters(module: nn.Module, optimizers: list[Optimizer]) -> None:
         ModuleError: Names how many, which parameters are not trained in their place, and what usually causes it.
     """
     own = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if held and not any(p.requires_grad for p in held) and any(p.requires_grad for p in module.parameters()):
+            warn(
+                f"{type(optimizer).__name__} trains nothing: none of its {len(held)} parameters requires a gradient. "
+                "Call requires_grad_(True) on them, or pass configure_optimizers those that are trained"
+            )
     known = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     if known <= own:
         return
@@ -475,8 +482,8 @@ def check_parameters(module: nn.Module, optimizers: list[Optimizer]) -> None:
         replaced = [name for name, one in left_out.items() if one.shape in shapes]
         if len(strange) == len(parameters):
             raise ModuleError(
-                f"none of the {len(parameters)} parameters of {type(optimizer).__name__} belongs to the module: it was "
-                "built before the module's parameters were replaced.",
+                f"none of the {len(parameters)} parameters of {type(optimizer).__name__} belongs to the module: they "
+                "are another module's, or they were replaced after the optimizer was built.",
                 fix="build the optimizer in configure_optimizers, from self.parameters().",
             )
         if replaced:

@@ -119,8 +119,16 @@ def unwrapped(model: object) -> nn.Module:
         return original
     if not isinstance(model, nn.Module):
         raise ModuleError(
-            f"expected lw.Module or another nn.Module, got {type(model).__name__}.",
-            fix="pass an instance, not the class." if isinstance(model, type) else "pass a module.",
+            "Expected lw.Module or another nn.Module, got "
+            f"{f'the class {model.__name__}' if isinstance(model, type) else type(model).__name__}.",
+            fix=f"pass an instance: {model.__name__}(...)."
+            if isinstance(model, type)
+            else "pass the module first, then its data: trainer.fit(module, loader).",
+        )
+    if "_modules" not in vars(model):
+        raise ModuleError(
+            f"{type(model).__name__}.__init__ did not call the one of nn.Module.",
+            fix="call super().__init__() first in __init__.",
         )
     return model
 
@@ -132,6 +140,12 @@ def split_datamodule(loaders: Loaders, datamodule: object, name: str) -> tuple[L
         ConfigError: Both are given.
         ModuleError: `datamodule` is not a data module.
     """
+    for given in (loaders, datamodule):
+        if isinstance(given, type):
+            raise ModuleError(
+                f"Expected loaders or a data module, got the class {given.__name__}.",
+                fix=f"pass an instance: {given.__name__}(...).",
+            )
     if isinstance(loaders, DataModule):
         if datamodule is not None:
             raise both_given(name)
@@ -493,10 +507,10 @@ def build_optimizers(run: Run) -> None:
             raise _no_parameters(module) from error
     if returned is None and run.fabric.strategy.configures_optimizers:
         returned = run.fabric.strategy.default_optimizers(module)
-    if returned is None:
+    if returned is None or (isinstance(returned, list | tuple) and not returned):
         warn(
-            "configure_optimizers returned None: the module is run without being trained, but by an optimizer that it "
-            "steps itself, whose state is in no checkpoint",
+            f"configure_optimizers returned {returned!r}: nothing is trained, unless training_step steps optimizers of "
+            "its own, which are in no checkpoint. To train, return an optimizer"
         )
     run.optimizers, run.schedulers = read_optimizers(
         returned,

@@ -62,7 +62,8 @@ def report_global_batch(trainer: Trainer, run: Run) -> None:
     line = describe_global_batch(micro, accumulate, run.fabric.strategy.topology.data_size)
     if trainer.accumulation_scheduler is not None:
         line += f" in epoch {trainer.progress.epochs}"
+    line = line[0].upper() + line[1:]
     if any(isinstance(callback, ModelSummary) and callback._max_depth for callback in trainer.callbacks):
-        trainer.print(line[0].upper() + line[1:])
+        trainer.print(line)
     else:
         logger.info("%s", line)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 from ...data.rng import capture_generators, capture_rng, find_generators, restore_generators, restore_rng
 from ...data.stream import BatchStream
@@ -32,6 +33,18 @@ LOADER_OF = {
     "test": "test_dataloader",
     "predict": "predict_dataloader",
 }
+
+
+def _warn_of_samples(given: Loaders, stage: str) -> None:
+    """Warn of a data set where a loader is expected: its items are samples, and each would be read as a batch."""
+    is_dataset = isinstance(given, Dataset) and not isinstance(given, IterableDataset)
+    if is_dataset or isinstance(given, Tensor) or type(given).__name__ == "ndarray":
+        kind = type(given).__name__
+        warn(
+            f"The {'training' if stage == 'train' else stage} data is a {kind}: each of its items is read as a batch. "
+            f"If its items are samples, pass DataLoader({'dataset' if is_dataset else 'TensorDataset(...)'}, "
+            "batch_size=...)"
+        )
 
 
 class StageLoaders:
@@ -124,6 +137,7 @@ class StageLoaders:
             raise ModuleError(
                 f"{LOADER_OF[stage]}() returned None.", fix="return a DataLoader or another iterable of batches."
             )
+        _warn_of_samples(given, stage)
         return given
 
     def open_training(self) -> BatchStream:

@@ -369,7 +369,7 @@ def test_a_value_that_is_not_finite_on_one_rank_is_reported_to_all() -> None:
 
 
 @pytest.mark.parametrize("policy", ["raise", "warn", "ignore"])
-@pytest.mark.filterwarnings("ignore:the training loss was nan at batch 3 of rank 2")
+@pytest.mark.filterwarnings("ignore:The training loss was nan at batch 3 of rank 2")
 def test_a_loss_that_is_not_finite_on_one_rank_has_the_same_effect_on_all(policy: str) -> None:
     def step(rank: Rank) -> Any:
         watch = LossWatch(policy)

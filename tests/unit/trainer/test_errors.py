@@ -115,7 +115,7 @@ def test_hooks_that_are_set_on_an_instance_are_called() -> None:
 
 @pytest.mark.parametrize("model", [3, Net, "net", lambda x: x])
 def test_what_is_no_module_is_refused(model: Any) -> None:
-    with pytest.raises(ModuleError, match=r"expected lw.Module"):
+    with pytest.raises(ModuleError, match=r"Expected lw.Module"):
         quiet(max_epochs=1).fit(model, loader())
 
 
@@ -343,7 +343,7 @@ def test_an_exception_is_raised_as_it_is_with_a_note_on_the_place(hook: str, pla
         trainer.fit(net(Broken), loader(), loader())
 
     assert caught.value is boom
-    assert len(boom.__notes__) == 1
+    assert len(boom.__notes__) == (2 if hook in ("training_step", "validation_step") else 1)
     import re
 
     assert re.search(place, boom.__notes__[0])
@@ -687,3 +687,167 @@ def test_a_run_that_trained_nothing_says_so(batches: int, caplog: pytest.LogCapt
     assert [text.split(" steps were skipped")[0].split()[-1] for text in said] == (
         ["4"] if batches == 4 else ["50", "60"]
     )
+
+
+# --- what a newcomer writes ------------------------------------------------------------------------------------------
+
+
+class Failing(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise ValueError("boom")
+
+
+def test_an_error_of_a_step_names_shapes_and_dtypes_of_the_batch() -> None:
+    batches = [{"x": torch.zeros(2, 3), "y": [torch.zeros(2, dtype=torch.int32), "a"]}]
+    with pytest.raises(ValueError, match="boom") as caught:
+        quiet().fit(net(Failing), batches)
+    expected = "Loopwright: the batch is {'x': Tensor (2, 3) float32, 'y': [Tensor (2,) int32, str]}"
+    assert expected in caught.value.__notes__
+
+
+def test_an_error_elsewhere_names_no_batch() -> None:
+    class Late(Net):
+        def on_train_epoch_end(self) -> None:
+            raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom") as caught:
+        quiet(max_epochs=1).fit(net(Late), loader(8))
+    assert not any("the batch is" in note for note in caught.value.__notes__)
+
+
+def test_an_optimizer_of_frozen_parameters_is_warned_of() -> None:
+    class Half(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.frozen.parameters(), lr=0.1)
+
+    with pytest.warns(UserWarning, match="SGD trains nothing: none of its 2 parameters requires a gradient"):
+        quiet(max_epochs=1).fit(net(Half), loader(8))
+
+
+@pytest.mark.parametrize("keyword", ["train_dataloaders", "datamodule"])
+def test_a_class_where_its_instance_is_expected_is_named(keyword: str) -> None:
+    class Digits(lw.DataModule):
+        def train_dataloader(self) -> Any:
+            return loader(8)
+
+    with pytest.raises(ModuleError, match=r"got the class Digits.\n  To fix it: pass an instance: Digits\(...\)"):
+        quiet().fit(net(), **{keyword: Digits})
+
+
+def test_a_class_as_callback_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"got the class Recorder.\n  To fix it: pass Recorder\(...\)"):
+        quiet(callbacks=[Recorder])
+
+
+@pytest.mark.parametrize("data", [torch.utils.data.TensorDataset(torch.ones(4, 3)), torch.ones(4, 3)])
+def test_samples_where_batches_are_expected_are_warned_of(data: Any) -> None:
+    class Anything(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return sum(one.sum() for one in self.parameters())
+
+    with pytest.warns(UserWarning, match=f"The training data is a {type(data).__name__}: each of its items is read"):
+        quiet(max_epochs=1).fit(net(Anything), data)
+
+
+def test_an_error_of_an_iterable_that_does_not_begin_is_the_one_that_is_raised() -> None:
+    class Broken:
+        def __iter__(self) -> Any:
+            raise ValueError("no such file")
+
+    with pytest.raises(ValueError, match="no such file"):
+        quiet().fit(net(), Broken())
+
+
+def test_a_list_of_no_optimizers_is_warned_of() -> None:
+    class Untrained(Net):
+        def configure_optimizers(self) -> Any:
+            return []
+
+    with pytest.warns(UserWarning, match=r"configure_optimizers returned \[\]: nothing is trained"):
+        quiet(max_epochs=1).fit(net(Untrained), loader(8))
+
+
+def test_the_class_of_an_optimizer_is_named() -> None:
+    class Uncalled(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam
+
+    with pytest.raises(ModuleError, match=r"got the class Adam.\n  To fix it: return Adam\(self.parameters\(\)"):
+        quiet().fit(net(Uncalled), loader(8))
+
+
+def test_a_module_that_was_not_initialized_is_named() -> None:
+    class Forgetful(Net):
+        def __init__(self) -> None:
+            self.rate = 3
+
+    with pytest.raises(ModuleError, match=r"call super\(\).__init__\(\) first"):
+        quiet().fit(Forgetful(), loader(8))
+
+
+def test_arguments_in_another_order_are_named() -> None:
+    with pytest.raises(ModuleError, match=r"got DataLoader.\n  To fix it: pass the module first"):
+        quiet().fit(loader(8), net())  # type: ignore[arg-type]
+
+
+def test_hooks_that_take_other_arguments_are_named_before_the_run() -> None:
+    class Short(Callback):
+        def on_train_epoch_end(self, trainer: Any) -> None: ...  # type: ignore[override]
+
+        def on_fit_start(self, *anything: Any) -> None: ...
+
+        def on_validation_batch_end(  # type: ignore[override]
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None: ...
+
+    with pytest.raises(ModuleError, match=r"on_train_epoch_end\(trainer\) is called as .*\(trainer, pl_module\)\."):
+        quiet(callbacks=[Short()])
+
+
+def test_optimizers_that_need_arguments_are_named_before_the_run() -> None:
+    class Parametric(Net):
+        def configure_optimizers(self, rate: float) -> Any:  # type: ignore[override]
+            return torch.optim.SGD(self.parameters(), lr=rate)
+
+    with pytest.raises(ModuleError, match=r"is called as configure_optimizers\(\)"):
+        quiet().fit(net(Parametric), loader(8))
+
+
+def test_a_former_hook_of_an_epochs_outputs_is_named() -> None:
+    class Former(Net):
+        def training_epoch_end(self, outputs: Any) -> None: ...
+
+    with pytest.raises(ModuleError, match=r"training_epoch_end \(did you mean 'on_train_epoch_end'"):
+        quiet().fit(net(Former), loader(8))
+
+
+def test_a_second_backward_is_explained() -> None:
+    class Twice(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            loss.backward()
+            return loss
+
+    with pytest.raises(RuntimeError) as caught:
+        quiet().fit(net(Twice), loader(8))
+    assert "leave out backward() and step() in training_step" in caught.value.__notes__[-1]
+
+
+def test_a_backward_in_validation_is_explained() -> None:
+    class Evaluating(ValidatedNet):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self(batch[0]).sum().backward()
+
+    with pytest.raises(RuntimeError) as caught:
+        quiet().fit(net(Evaluating), loader(8), loader(8))
+    assert "validation_step runs without gradients" in caught.value.__notes__[-1]
+
+
+def test_a_folder_of_logs_that_cannot_be_made_is_named_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"TensorBoardLogger: no folder can be made in .*file.*: Not a directory"):
+        quiet(default_root_dir=tmp_path / "file", logger=True, enable_checkpointing=True).fit(net(), loader(8))

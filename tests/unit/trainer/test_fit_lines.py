@@ -159,6 +159,58 @@ def test_an_interruption_without_a_save_names_the_last_checkpoint(
     assert lines(caplog)[-1].endswith(expected)
 
 
+def test_an_interruption_without_a_save_names_the_last_of_several_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Scored(Net):
+        def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:
+            self.log("worse", float(self.global_step))
+            if self.global_step == 7:
+                raise KeyboardInterrupt
+
+    kept = lw.ModelCheckpoint(tmp_path / "kept", monitor="worse", save_last=True)
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, Scored(), callbacks=[kept], max_epochs=3)
+    assert kept.best_model_path.endswith("step=3.ckpt")
+    assert lines(caplog)[-1].endswith(f"ckpt_path={str(tmp_path / 'kept' / 'last.ckpt')!r})")
+
+
+class Empty:
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def test_data_without_batches_is_warned_of_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lw.Trainer(max_epochs=1, default_root_dir=tmp_path, **quiet)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="gave no batches in epoch 0"):
+        trainer.fit(Net(), Empty(), DataLoader(torch.ones(2, 4)))
+    assert "Nothing was trained: the training data gave no batches." in lines(caplog)
+
+
+def test_manual_optimization_that_steps_nothing_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Idle(Net):
+        automatic_optimization = False
+
+    fit(tmp_path, Idle())
+    assert any(one.startswith("No optimizer was stepped") for one in lines(caplog))
+
+
+def test_manual_optimization_that_steps_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Stepping(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            optimizer = self.optimizers()
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            optimizer.step()
+            return loss
+
+    fit(tmp_path, Stepping())
+    assert not any(one.startswith("No optimizer") for one in lines(caplog))
+
+
 def test_the_failure_of_another_rank_of_this_machine_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit_lines.socket, "gethostname", lambda: "here")
     trace = "--- traceback of rank 1 ---\nTraceback (most recent call last):\nValueError: x"

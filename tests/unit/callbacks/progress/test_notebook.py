@@ -50,3 +50,22 @@ def test_a_saved_notebook_has_the_last_line_and_what_was_told(bar: str, tmp_path
     assert streams["stdout"].splitlines()[-1].startswith("Epoch 2/2 | step 6 | ")
     assert "loss=" in streams["stdout"].splitlines()[-1]
     assert "Training ended at epoch 2, step 6" in streams["stderr"]
+
+
+@pytest.mark.slow  # starts a kernel
+@pytest.mark.filterwarnings("ignore")  # of jupyter's packages
+def test_an_error_in_a_notebook_shows_the_users_frames_only(tmp_path: Path) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    failing = "Net.training_step = lambda self, batch, batch_idx: self.there_is_none\n"
+    cell = nbformat.v4.new_code_cell(_CELL.replace("{bar}", "RichProgressBar").replace("bar = ", failing + "bar = "))
+    notebook: Any = nbformat.v4.new_notebook(cells=[cell])
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(
+        notebook, timeout=100, kernel_name="python3", resources=resources, allow_errors=True
+    ).execute()
+    (shown,) = [one for one in notebook.cells[0].outputs if one.output_type == "error"]
+    text = "\n".join(shown.traceback)
+    assert shown.ename == "AttributeError"
+    assert "there_is_none" in text
+    assert "train_window" not in text

@@ -561,3 +561,17 @@ def test_a_batch_without_drawing_calls_the_clock_only(tmp_path: Path) -> None:
     sys.setprofile(None)
     assert calls[:2] == ["on_train_batch_end", "monotonic"]
     assert len(calls) <= 3
+
+
+def test_an_epoch_that_ends_before_the_next_drawing_has_a_speed(
+    tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_DRAW_INTERVAL_S", 3600.0)
+    with terminal:
+        bar = RichProgressBar()
+        trainer = FakeTrainer(tmp_path, [bar], windows=4, max_epochs=2)
+        trainer.batch_hook = lambda step: time.sleep(0.001)
+        trainer.fit()
+    last = [line for line in terminal.getvalue().splitlines() if "Epoch 2/2" in line][-1]
+    assert "4/4" in last
+    assert "it/s" in last

@@ -33,7 +33,7 @@ def test_skipped_losses_are_said_once_counted_logged_and_named_as_a_share(caplog
     with pytest.warns(UserWarning, match="skipped") as said, caplog.at_level(logging.WARNING, LOG):
         trainer.fit(net(Failing), loader(20, 2))
     [text] = [str(one.message) for one in said]
-    assert text.startswith("the step of batch 1 (0 is the first batch of training) is skipped: its loss is not finite")
+    assert text.startswith("The step of batch 1 (0 is the first batch of training) is skipped: its loss is not finite")
     progress = trainer.progress
     assert (progress.steps, progress.skipped_steps, progress.nonfinite_steps) == (2, 8, 8)
     assert counts_of(logger, "nonfinite_steps") == counts_of(logger, "skipped_steps") == [(1, 4.0), (1, 8.0)]

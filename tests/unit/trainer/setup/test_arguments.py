@@ -139,8 +139,9 @@ def test_all_problems_are_named_at_once() -> None:
     [
         ("max_epoch", "did you mean 'max_epochs'"),
         ("gpus", "write accelerator='gpu', devices=... instead of gpus="),
+        ("lr", "write the optimizer's lr, in configure_optimizers instead of lr="),
         ("num_train_epochs", "write max_epochs= instead of num_train_epochs="),
-        ("whatever_this_is", "got whatever_this_is=."),
+        ("whatever_this_is", "Trainer has no argument whatever_this_is=."),
     ],
 )
 def test_an_unknown_argument_is_named_with_what_to_write(name: str, text: str) -> None:

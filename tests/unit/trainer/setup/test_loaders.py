@@ -381,7 +381,7 @@ def test_a_generator_cannot_be_validated_with_twice() -> None:
 @pytest.mark.parametrize("empty", [numbers(0, 0), iter([])], ids=["sized", "unsized"])
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
 def test_an_evaluation_without_batches_is_said(verb: str, empty: Any) -> None:
-    with pytest.warns(UserWarning, match="data (have|gave) no batches: nothing"):
+    with pytest.warns(UserWarning, match="data (has|gave) no batches: nothing"):
         getattr(quiet(), verb)(Reader(), [empty, numbers(0, 0)])
 
 
