@@ -158,6 +158,8 @@ class Fabric:
         )
         self._join_world()
         defer_compiler_of_optimizers()
+        if isinstance(self.launcher, InProcessLauncher):
+            self.launcher.prepare()
         self.device: torch.device = self.strategy.device
         self._is_set_up = False
         # Watch over the other ranks; None with one process, and before the processes are connected.
