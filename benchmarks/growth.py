@@ -235,7 +235,6 @@ def _validation_loaders(size: int, clock: Clock) -> float:
             return clock.now() - began
 
 
-_OF_RANKS = " Ranks share the cores of one machine, with gloo: a step on rank 0 holds what it waits for others."
 STEP = "a step"
 _TENSORS = (1, 10, 100, 1_000, 10_000, 100_000)
 CURVES = (
@@ -280,10 +279,8 @@ def measure_growth(*, is_quick: bool, rounds: int = 1) -> list[dict[str, Any]]:
 
     Returns:
         A row for each: name, unit, sizes, microseconds of CPU time (the smallest of all rounds, in which the sizes take
-        turns), Python calls, and the exponents of both, None where nothing grows. That of ranks has no calls.
+        turns), Python calls, and the exponents of both, None where nothing grows.
     """
-    from ranks import time_steps_of_ranks  # a name that tests have, too
-
     torch.set_num_threads(1)
     rows = []
     for curve in CURVES:
@@ -292,10 +289,6 @@ def measure_growth(*, is_quick: bool, rounds: int = 1) -> list[dict[str, Any]]:
         us = [min(values) for values in zip(*turns, strict=True)]
         calls = [curve.measure(size, Clock(counts=True)) for size in sizes]
         rows.append(_row(curve.name, curve.unit, sizes, us, calls))
-    ranks = (1, 2) if is_quick else (1, 2, 4, 8)
-    found = [time_steps_of_ranks(num_batches=60 if is_quick else 150, rounds=1, ranks=count) for count in ranks]
-    for index, name in ((0, "ranks, hand-written DDP"), (2, "ranks, Trainer")):
-        rows.append(_row(name, "a step on rank 0", ranks, [one[index]["cpu_us"] for one in found], None))
     return rows
 
 
@@ -330,8 +323,7 @@ def describe_growth(rows: list[dict[str, Any]]) -> list[str]:
         "subtracted from the others, and the first size too; over the points that add at least a fifth of the first "
         "cost. None: fewer than two do. A step: the 10th percentile. Parameters have one "
         "element each, with SGD; hand-written is the plain loop. Target: at most 1; small sizes lie below it, because "
-        "part of their cost is fixed, and what leaves the processor's caches lies above it."
-        + (_OF_RANKS if any(row["name"].startswith("ranks") for row in rows) else " Ranks are not measured here."),
+        "part of their cost is fixed, and what leaves the processor's caches lies above it.",
         table(
             ("", "cost of", "sizes", "CPU us", "exponent", "calls", "exponent"),
             (

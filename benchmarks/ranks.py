@@ -85,20 +85,21 @@ def time_launches(*, processes: int, folder: Path) -> list[dict[str, Any]]:
         for index, (name, text) in enumerate(programs.items()):
             file = folder / f"launch{index}.py"
             file.write_text(text)
-            found[name].append(_run([str(file)])["first_step_s"])
+            found[name].append(run_program([str(file)])["first_step_s"])
     return [{"name": name, "seconds": statistics.median(values)} for name, values in found.items()]
 
 
 def time_steps_of_ranks(*, num_batches: int, rounds: int, ranks: int = RANKS) -> list[dict[str, Any]]:
     """Return microseconds per step hand-written, with Fabric and with the Trainer: wall and CPU time of rank 0."""
-    numbers = _run([__file__, str(num_batches), str(rounds), str(ranks)])
+    numbers = run_program([__file__, str(num_batches), str(rounds), str(ranks)])
     return [
         {"name": name, **numbers[mode]}
         for mode, name in zip(MODES, ("hand-written DDP", "Fabric", "Trainer"), strict=True)
     ]
 
 
-def _run(arguments: list[str]) -> dict[str, Any]:
+def run_program(arguments: list[str]) -> dict[str, Any]:
+    """Run a Python program with one thread per process, and return the JSON object that it prints."""
     import socket
 
     with socket.socket() as free:

@@ -12,6 +12,7 @@ from language_models.report import describe_recipes
 from memory import expected
 from model_parallel.report import describe_mesh
 from peers_steps import describe_peers
+from rank_growth import describe_rank_growth
 from steps import per_value
 from tables import table
 from xla import NAMES as XLA_NAMES
@@ -573,6 +574,7 @@ SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "calls": _calls,
     "peers": describe_peers,
     "growth": describe_growth,
+    "rank-growth": describe_rank_growth,
     "reads": _reads,
     "imports": _imports,
     "first-step": _first_steps,

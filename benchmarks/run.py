@@ -31,6 +31,7 @@ from log_queue import time_logging
 from memory import measure_memory_of_strategies
 from model_parallel.steps import measure_mesh
 from peers_steps import measure_peers
+from rank_growth import measure_rank_growth
 from ranks import time_launches, time_steps_of_ranks
 from report import SECTIONS, describe
 from saving import time_saves, time_small_saves
@@ -108,6 +109,8 @@ def measure(parts: Iterable[str], *, is_quick: bool) -> Iterator[tuple[str, Any,
             numbers = measure_peers(num_batches=60 if is_quick else 1000, rounds=1 if is_quick else 5)
         elif part == "growth":
             numbers = measure_growth(is_quick=is_quick)
+        elif part == "rank-growth":
+            numbers = measure_rank_growth(is_quick=is_quick)
         elif part == "reads":
             numbers = count_reads(num_batches=60 if is_quick else 500, log_every=10 if is_quick else 50)
         elif part == "imports":

@@ -25,6 +25,7 @@ from ..checkpoint import TorchCheckpointIO
 from ..console import show_logs
 from ..data.hparams import without_omegaconf
 from ..data.move import move_to_device
+from ..deferred_compiler import defer_compiler_of_optimizers
 from ..errors import ConfigError, LaunchError
 from ..messages import warn
 from ..precision import MixedPrecision, Precision
@@ -158,6 +159,9 @@ class Fabric:
             type(self.launcher) is not InProcessLauncher
         )
         self._join_world()
+        defer_compiler_of_optimizers()
+        if isinstance(self.launcher, InProcessLauncher):
+            self.launcher.prepare()
         self.device: torch.device = self.strategy.device
         self._is_set_up = False
         # Watch over the other ranks; None with one process, and before the processes are connected.

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.overrides import has_torch_function_unary
 
+from ..deferred_compiler import own_step
 from ..protocols import AnyBatch, StateDict
 
 __all__ = [
@@ -246,7 +247,16 @@ def take_step(optimizer: Optimizer) -> None:
         and not (attributes["_optimizer_step_pre_hooks"] or attributes["_optimizer_step_post_hooks"])
         and not (_before_all or _after_all or _is_profiled())
     ):
-        wrapped.__wrapped__(optimizer)
+        step = own_step(wrapped.__wrapped__)
+        if step is None:
+            wrapped.__wrapped__(optimizer)
+            return
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(optimizer.defaults["differentiable"])
+        try:
+            step(optimizer)
+        finally:
+            torch.set_grad_enabled(before)
     else:
         optimizer.step()
 

@@ -41,6 +41,9 @@ class InProcessLauncher:
         """Whether it works in a notebook: True."""
         return True
 
+    def prepare(self) -> None:
+        """Begin what a launch needs; called when the number of processes is known, whether or not one follows."""
+
     def launch(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """Call the function in every process and return the result of rank 0."""
         return function(*args, **kwargs)

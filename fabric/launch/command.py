@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import LaunchError
 
-__all__ = ["own_command", "sweep_job"]
+__all__ = ["own_command", "run_by", "sweep_job"]
 
 
 def own_command(local_rank: int) -> tuple[list[str], str | None]:
@@ -36,8 +36,18 @@ def own_command(local_rank: int) -> tuple[list[str], str | None]:
     hydra = _hydra()
     if hydra is not None:
         arguments, folder = _hydra_arguments(hydra, arguments, local_rank), hydra.runtime.cwd
+    return [sys.executable, *_interpreter_flags(), *program, *arguments], folder
+
+
+def run_by(file: str, command: list[str]) -> list[str]:
+    """Return the command of `own_command` with a script of ours that runs the user's program."""
+    flags = _interpreter_flags()
+    return [*command[: 1 + len(flags)], file, *command[1 + len(flags) :]]
+
+
+def _interpreter_flags() -> list[str]:
     flags: list[str] = getattr(subprocess, "_args_from_interpreter_flags", list)()  # as multiprocessing does
-    return [sys.executable, *flags, *program, *arguments], folder
+    return flags
 
 
 def sweep_job() -> str | None:

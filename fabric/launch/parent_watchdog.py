@@ -42,6 +42,15 @@ class ParentWatchdog:
             os.close(descriptor)
         self.descriptors = ()
 
+    def send(self, message: bytes) -> None:
+        """Write to the pipe, for a child that reads it before it calls `watch_parent`.
+
+        Raises:
+            OSError: No child has the pipe open anymore.
+        """
+        while message:
+            message = message[os.write(self._write, message) :]
+
     def close(self) -> None:
         """Close the pipe; children that still run end."""
         if self.variables:

@@ -25,6 +25,7 @@ from ..watch.shared import stop_watching
 from . import InProcessLauncher
 from .command import own_command, sweep_job
 from .parent_watchdog import ParentWatchdog
+from .prestart import end_waiting, prestart, take
 from .variables import rank_variables
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class ScriptLauncher(InProcessLauncher):
         self._num_nodes = num_nodes
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._exits: dict[int, int] = {}
-        self._watchdog: ParentWatchdog | None = None
+        self._watchdogs: list[ParentWatchdog] = []
         self._server: TCPStore | None = None
         self._pid = os.getpid()
         self._is_closing = threading.Event()
@@ -89,6 +90,11 @@ class ScriptLauncher(InProcessLauncher):
     def is_interactive_compatible(self) -> bool:
         """False: a prompt or a notebook has no script to run again."""
         return False
+
+    def prepare(self) -> None:
+        """Start the other ranks of this node: they import torch, and wait for the launch."""
+        if started_here() is None:
+            prestart(self._num_processes, {"OMP_NUM_THREADS": str(num_threads_per_process(self._num_processes))})
 
     def launch(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """Start the other ranks of this node, unless they exist, and call the function as local rank 0.
@@ -139,14 +145,21 @@ class ScriptLauncher(InProcessLauncher):
             set_main_port = getattr(cluster, "set_main_port", None)
             if set_main_port is not None:
                 set_main_port(self._server.port)
-        self._watchdog = ParentWatchdog()
+        watchdog = ParentWatchdog()
+        self._watchdogs = [watchdog]
         self._job = sweep_job()
         atexit.register(self._finish)
         try:
             for local, (command, folder) in commands.items():
-                variables = {**os.environ, **self._variables(local), **self._watchdog.variables}
+                variables = {**os.environ, **self._variables(local)}
+                early = take(local, command, folder, variables)
+                if early is not None:
+                    self._children[local] = early.process
+                    self._watchdogs.append(early.watchdog)
+                    continue
+                variables.update(watchdog.variables)
                 self._children[local] = subprocess.Popen(
-                    command, env=variables, cwd=folder, pass_fds=self._watchdog.descriptors
+                    command, env=variables, cwd=folder, pass_fds=watchdog.descriptors
                 )
         except OSError as error:
             self._stop()
@@ -154,7 +167,9 @@ class ScriptLauncher(InProcessLauncher):
                 f"Expected local rank {len(self._children) + 1} to start, got {type(error).__name__}: {error}.",
                 fix="check the number of running processes and whether sys.executable is set.",
             ) from error
-        self._watchdog.close_read_end()
+        finally:
+            end_waiting()
+        watchdog.close_read_end()
         # From now on this process is one of several, also for a Trainer that the script creates later.
         if "OMP_NUM_THREADS" not in os.environ:
             self._num_threads = torch.get_num_threads()
@@ -263,8 +278,8 @@ class ScriptLauncher(InProcessLauncher):
         stop_watching()
         rendezvous.disconnect()
         atexit.unregister(self._finish)
-        if self._watchdog is not None:
-            self._watchdog.close()
+        for watchdog in self._watchdogs:
+            watchdog.close()
         self._cluster.teardown()
         for name, value in self._replaced.items():
             if value is None:

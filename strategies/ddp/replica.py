@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...deferred_compiler import defer_compiler, without_compiler
+
 if TYPE_CHECKING:
     from ...protocols import StepFunction
     from .comm_hooks import CommHook
@@ -130,7 +132,9 @@ class Replica(DistributedDataParallel):
     def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         steps = Steps(module)
         # Not device_ids, even on CUDA: with it torch walks through the batch at every step to move what was moved.
-        super().__init__(steps, **options)
+        defer_compiler(getattr(DistributedDataParallel, "_inside_ddp_forward", None))
+        with without_compiler():
+            super().__init__(steps, **options)
         # Beside nn.Module's own registration: these are not further submodules or parameters.
         self.__dict__.update(
             original=module,
