@@ -16,10 +16,9 @@ from ..errors import RankFailure, StopBySignal
 from ..tracebacks import end_in_silence, end_with_line
 
 if TYPE_CHECKING:
-    from .run import Run
     from .trainer import Trainer
 
-__all__ = ["place_of", "tell_beginning", "tell_end", "tell_failure"]
+__all__ = ["tell_beginning", "tell_end", "tell_failure"]
 
 logger = logging.getLogger(__name__)
 
@@ -205,15 +204,3 @@ def tell_failure(trainer: Trainer, error: BaseException) -> None:
     first = error.what.splitlines()[0]
     if f"(host {socket.gethostname()}," in first and _PYTHON_TRACEBACK in error.what:
         end_with_line(error, f"rank {trainer.global_rank} stops: {first}")
-
-
-def place_of(trainer: Trainer, run: Run) -> str:
-    """Return where the run is, for an error's note."""
-    hook = run.metrics.table.hook
-    place = f"Loopwright: in {hook}" if hook else "Loopwright: outside of logging hooks"
-    place += f", trainer.{trainer.state.fn}"
-    if trainer.state.stage is not None:
-        place += f", stage {trainer.state.stage}, epoch {run.progress.epochs}, step {run.progress.steps}"
-    if run.stream is not None and not run.at_boundary:
-        place += f", batch {run.stream.position - 1}"
-    return place

@@ -769,7 +769,7 @@ class Trainer(TrainerAttributes):
         if profiler is not None:
             rank = self.global_rank if self.world_size > 1 else None
             profiler.watch(run.module)
-            profiler.setup(stage=verb, local_rank=rank, log_dir=self.log_dir)
+            profiler.setup(stage=verb, local_rank=rank, log_dir=self.output.files_dir(self.log_dir))
 
     def _note_compiler(self, model: nn.Module, module: nn.Module) -> None:
         """Remember how the user compiled a module, if at all; a later verb may be given the module itself, or none."""
