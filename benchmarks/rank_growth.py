@@ -86,7 +86,8 @@ class Meter:
         """Note the state; called where a step begins."""
         from torch.distributed.distributed_c10d import _world
 
-        collectives = sum(group._get_sequence_number_for_group() for group in _world.pg_map)
+        groups: list[Any] = list(_world.pg_map)  # Any: the method is missing in torch's types
+        collectives = sum(group._get_sequence_number_for_group() for group in groups)
         self.marks.append((time.process_time(), self.calls, collectives))
 
     def __enter__(self) -> Meter:

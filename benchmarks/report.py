@@ -143,7 +143,8 @@ def _first_steps(rows: list[dict[str, Any]]) -> list[str]:
     return [
         "## The first step",
         "CPU seconds from the start of the process to the end of the first step (fresh processes, medians), and wall "
-        "seconds from `fit()`; hand-written, from creating the optimizer, where torch imports its compiler.",
+        "seconds from `fit()`; hand-written, from creating the optimizer, where torch imports its compiler. The "
+        "Trainer leaves that out while nothing is compiled.",
         table(
             ("", "process, CPU s", "added", "minimum", "fit, wall s", "target"),
             (
@@ -262,7 +263,8 @@ def _launch(rows: list[dict[str, Any]]) -> list[str]:
     return [
         "## Launching two ranks",
         "Wall seconds from the start of the command to the end of rank 0's first step, including the import of torch. "
-        "The hand-written loop is a script that starts itself a second time and calls init_process_group.",
+        "The hand-written loop is a script that starts itself a second time at its first line, before it imports "
+        "torch, and calls init_process_group.",
         table(
             ("", "seconds", "added"),
             ((r["name"], f"{r['seconds']:.2f}", f"**{r['seconds'] - base:+.2f}**") for r in rows),

@@ -69,12 +69,19 @@ class Net(lw.Module):
 
 numbers = {}
 batches = [(torch.randn(8, 32), torch.randn(8, 1)) for _ in range(4)]
-with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
+with tempfile.TemporaryDirectory() as folder, OUTPUT as nowhere:
     with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         trainer = lw.Trainer(max_epochs=1, accelerator="cpu", devices=1, default_root_dir=folder, OPTIONS)
         began = time.perf_counter()
         trainer.fit(Net(), batches)
 print(json.dumps(numbers))
+"""
+
+# A terminal that somebody reads.
+_TERMINAL = """
+import os, pty, threading
+terminal, other_end = pty.openpty()
+threading.Thread(target=lambda: all(iter(lambda: os.read(terminal, 65536), b"")), daemon=True).start()
 """
 
 IMPORTS = (
@@ -84,10 +91,17 @@ IMPORTS = (
     ("the same, over torch and an optimizer", "import torch; torch.optim.SGD([torch.zeros(1)], lr=1)",
      "import loopwright as lw; lw.Trainer", ""),
 )  # fmt: skip
+
+
+def _by_trainer(options: str, output: str = 'open(os.devnull, "w")') -> str:
+    return _BY_TRAINER.replace("OPTIONS", options).replace("OUTPUT", output)
+
+
 FIRST_STEPS = (
     ("hand-written loop", _BY_HAND, ""),
-    ("Trainer, `barebones=True`", _BY_TRAINER.replace("OPTIONS", "barebones=True"), "+ 0"),
-    ("Trainer, defaults", _BY_TRAINER.replace("OPTIONS", ""), "+ 0"),
+    ("Trainer, `barebones=True`", _by_trainer("barebones=True"), "+ 0"),
+    ("Trainer, defaults", _by_trainer(""), "+ 0.1 to bare"),
+    ("Trainer, defaults, on a terminal", _TERMINAL + _by_trainer("", 'os.fdopen(other_end, "w")'), "+ 0.1 to bare"),
 )
 
 

@@ -148,6 +148,7 @@ def _is_possible(num_processes: int) -> bool:
         and not (flags.verbose or flags.inspect or flags.interactive)
         and "importtime" not in sys._xoptions
         and "PYTHONPROFILEIMPORTTIME" not in os.environ
+        and "torch_xla" not in sys.modules  # a device may have room for one process
         and not _loads_libraries_before_torch()
     )
 

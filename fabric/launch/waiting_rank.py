@@ -20,6 +20,8 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
+__all__ = ["WAITS", "main"]
+
 WAITS = "LOOPWRIGHT_WAITING"
 _PR_SET_PDEATHSIG = 1
 
@@ -88,7 +90,7 @@ def _import(modules: dict[str, str | None]) -> list[tuple[str, type[Warning], st
 
 
 def _read(pipe: int, size: int) -> bytes:
-    """Return so many bytes; end the process if the launching process has ended."""
+    """Return this number of bytes; end the process if the launching process has ended."""
     data = b""
     while len(data) < size:
         part = os.read(pipe, size - len(data))
