@@ -37,8 +37,8 @@ def check_buffers(module: nn.Module, group: ProcessGroup, axis: str) -> None:
         raise ModuleError(
             f"Expected equal buffers on the {group.size()} ranks of {axis}={group.size()} after a training step, got "
             f"different values of {shown}: they are updated from this rank's part of the batch.",
-            fix="pass sync_batchnorm=True for batch norms; update other buffers from what all ranks have, such as the "
-            f"batch or outputs of the model; or train with {axis}=1.",
+            fix="pass sync_batchnorm=True for batch norms on GPUs; update other buffers from what all ranks have, such "
+            f"as the batch or outputs of the model; or train with {axis}=1.",
         )
 
 

@@ -175,7 +175,7 @@ class MeshProcesses(FSDPStrategy):
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begin to add a tensor over the ranks that read different data; see `Strategy.start_sum`."""
-        if not self.is_connected:
+        if not self.is_connected or self.resolved_axes.data_size == 1:
             return lambda: tensor
         work = dist.all_reduce(tensor, group=self.groups.data, async_op=True)
 

@@ -20,9 +20,12 @@ class StagesWindowLoss(RanksWindowLoss):
 
     These ranks add up what the window weighs, as ranks without stages do. After the backward passes, `join_stages`
     tells the other stages, which then scale their gradients by the same factor and know whether there was any loss.
+
+    Plain means need neither where all ranks have equally many, once all stages know that they are means: a step with
+    stages that returns no loss is an error.
     """
 
-    __slots__ = ()
+    __slots__ = ("_joins",)
 
     @property
     def _has_losses(self) -> bool:
@@ -31,7 +34,13 @@ class StagesWindowLoss(RanksWindowLoss):
     def begin(self, planned: int) -> None:
         """Start a window that is planned to have `planned` micro-batches on every rank."""
         super().begin(planned)
-        self._is_counted = True  # the other stages find out by the counts alone whether there was a loss
+        self._joins = self.form != "mean" or self._counts or not self._strategy.reduces_every_step
+        self._is_counted = self._joins  # the other stages find out by the counts alone whether there was a loss
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no micro-batch of any rank had a loss; see `RanksWindowLoss`."""
+        return self._joins and super().is_empty
 
     def synchronize_form(self, loss: Tensor | Loss | None) -> None:
         """Compare the form of losses over ranks; on those with the last stage only, which wait for each other.
@@ -50,6 +59,8 @@ class StagesWindowLoss(RanksWindowLoss):
 
     def join_stages(self) -> None:
         """Take over what the last stage knows of the window. On every rank, after the backward passes."""
+        if not self._joins:
+            return
         dtype = accumulation_dtype(self.device)
         if self._has_losses:
             assert self._finish is not None

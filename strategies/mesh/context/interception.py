@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -22,6 +23,7 @@ __all__ = ["Interception"]
 # Any in this file: arguments and results of torch's functions.
 
 _LOSSES = (F.cross_entropy, F.nll_loss)
+_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
 class Interception(TorchFunctionMode):
@@ -47,6 +49,7 @@ class Interception(TorchFunctionMode):
         self.observe: Callable[[Sequence[Tensor]], None] | None = None
         self.local_tokens: tuple[int, int] | None = None
         self._depth = 0
+        self._is_in_engine = False
 
     def __enter__(self) -> Interception:
         # Steps of a pipeline run within a window, whose backward passes it is active in: twice on torch's stack, it
@@ -66,6 +69,9 @@ class Interception(TorchFunctionMode):
     ) -> Any:
         """Run a function of torch, or what replaces it. torch calls this with the mode switched off."""
         kwargs = {} if kwargs is None else kwargs
+        if func in _BACKWARD:
+            with self._in_engine():
+                return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             if self.observe is not None:
                 self.observe([*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)][:3])
@@ -78,6 +84,32 @@ class Interception(TorchFunctionMode):
         elif self.local_tokens is not None and func in _LOSSES:
             self._check_loss(args, kwargs)
         return func(*args, **kwargs)
+
+    @contextmanager
+    def _in_engine(self) -> Iterator[None]:
+        """Return a context in which torch's engine runs with the mode on, for activations that are computed again.
+
+        torch (2.9 to 2.13) takes a backward pass for a function that a mode may replace, and so switches it off.
+        """
+        if self._is_in_engine:  # a backward pass within one, as of torch's reentrant checkpoint
+            yield
+            return
+        run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]  # it is private
+
+        def run_with_mode(*args: Any, **kwargs: Any) -> Any:
+            super(Interception, self).__enter__()  # type: ignore[no-untyped-call]
+            try:
+                return run(*args, **kwargs)
+            finally:
+                super(Interception, self).__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+        torch.autograd._engine_run_backward = run_with_mode  # type: ignore[attr-defined]
+        self._is_in_engine = True
+        try:
+            yield
+        finally:
+            self._is_in_engine = False
+            torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
 
     @contextmanager
     def inside(self, is_inside: bool = True) -> Iterator[None]:

@@ -121,7 +121,7 @@ def _check_compiled(module: nn.Module, blocks: str) -> None:
             raise ModuleError(
                 f"Expected torch.compile within blocks only with pipeline stages, got it on {name or 'the module'}: a "
                 "step of a stage leaves the module in the middle.",
-                fix="compile submodules of blocks, such as their MLPs; or leave torch.compile out; or train without pp.",
+                fix="compile submodules of blocks, such as their MLPs; or leave torch.compile out, or pp.",
             )
 
 

@@ -9,11 +9,13 @@ The calls stand outside of hooks: those of a module run where the module does, a
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ....errors import ModuleError
 from ...tree import leaves
@@ -53,6 +55,7 @@ class Position:
         received: What the stage before has sent; None on the first stage.
         is_called: Whether the module that is split has been called.
         is_past: Whether the stage's first block has been called.
+        is_training: Whether a window of training runs.
         numbers: What the parts of a step draw at random; None: from the generators as they are.
         unsplit: Runs all modules, in place of a stage; None: a stage runs.
         comparison: Compares the arguments of blocks; None: it is not due.
@@ -66,6 +69,7 @@ class Position:
     received: Tensor | None = None
     is_called: bool = False
     is_past: bool = False
+    is_training: bool = False
     numbers: StepNumbers | None = None
     unsplit: UnsplitRun | None = None
     comparison: Comparison | None = None
@@ -116,6 +120,7 @@ class BlockCall:
         index: Its number among the blocks.
         is_own: Whether this rank has its parameters.
         at: Where the present step is.
+        is_checked: Whether it has been found out from where the block is called.
     """
 
     module: nn.Module
@@ -123,6 +128,7 @@ class BlockCall:
     index: int
     is_own: bool
     at: Position
+    is_checked: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block, pass on the input, or leave the step, depending on the stage that runs.
@@ -137,6 +143,10 @@ class BlockCall:
             if self.is_own:
                 return nn.Module._call_impl(self.module, *args, **kwargs)
             raise at.outside(self.name)
+        if at.is_training and not self.is_checked:
+            self.is_checked = True
+            if _is_in_checkpoint():
+                raise _in_checkpoint(self.name)
         numbers = at.numbers
         if numbers is not None:
             numbers.leave_step()
@@ -169,8 +179,30 @@ class BlockCall:
         return output
 
 
+def _is_in_checkpoint() -> bool:
+    """Return whether what is running was called by torch.utils.checkpoint; walks up the stack."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        if frame.f_code.co_filename == checkpoint.__code__.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _in_checkpoint(name: str) -> ModuleError:
+    return ModuleError(
+        f"Expected activation checkpointing by the strategy or within blocks with pipeline stages, got "
+        f"torch.utils.checkpoint around {name}: when it runs the block again, what the stage before has sent and the "
+        "block's random numbers are not there.",
+        fix="pass activation_checkpointing=True, or classes of blocks, to MeshStrategy in its place (in place of "
+        "gradient_checkpointing_enable() of transformers, too), or call checkpoint in the block's forward.",
+    )
+
+
 def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
     """Return the hidden state in a block's arguments: the first tensor."""
+    if args and isinstance(args[0], Tensor):
+        return args[0]
     for _, value in leaves((args[:1] or kwargs,)):
         if isinstance(value, Tensor):
             return value

@@ -1,4 +1,4 @@
-"""What `module.parameters()` gives in a step of a stage: also the parameters of other stages, which cannot be computed with.
+"""What `module.parameters()` yields in a step of a stage: those of other stages, too, which have no values.
 
 A penalty such as the sum of all squares would otherwise count the parameters of one rank, and be a wrong loss.
 """
@@ -16,8 +16,8 @@ from .elsewhere import Elsewhere
 __all__ = ["ParametersCall", "list_all_parameters"]
 
 _REMEDY = (
-    "a step sees values of this rank's stages only: let the optimizer do what concerns all parameters (weight_decay= in "
-    "place of a penalty), look at gradients in on_before_optimizer_step, or train without pp."
+    "a step has the values of this rank's stages only: let the optimizer do what concerns all parameters "
+    "(weight_decay= in place of a penalty), look at gradients in on_before_optimizer_step, or train without pp."
 )
 
 

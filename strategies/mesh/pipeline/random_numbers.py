@@ -12,7 +12,8 @@ import hashlib
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class StepNumbers:
         self._number = 0
         self._seed = 0
         self._is_before_blocks = False
+        self._places: dict[str, int] = {}  # of modules beside the blocks, by name
 
     @contextmanager
     def window(self, kind: str) -> Iterator[None]:
@@ -98,21 +100,18 @@ class StepNumbers:
 
     def seed(self, place: int) -> None:
         """Seed torch's generators for a block, or for what follows it."""
-        for generator in self._generators():
+        for generator in self._generators:
             generator.manual_seed(_mixed(self._seed, place))
 
-    @contextmanager
-    def beside(self, name: str) -> Iterator[None]:
+    def beside(self, name: str) -> AbstractContextManager[None]:
         """Return a context for a module beside the blocks, after which torch's generators are as before."""
-        generators = self._generators()
-        before = [one.get_state() for one in generators]
-        self.seed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little"))
-        try:
-            yield
-        finally:
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)
+        place = self._places.get(name)
+        if place is None:
+            place = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
+            self._places[name] = place
+        return _Beside(self._generators, _mixed(self._seed, place))
 
+    @cached_property
     def _generators(self) -> list[torch.Generator]:
         device = self._device
         if device.type != "cuda":
@@ -122,16 +121,34 @@ class StepNumbers:
 
     def _capture(self) -> _States:
         numpy = sys.modules.get("numpy")
-        states = [one.get_state() for one in self._generators()]
+        states = [one.get_state() for one in self._generators]
         return states, random.getstate(), None if numpy is None else numpy.random.get_state()
 
     def _restore(self, states: _States) -> None:
         of_torch, of_python, of_numpy = states
-        for generator, state in zip(self._generators(), of_torch, strict=True):
+        for generator, state in zip(self._generators, of_torch, strict=True):
             generator.set_state(state)
         random.setstate(of_python)
         if of_numpy is not None:
             sys.modules["numpy"].random.set_state(of_numpy)
+
+
+class _Beside:
+    """A context in which generators are seeded, and after which they are as before."""
+
+    __slots__ = ("_before", "_generators", "_seed")
+
+    def __init__(self, generators: list[torch.Generator], seed: int) -> None:
+        self._generators, self._seed = generators, seed
+
+    def __enter__(self) -> None:
+        self._before = [one.get_state() for one in self._generators]
+        for generator in self._generators:
+            generator.manual_seed(self._seed)
+
+    def __exit__(self, *error: object) -> None:
+        for generator, state in zip(self._generators, self._before, strict=True):
+            generator.set_state(state)
 
 
 def _mixed(seed: int, number: int) -> int:

@@ -211,7 +211,9 @@ def _shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """
     found: list[object] = []
     kinds = set()
-    for path, value in leaves((args, kwargs)):
+    # Most modules get tensors only, of which `leaves` says no more.
+    is_flat = not kwargs and all(value.__class__ is Tensor for value in args)
+    for path, value in enumerate(args) if is_flat else leaves((args, kwargs)):
         if isinstance(value, Tensor):
             kinds.add(value.device.type)
             found.append((path, type(value), value.shape, value.dtype, value.device))

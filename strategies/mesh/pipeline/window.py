@@ -191,6 +191,7 @@ class PipelineRunner:
         self._losses = [None] * len(batches)
         keys = [shapes_of(batch) for batch in batches]
         is_uniform = all(key == keys[0] for key in keys)
+        self.split.at.is_training = True
         try:
             with self._numbers.window("window"):
                 if verifies and keys[0] not in self._shapes:
@@ -199,6 +200,7 @@ class PipelineRunner:
             return self._losses
         finally:
             self.split.at.comparison = None
+            self.split.at.is_training = False
             self._batches, self._step, self._share = (), _no_step, _no_step
 
     def _compared(self) -> Comparison:

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import tensor_models
 import torch
-from mesh_program import fit, mesh, whole
+from context_models import Positioned
+from mesh_program import Program, fit, mesh, whole
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from loopwright.strategies.construction.activation_checkpointing import apply_activation_checkpointing
+from loopwright.strategies.mesh.context import Context
 from loopwright.strategies.mesh.tensor import resolve_plan
 
 # Any in this file: options, and results that travel between processes.
@@ -26,6 +28,8 @@ CASES: dict[str, tuple[int, dict[str, Any], set[str], int]] = {
     "sequence": (2, {"tp": 2, "sequence_parallel": True}, {"Block"}, 2),
     "fsdp2-tp2": (4, {"fsdp": 2, "tp": 2}, {"Block"}, 2),
     "pp2-tp2": (4, {"pp": 2, "tp": 2}, {"Block"}, 2),
+    "cp2": (2, {"cp": 2, "context": Context(module="net")}, {"Block"}, 2),
+    "cp2-ulysses": (2, {"cp": 2, "context": Context(module="net", method="ulysses")}, {"Block"}, 2),
 }
 
 
@@ -40,7 +44,8 @@ def train(rank: int, size: int, axes: Mapping[str, Any], chosen: set[str]) -> An
 
     tensor_models.MLP.forward = counted  # type: ignore[method-assign]
     strategy = mesh(**{"fsdp": 1, **axes}, activation_checkpointing=chosen, verify=False) if axes else "auto"
-    _, module, rows = fit(strategy, size, data_size=axes.get("fsdp", 1), limit_val_batches=0)
+    program, data_size = Program(kind=Positioned), axes.get("fsdp", 1)
+    _, module, rows = fit(strategy, size, module=program, data_size=data_size, limit_val_batches=0)
     return whole(module), rows.rows, calls
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import loopwright as lw
@@ -76,6 +77,24 @@ class PenaltyOfBlock(Net):
         return self(batch[0]).square().mean() + sum(one.abs().sum() for one in self.blocks[0].parameters())
 
 
+class Checkpointed(Net):
+    """Computes the activations of blocks again in the backward pass, by torch's own function around them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return cast(Tensor, self.last(x))
+
+
+class Reentrant(Checkpointed):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return cast(Tensor, self.last(x))
+
+
 class ByHand(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -133,6 +152,8 @@ def fit(rank: int, size: int, make: Callable[[], Net]) -> str:
         (ReadsAfter, r"read first.weight \(square\), which stage 0"),
         (Penalty, r"read first.weight \(square\), which stage 0 .* let the optimizer .*weight_decay="),
         (PenaltyOfBlock, r"read blocks.0.0.weight \(abs\), which stage 0"),
+        (Checkpointed, "got torch.utils.checkpoint around blocks.0: .* activation_checkpointing=True"),
+        (Reentrant, "got torch.utils.checkpoint around blocks.0"),
         (ByHand, "Expected automatic optimization with pipeline stages, got ByHand"),
         (Closure, "LBFGS cannot be used with MeshStrategy"),
         (NoLoss, "where None skips a batch"),

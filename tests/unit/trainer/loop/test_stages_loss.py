@@ -137,3 +137,22 @@ def test_data_ranks_with_different_forms_are_refused() -> None:
     stage.begin(1)
     with pytest.raises(ModuleError, match=r"a mean on ranks \[0\] and a sum with a weight on ranks \[1\]"):
         stage.synchronize_form(value(1.0))
+
+
+def test_means_of_equally_many_batches_are_not_sent_once_their_form_is_known() -> None:
+    wire: list[Tensor] = []
+    stages = [Stage(wire, is_last=is_last) for is_last in (True, False)]
+    last, first = (StagesWindowLoss(torch.device("cpu"), one, counts=False) for one in stages)
+    window(last, first, [value(1.0), value(2.0)], 2)
+    assert first.form == last.form == "mean"
+    for one in stages:
+        one.from_last_stage = refuse  # type: ignore[method-assign]
+        one.start_sum = refuse  # type: ignore[method-assign]
+    total = window(last, first, [value(1.0), value(4.0)], 2)
+    assert (float(total), first.gradient_factor(), last.gradient_factor()) == (2.5, None, None)
+    assert not first.is_empty
+    assert not last.is_empty
+
+
+def refuse(tensor: Tensor) -> Any:
+    raise AssertionError("it communicates")
