@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from ..errors import ConfigError, DataError
 from .loss import Parts, hidden_states, part_logits
 
-__all__ = ["Packing", "check_packing", "compare_packing", "has_experts", "is_head_alone", "no_trained_token", "without_dropout"]
+__all__ = [
+    "Packing",
+    "check_packing",
+    "compare_packing",
+    "has_experts",
+    "is_head_alone",
+    "no_trained_token",
+    "without_dropout",
+]
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 """Hidden states or logits, shape (rows, length, width), of ids and positions."""
@@ -73,7 +81,9 @@ def compare_packing(forward: Forward, input_ids: Tensor) -> Packing:
         return outputs.view(rows, _SAMPLES, -1, outputs.shape[-1])
 
     packed = by_sample(forward(ids, packed_positions))
-    apart = by_sample(forward(ids.reshape(rows * _SAMPLES, each)[:, :kept], positions[:kept].expand(rows * _SAMPLES, -1)))
+    apart = by_sample(
+        forward(ids.reshape(rows * _SAMPLES, each)[:, :kept], positions[:kept].expand(rows * _SAMPLES, -1))
+    )
     changed = by_sample(forward(_with_another_middle(ids, each), packed_positions))
     to_apart = _differences(packed[:, :, :kept], apart)
     to_changed = _differences(packed, changed)
@@ -103,7 +113,8 @@ def _differences(found: Tensor, expected: Tensor) -> Tensor:
     """
     found, expected = found.double(), expected.double()
     relative = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
-    return relative.mean(dim=-1).amax(dim=0)
+    largest: Tensor = relative.mean(dim=-1).amax(dim=0)
+    return largest
 
 
 def check_packing(found: Packing, *, has_experts: bool = False) -> None:

@@ -20,7 +20,7 @@ from .report import RunReport, describe_data, make_report
 from .run_folder import RunFolder
 from .settings import FinetuneSettings, PretrainSettings, TrainSettings, plain_settings
 from .step_plan import StepPlan, accumulation, plan_steps
-from .trainer_arguments import Machine, find_machine, make_trainer
+from .trainer_arguments import INTERRUPTED, Machine, find_machine, make_trainer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -163,7 +163,15 @@ def _end(prepared: Prepared, notes: list[str], val_loss: float | None) -> RunRep
         return report
     report = replace(report, model=_export(run))
     report.write(run)
+    _remove_interrupted(run)
     return report
+
+
+def _remove_interrupted(run: RunFolder) -> None:
+    """Remove the checkpoint of an interruption, after which the run came to its end."""
+    path = run.checkpoints / f"{INTERRUPTED}.ckpt"
+    if (run.checkpoints / LAST).exists() and path.exists():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _export(run: RunFolder) -> str:

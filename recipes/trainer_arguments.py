@@ -22,11 +22,12 @@ from .module import block_classes
 from .run_folder import RunFolder
 from .settings import OWNED, TrainSettings
 
-__all__ = ["Machine", "find_machine", "make_trainer"]
+__all__ = ["INTERRUPTED", "Machine", "find_machine", "make_trainer"]
 
 # Any in this file: arguments of the Trainer.
 
 SAVE_INTERVAL = timedelta(minutes=15)
+INTERRUPTED = "interrupted"  # checkpoint of a run that Ctrl-C, a signal or an error ended
 _DEFAULTS: dict[str, Any] = {"gradient_clip_val": 1.0, "log_every_n_steps": 10, "num_sanity_val_steps": 0}
 
 
@@ -152,14 +153,20 @@ def _limits(settings: TrainSettings, accumulate: int) -> dict[str, Any]:
 
 
 def _checkpoints(settings: TrainSettings, run: RunFolder) -> list[Callback]:
-    """Return what writes `last` at intervals and at the end, and `best` after validations."""
+    """Return what writes `last` at intervals and at the end, and `best` after validations.
+
+    Ctrl-C, SIGTERM and errors lose no step: the next run continues from `interrupted`, if it is the newest.
+    """
     often: dict[str, Any] = (
         {"train_time_interval": SAVE_INTERVAL}
         if settings.save_every is None
         else {"every_n_train_steps": settings.save_every}
     )
     shared: dict[str, Any] = {"dirpath": run.checkpoints, "enable_version_counter": False}
-    found: list[Callback] = [ModelCheckpoint(save_top_k=0, save_last=True, **shared, **often)]
+    last = ModelCheckpoint(
+        filename=INTERRUPTED, save_top_k=0, save_last=True, save_on_exception=True, **shared, **often
+    )
+    found: list[Callback] = [last]
     if settings.has_val:
         best = ModelCheckpoint(filename="best", monitor="val_loss", save_on_train_epoch_end=False, **shared)
         found.append(best)

@@ -105,7 +105,17 @@ class Cache:
     def _tokenize(self, source: Source, files: Sequence[Path], folder: Path, problems: ProblemList) -> None:
         began, before = time.monotonic(), problems.count
         temporary = temporary_folder(folder)
-        work = _Tokenizing(self._settings, self._tokenizer, temporary, problems)
+        try:
+            work = self._read_all(source, files, temporary, problems)
+            if problems.count == before:
+                publish(temporary, folder)
+                seconds = time.monotonic() - began
+                logger.info("Tokenized %s: %d tokens in %.1f s.", source.path, work.writer.tokens, seconds)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # with problems, or after Ctrl-C
+
+    def _read_all(self, source: Source, files: Sequence[Path], folder: Path, problems: ProblemList) -> _Tokenizing:
+        work = _Tokenizing(self._settings, self._tokenizer, folder, problems)
         total = sum(file.stat().st_size for file in files)
         bar = tqdm(total=total, desc=f"Tokenizing {source.path.name}", unit="B", unit_scale=True, disable=None)
         with bar, contextlib.closing(work):
@@ -114,12 +124,7 @@ class Cache:
                     work.add(record)
                     bar.update(record.size)
             work.finish(source.path, self._tokenizer_key)
-        if problems.count > before:
-            shutil.rmtree(temporary, ignore_errors=True)
-            return
-        publish(temporary, folder)
-        seconds = time.monotonic() - began
-        logger.info("Tokenized %s: %d tokens in %.1f s.", source.path, work.writer.tokens, seconds)
+        return work
 
 
 class _Tokenizing:

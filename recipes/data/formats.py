@@ -11,7 +11,18 @@ from .settings import PROMPT_STYLES
 
 # Any in this file: values from JSON.
 
-__all__ = ["BadRecord", "Chat", "Example", "Ids", "Message", "NoTemplate", "Prompted", "Text", "find_kind", "to_example"]
+__all__ = [
+    "BadRecord",
+    "Chat",
+    "Example",
+    "Ids",
+    "Message",
+    "NoTemplate",
+    "Prompted",
+    "Text",
+    "find_kind",
+    "to_example",
+]
 
 Message: TypeAlias = "dict[str, Any]"
 

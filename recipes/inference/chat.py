@@ -77,7 +77,9 @@ class ChatReport:
     def describe(self) -> str:
         """Return a line on the answers."""
         rate = self.new_tokens / max(self.duration_s, 1e-9)
-        return f"{self.answers} answer{'s' if self.answers != 1 else ''}, {self.new_tokens} tokens ({rate:.1f} per second)"
+        return (
+            f"{self.answers} answer{'s' if self.answers != 1 else ''}, {self.new_tokens} tokens ({rate:.1f} per second)"
+        )
 
 
 class Conversation:

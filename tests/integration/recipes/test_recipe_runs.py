@@ -124,8 +124,8 @@ def test_a_killed_run_goes_on_on_other_ranks(
 def test_a_run_that_left_out_rows_on_some_ranks_is_complete_at_its_end(inputs: Path, tmp_path: Path) -> None:
     """An epoch of 22 rows has 5 steps of 4 rows on two ranks with fsdp, and 6 on one process."""
     run = tmp_path / "run"
+    changes = {"strategy": "fsdp", "trainer": {"callbacks": [Kill(7)]}}
     with pytest.raises(AssertionError, match="exit code -9"):
-        changes = {"strategy": "fsdp", "trainer": {"callbacks": [Kill(7)]}}
         run_ranks(train_small_steps, 2, inputs, run, changes, connect=False)
     report = train_small_steps(0, 1, inputs, run, {})
 

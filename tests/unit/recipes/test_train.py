@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,33 @@ def test_the_same_settings_continue_the_run_with_the_same_bits(inputs: Path, tmp
     assert report.is_complete
     assert report.trained_tokens == 2 * report.data["trained_tokens"]
     assert same_bits(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+class Interrupt(lw.Callback):
+    """Sends the signal of Ctrl-C after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: lw.Trainer, *others: Any) -> None:
+        if trainer.global_step == self.step:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interruption_loses_no_step(inputs: Path, tmp_path: Path) -> None:
+    run, shared = tmp_path / "run", {"steps": 5, "micro_batch": 2}
+    for step in (2, 3):
+        with pytest.raises(KeyboardInterrupt):
+            finetune(settings(inputs, run, **shared, trainer={"callbacks": [Interrupt(step)]}))
+        assert [one.name for one in (run / "checkpoints").iterdir()] == ["interrupted.ckpt"]
+    resumed = finetune(settings(inputs, run, **shared))
+    alone = finetune(settings(inputs, tmp_path / "alone", **shared))
+
+    assert resumed is not None
+    assert alone is not None
+    assert resumed.trained_tokens == alone.trained_tokens  # no step twice
+    assert same_bits(weights(run), weights(tmp_path / "alone"))
+    assert [one.name for one in (run / "checkpoints").iterdir()] == ["last.ckpt"]
 
 
 def test_a_complete_run_is_not_trained_again(inputs: Path, tmp_path: Path) -> None:

@@ -91,9 +91,17 @@ def test_labels_of_ids_are_a_mask() -> None:
         ({"messages": ["a"]}, "chat", "Expected message 1 to have role and content, got 'a'."),
         ({"messages": [{"role": "user"}]}, "chat", "Expected the content of message 1 to be text, got null."),
         ({"messages": [{"role": "assistant", "content": "\n"}]}, "chat", "Expected an answer in message 1, got an em"),
-        ({"messages": [{"role": "asistant", "content": "a"}]}, "chat", "Expected a known role in message 1, got 'asist"),
+        (
+            {"messages": [{"role": "asistant", "content": "a"}]},
+            "chat",
+            "Expected a known role in message 1, got 'asist",
+        ),
         ({"conversations": [{"from": "gpt4", "value": "a"}]}, "chat", "Expected a known role in message 1, got 'gpt4'"),
-        ({"messages": [{"role": "User", "content": "a"}]}, "chat", "Expected a known role in message 1, got 'User' (did"),
+        (
+            {"messages": [{"role": "User", "content": "a"}]},
+            "chat",
+            "Expected a known role in message 1, got 'User' (did",
+        ),
         ({**ALPACA, "output": ""}, "instruct", "Expected an answer in output, got an empty text."),
         ({**PAIR, "prompt": 1}, "completion", "Expected prompt to be a text, got 1."),
         ({"text": ""}, "text", "Expected text to be a text, got an empty text."),
@@ -109,6 +117,7 @@ def test_what_a_kind_does_not_have_is_named(record: Any, kind: str, message: str
 
 
 def test_a_role_of_its_own_is_left_to_the_template() -> None:
-    made = read({"messages": [{"role": "critic", "content": "a"}, {"role": "function_call", "content": "b"}]}, "chat", None)
+    messages = [{"role": "critic", "content": "a"}, {"role": "function_call", "content": "b"}]
+    made = read({"messages": messages}, "chat")
     assert isinstance(made, Chat)
     assert [one["role"] for one in made.messages] == ["critic", "function_call"]

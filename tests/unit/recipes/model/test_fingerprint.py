@@ -85,9 +85,7 @@ def test_a_folder_without_weights_and_a_damaged_header_are_refused(tmp_path: Pat
 
 
 @pytest.mark.parametrize("is_small", [True, False])
-def test_one_tensor_with_other_values_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_small: bool
-) -> None:
+def test_one_tensor_with_other_values_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_small: bool) -> None:
     if not is_small:
         monkeypatch.setattr("loopwright.recipes.model.fingerprint._SMALL", 0)
     weights = {f"{number}.weight": torch.zeros(20_000) for number in range(8)}
@@ -98,7 +96,7 @@ def test_one_tensor_with_other_values_is_named(
     save_file(weights, folder / "model.safetensors")
 
     (problem,) = fingerprint_problems(stored, folder)
-    assert problem.startswith("Expected the weights of the base model, got other values of the same shapes (5.weight) in")
+    assert "got other values of the same shapes (5.weight) in" in problem
 
 
 def test_fingerprints_of_earlier_versions_are_compared(tmp_path: Path) -> None:
