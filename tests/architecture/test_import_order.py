@@ -11,7 +11,8 @@ from .sources import ROOT, package_files, place, tree_of
 # A folder or file may import what stands in an earlier row, and itself.
 LAYERS = (
     {"errors", "messages", "protocols"},
-    {"console", "lazy", "tracebacks"},
+    {"console", "lazy"},
+    {"tracebacks"},
     {"accelerators"},
     {"optim", "precision"},
     {"strategies"},
