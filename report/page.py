@@ -15,6 +15,7 @@ import math
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -74,6 +75,15 @@ def write_report(
     return target
 
 
+def _title(names: Sequence[str]) -> str:
+    """Return the folder that all runs have in common and their number; the names of few runs without one."""
+    short = short_names(names)
+    common = names[0][: len(names[0]) - len(short[0])].rstrip("/")
+    if common:
+        return f"{common}: {len(names)} runs"
+    return ", ".join(short[:4]) + (f" and {len(short) - 4} more" if len(short) > 4 else "")
+
+
 def render_page(runs: Sequence[LoggedRun], *, title: str | None = None, smoothing: float = 0.6) -> str:
     """Return the page's text; the arguments are those of `write_report`."""
     if not 0 <= smoothing < 1:
@@ -84,7 +94,8 @@ def render_page(runs: Sequence[LoggedRun], *, title: str | None = None, smoothin
     for run in runs:
         with_speed(run)
     charts = make_charts(runs)
-    shown_title = title or ", ".join(run.name for run in runs[:4]) + (" and more" if len(runs) > 4 else "")
+    shown_title = title or _title([run.name for run in runs])
+    runs = [replace(run, name=name) for run, name in zip(runs, short_names([run.name for run in runs]), strict=True)]
     here = Path(__file__).parent
     body = [
         _header(runs, shown_title),

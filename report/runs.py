@@ -186,7 +186,7 @@ def _folders(root: Path) -> list[Path]:
     """Return the directory and those below it, without hidden ones; files in them may change while this looks."""
     found = []
     for folder, below, _ in os.walk(root):
-        below[:] = sorted(name for name in below if not name.startswith("."))
+        below[:] = sorted((name for name in below if not name.startswith(".")), key=natural)
         found.append(Path(folder))
     return found
 

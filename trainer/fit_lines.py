@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -140,7 +141,8 @@ def logs(trainer: Trainer) -> str:
         return f"Logs: {places}."
     folder = shown(str(folders[0]))
     quoted = f"'{folder}'" if " " in folder else folder
-    return f"Logs: {folder}; page of curves: loopwright report {quoted}"
+    needs = "" if find_spec("plotly") else " (after pip install 'loopwright[report]')"
+    return f"Logs: {folder}; page of curves: loopwright report {quoted}{needs}"
 
 
 def shown(path: str) -> str:

@@ -210,7 +210,7 @@ class RichProgressBar(LiveProgressBar):
             began_s, first = self._began[stage]
             elapsed_s = time.monotonic() - began_s
         speed = (done - first) / elapsed_s if elapsed_s > 0 else 0.0
-        pace = {
+        pace: dict[str, Any] = {  # Any: as rich's fields
             "clock": _clock(elapsed_s, None if total is None or not speed else (total - done) / speed),
             "speed": f"{speed:.2f}it/s" if speed else "",
         }

@@ -143,6 +143,14 @@ def test_runs_are_called_what_they_do_not_share() -> None:
     assert [run["name"] for run in page.data["runs"]] == ["lr=0.1/a", "lr=0.2/a"]
 
 
+def test_the_heading_names_what_runs_share_and_their_number() -> None:
+    runs = [LoggedRun(f"logs/a/version_{number}", [Path("x")], ["CSV"], {}) for number in range(12)]
+    page = Reader(render_page(runs))
+    assert ("h1", "logs/a: 12 runs") in page.texts
+    assert ("td", "version_11") in page.texts
+    assert ("td", "logs/a/version_11") not in page.texts
+
+
 def test_twenty_runs_have_twenty_colors() -> None:
     runs = [LoggedRun(f"run{number}", [Path("x")], ["CSV"], two_runs()[0].series) for number in range(20)]
     page = Reader(render_page(runs))

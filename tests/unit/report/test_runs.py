@@ -197,3 +197,11 @@ def test_a_run_of_three_loggers_is_one_run(tmp_path: Path) -> None:
     assert run.kinds == ["JSON lines", "CSV", "TensorBoard"]
     assert run.axes["samples"][1][-1] == 96
     assert run.series["val_loss"].values[-1] == float(trainer.callback_metrics["val_loss"])
+
+
+def test_runs_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for number in (0, 2, 10):
+        folder = tmp_path / f"version_{number}"
+        folder.mkdir()
+        (folder / "metrics.csv").write_text("step,loss\n0,1.0\n")
+    assert [run.name.rsplit("/")[-1] for run in read_runs([tmp_path])] == ["version_0", "version_2", "version_10"]

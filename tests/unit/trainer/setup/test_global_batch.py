@@ -146,7 +146,7 @@ def test_the_first_lines_of_fit_say_the_global_batch(
     assert capsys.readouterr().out.count(line) == 1
     with caplog.at_level(logging.INFO):
         quiet(max_epochs=1, accumulate_grad_batches=3).fit(net(), loader())
-    assert [record.getMessage() for record in caplog.records if line in record.getMessage()] == [f"g{line}"]
+    assert [record.getMessage() for record in caplog.records if line in record.getMessage()] == [f"G{line}"]
     assert line not in capsys.readouterr().out
 
 
