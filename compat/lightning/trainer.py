@@ -45,6 +45,7 @@ from .module import LightningDataModule, LightningModule
 from .objects import keep_hyperparameters, part_hyperparameters, trust_objects, with_objects
 from .optimizers import replace_optimizers
 from .overrides import check_overrides
+from .own_parts import call_strategy_hooks, serve_overrides, set_strategy_up
 from .parity import switches
 from .profilers import PyTorchProfiler
 
@@ -83,6 +84,7 @@ class Trainer(trainer.Trainer):
         check_overrides(self.fabric.precision, "precision")
         check_overrides(self.fabric.accelerator, "accelerator")
         connectors.bind_strategy(self)
+        serve_overrides(self)
         self.state = TrainerState()
         self.evaluated: dict[str, list[int]] = {}
         self.saving = _Saving(self)
@@ -197,6 +199,7 @@ class Trainer(trainer.Trainer):
         self, run: Run, ckpt_path: str | Path | None, *, is_trusted: bool, before: StateDict | None
     ) -> Callable[[], None] | None:
         restore = super()._begin_fit(run, ckpt_path, is_trusted=is_trusted, before=before)
+        set_strategy_up(self)
         for change in switches.functions("step"):
             change(run)
         return restore
@@ -206,6 +209,7 @@ class Trainer(trainer.Trainer):
         datamodule: DataModule | None, *, is_trusted: bool,
     ) -> tuple[Run, EvalLoader]:  # fmt: skip
         run, data = super()._begin_evaluation(verb, model, dataloaders, ckpt_path, datamodule, is_trusted=is_trusted)
+        set_strategy_up(self)
         for change in switches.functions("evaluation"):
             change(run)
         return run, data
@@ -214,6 +218,7 @@ class Trainer(trainer.Trainer):
         """Return the run, whose accelerator is set up."""
         run = super().make_run(plan, module, datamodule)
         count_evaluations(self, run)
+        call_strategy_hooks(run)
         for change in switches.functions("run"):
             change(run)
         setup = getattr(self.accelerator, "setup", None)
