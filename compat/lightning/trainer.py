@@ -87,6 +87,7 @@ class Trainer(trainer.Trainer):
         serve_overrides(self)
         self.state = TrainerState()
         self.evaluated: dict[str, list[int]] = {}
+        self._own_loops: dict[str, LoopView] = {}
         self.saving = _Saving(self)
         limits = {name: getattr(self.fit_loop, name) for name in ("max_epochs", "min_epochs", "max_steps", "min_steps")}
         self.fit_loop = TrainLoop(self, **limits)
@@ -243,23 +244,31 @@ class Trainer(trainer.Trainer):
             checkpoint = collect_attached(self, module, is_weights_only=bool(weights_only))
             self.saving.write(checkpoint, filepaths, storage_options)
 
+    def _take_loop(self, stage: str, name: str, loop: object) -> None:
+        refuse_own_loop(name, loop)
+        self._own_loops[stage] = cast("LoopView", loop)
+
+    def _show_results(self, verb: str, results: list[Mapping[str, float]]) -> None:
+        loop = self.validate_loop if verb == "validate" else self.test_loop
+        loop._print_results([{key: torch.tensor(value) for key, value in one.items()} for one in results], verb)
+
     @property
     def validate_loop(self) -> LoopView:
         """The validation of `trainer.validate`."""
-        return LoopView(self, "validation")
+        return self._own_loops.get("validation") or LoopView(self, "validation")
 
     @validate_loop.setter
     def validate_loop(self, loop: object) -> None:
-        refuse_own_loop("validate_loop", loop)
+        self._take_loop("validation", "validate_loop", loop)
 
     @property
     def test_loop(self) -> LoopView:
         """The loop of `trainer.test`."""
-        return LoopView(self, "test")
+        return self._own_loops.get("test") or LoopView(self, "test")
 
     @test_loop.setter
     def test_loop(self, loop: object) -> None:
-        refuse_own_loop("test_loop", loop)
+        self._take_loop("test", "test_loop", loop)
 
     @property
     def predict_loop(self) -> LoopView:

@@ -635,6 +635,23 @@ def test_parts_of_arguments_and_loops_of_the_program() -> None:
     assert isinstance(trainer.test_loop, _EvaluationLoop)
     with pytest.raises(NotServed, match=r"Own.*run"):
         trainer.test_loop = Own(trainer, "test")
+
+    class Printing(_EvaluationLoop):
+        seen: list[Any] = []
+
+        @staticmethod
+        def _print_results(results: Any, stage: str) -> None:
+            Printing.seen.append((stage, {key: value.item() for key, value in results[0].items()}))
+
+    trainer.test_loop = Printing(trainer, "test")
+
+    class Model(make_model()):  # type: ignore[misc]
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("score", 2.0)
+
+    assert trainer.test(Model()) == [{"score": 2.0}]
+    assert Printing.seen == [("test", {"score": 2.0})]
+    trainer = L.Trainer(**QUIET)
     trainer._model = model = nn.Linear(1, 1)
     assert trainer.lightning_module is model
 
@@ -849,3 +866,16 @@ def test_errors_have_the_classes_that_programs_catch(tmp_path: Path) -> None:
     fabric.save(tmp_path / "a.ckpt", {"a": 1})
     with pytest.raises(KeyError, match="b"):
         fabric.load(tmp_path / "a.ckpt", {"b": 1})
+
+
+def test_metrics_of_an_evaluation_are_printed_as_lightning_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+    import lightning as L
+
+    class Model(make_model()):  # type: ignore[misc]
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("score", 2.0)
+
+    L.Trainer(**QUIET).test(Model())
+    _, head, _, row, _ = capsys.readouterr().out.splitlines()
+    assert head.split() == ["Test", "metric", "DataLoader", "0"]
+    assert row.split() == ["score", "2.0"]
