@@ -2,11 +2,14 @@
 
     LoopwrightError                what happened, and how to fix it
     ├── ConfigError (ValueError)            an invalid argument or combination of arguments
+    │   └── ArgumentTypeError (TypeError)       an argument of the wrong type, or an unknown one
     ├── ModuleError (TypeError)             an invalid module, callback or data module
+    │   └── MissingMetric (RuntimeError)        a metric that is monitored was not logged
     ├── LaunchError (RuntimeError)          processes could not be started or joined
     │   └── MissingVariable (KeyError)          an environment variable of a launcher is not set
     ├── RankFailure (RuntimeError)          a rank failed; names rank, host, step and hook
     ├── CheckpointError (RuntimeError)      a checkpoint cannot be written or read
+    │   └── MissingEntry (KeyError)             it lacks entries that were requested
     ├── DataError (RuntimeError)            a loader returned unusable data
     ├── NonFiniteError (ArithmeticError)    a loss is NaN or infinite
     └── MissingDependency (ImportError)     an optional package is not installed
@@ -25,12 +28,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 __all__ = [
+    "ArgumentTypeError",
     "CheckpointError",
     "ConfigError",
     "DataError",
     "LaunchError",
     "LoopwrightError",
     "MissingDependency",
+    "MissingEntry",
+    "MissingMetric",
     "MissingVariable",
     "ModuleError",
     "NonFiniteError",
@@ -67,8 +73,16 @@ class ConfigError(LoopwrightError, ValueError):
     """An argument or a combination of arguments is invalid."""
 
 
+class ArgumentTypeError(ConfigError, TypeError):
+    """An argument has the wrong type, or does not exist."""
+
+
 class ModuleError(LoopwrightError, TypeError):
     """The user's module, callback or data module is invalid."""
+
+
+class MissingMetric(ModuleError, RuntimeError):
+    """A metric that is monitored was not logged."""
 
 
 class LaunchError(LoopwrightError, RuntimeError):
@@ -85,6 +99,10 @@ class RankFailure(LoopwrightError, RuntimeError):
 
 class CheckpointError(LoopwrightError, RuntimeError):
     """A checkpoint cannot be written, read or verified."""
+
+
+class MissingEntry(CheckpointError, KeyError):
+    """A checkpoint lacks entries that were requested."""
 
 
 class DataError(LoopwrightError, RuntimeError):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, MissingDependency
+from ..errors import ArgumentTypeError, ConfigError, MissingDependency
 
 __all__ = ["Accelerator", "parse_device_count", "parse_device_indices", "read_machine_stats"]
 
@@ -100,7 +100,8 @@ def parse_device_count(devices: object, kind: str) -> int:
     """Return a positive number of processes from an int or a string of digits.
 
     Raises:
-        ConfigError: Anything else, also 0, negative numbers, lists and booleans.
+        ConfigError: Anything else, also 0, negative numbers and booleans.
+        ArgumentTypeError: The same, for lists and other types.
     """
     count = devices
     if isinstance(count, str) and count.strip().isdecimal():
@@ -108,7 +109,8 @@ def parse_device_count(devices: object, kind: str) -> int:
     if isinstance(count, int) and not isinstance(count, bool) and count > 0:
         return count
     is_kind = isinstance(devices, str) and devices.partition(":")[0] in ("cpu", "gpu", "cuda", "mps", "tpu", "xla")
-    raise ConfigError(
+    error = ConfigError if isinstance(devices, int | str) else ArgumentTypeError
+    raise error(
         f"devices={devices!r} cannot be used with accelerator={kind!r}: expected a number of processes, 1 or more.",
         fix=f"pass accelerator={str(devices).partition(':')[0]!r}, and the number as devices=."
         if is_kind

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
+from ..errors import ArgumentTypeError, ConfigError
 from .base import Callback
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class GradientAccumulationScheduler(Callback):
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         super().__init__()
         if not isinstance(scheduling, Mapping) or not scheduling:
-            raise ConfigError(
+            raise ArgumentTypeError(
                 f"GradientAccumulationScheduler expected {{epoch: micro-batches per step}}, got {scheduling!r}.",
                 fix="pass for example {0: 8, 4: 4, 8: 1}.",
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ConfigError, nearest
+from ..errors import ArgumentTypeError, nearest
 from .base import Callback
 
 __all__ = ["LambdaCallback"]
@@ -21,7 +21,7 @@ class LambdaCallback(Callback):
             leaves the hook out.
 
     Raises:
-        ConfigError: A name is not a hook, or a value is not callable; names all of them.
+        ArgumentTypeError: A name is not a hook, or a value is not callable; names all of them.
 
     Example:
         ``LambdaCallback(on_train_end=lambda trainer, module: print(trainer.global_step))``
@@ -35,7 +35,7 @@ class LambdaCallback(Callback):
             if name in _HOOKS and function is not None and not callable(function)
         ]
         if wrong:
-            raise ConfigError(
+            raise ArgumentTypeError(
                 f"LambdaCallback cannot take {'; '.join(wrong)}.",
                 fix="pass functions under the names of Callback's hooks, such as on_train_end.",
             )

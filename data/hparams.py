@@ -45,7 +45,8 @@ class AttributeDict(dict[str, Any]):
 
     def __repr__(self) -> str:
         width = max((len(str(key)) for key in self), default=0)
-        return "\n".join(f'"{key}":{" " * (width - len(str(key)) + 1)}{value}' for key, value in self.items())
+        rows = sorted(self.items(), key=lambda item: str(item[0]))
+        return "\n".join(f'"{key}":{" " * (width - len(str(key)) + 1)}{value}' for key, value in rows)
 
 
 HyperParameters = AttributeDict

@@ -26,7 +26,7 @@ from ..console import show_logs
 from ..data.hparams import without_omegaconf
 from ..data.move import move_to_device
 from ..deferred_compiler import defer_compiler_of_optimizers
-from ..errors import ConfigError, LaunchError
+from ..errors import ArgumentTypeError, ConfigError, LaunchError
 from ..messages import warn
 from ..precision import MixedPrecision, Precision
 from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
@@ -268,7 +268,7 @@ class Fabric:
                 )
             function, args, kwargs = _do_nothing, (), {}
         elif not callable(function):
-            raise ConfigError(f"Expected a function for Fabric.launch, got {function!r}.", fix="pass a function.")
+            raise ArgumentTypeError(f"Expected a function for Fabric.launch, got {function!r}.", fix="pass a function.")
         elif not _takes_arguments(function):
             raise ConfigError(
                 f"Expected a function with a parameter for Fabric.launch, got {function!r}, which takes no arguments.",

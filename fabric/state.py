@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import ArgumentTypeError, ConfigError, MissingEntry
 from ..protocols import Stateful
 from ..strategies import Strategy
 
@@ -35,7 +35,8 @@ def collect_state(
         filter: Name -> function of (key, value) that returns whether to keep an entry of the object's state.
 
     Raises:
-        ConfigError: A key of the filter is not in the state, or its value is not a function.
+        ConfigError: A key of the filter is not in the state.
+        ArgumentTypeError: The filter is not a dict, or a value of it is not a function.
     """
     _check_filter(filter, state)
     content = {name: _state_of(strategy, obj) for name, obj in state.items()}
@@ -60,11 +61,12 @@ def put_back_state(
         The remaining content.
 
     Raises:
-        CheckpointError: Names are missing (all are named), or a state does not fit its object.
+        MissingEntry: Names are missing; all are named.
+        CheckpointError: A state does not fit its object.
     """
     missing = [name for name in state if name not in content]
     if missing and strict:
-        raise CheckpointError(
+        raise MissingEntry(
             f"Expected the entries {missing} in {where}, got {sorted(content)}.",
             fix="request only entries of the file, or pass strict=False.",
         )
@@ -102,14 +104,14 @@ def _check_filter(filter: object, state: Mapping[str, object]) -> None:
     if filter is None:
         return
     if not isinstance(filter, Mapping):
-        raise ConfigError(
+        raise ArgumentTypeError(
             f"Expected filter of Fabric.save to be a dict, got filter={filter!r}.",
             fix="pass a dict that maps keys of state to functions.",
         )
     unknown = [name for name in filter if name not in state]
     uncallable = [name for name, keep in filter.items() if not callable(keep)]
     if unknown or uncallable:
-        raise ConfigError(
+        raise (ConfigError if unknown else ArgumentTypeError)(
             f"Expected {'keys of state' if unknown else 'functions as values'} in filter of Fabric.save, got "
             f"{unknown or uncallable}.",
             fix="map each key of state to filter to a function of (name, value).",

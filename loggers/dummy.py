@@ -34,6 +34,12 @@ class DummyLogger(Logger):
         """Do nothing."""
         return
 
+    def __getitem__(self, index: int) -> DummyLogger:
+        """Return itself, as the only one of a list of loggers."""
+        return self
+
+    __iter__ = None  # it has no end, and is not a sequence
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_"):  # copy and pickle ask for these, and must hear that they are absent
             raise AttributeError(name)

@@ -463,10 +463,14 @@ class Trainer(TrainerAttributes):
                 run.stop_coordination.begin_phase()
             results = by_loader(self._results, len(data.loaders), self._metrics.loaders_of_keys)
             if verbose and self.is_global_zero:
-                for table in tables_of(verb, results):
-                    self.print(table)
+                self._show_results(verb, results)
             self._finish(run)
         return results
+
+    def _show_results(self, verb: str, results: list[Mapping[str, float]]) -> None:
+        """Print the metrics of each loader."""
+        for table in tables_of(verb, results):
+            self.print(table)
 
     # --- the beginning and end of a run ----------------------------------------------------------------------------
 

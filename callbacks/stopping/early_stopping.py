@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ...errors import ConfigError, ModuleError, nearest
+from ...errors import ConfigError, MissingMetric, nearest
 from ..base import Callback
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class EarlyStopping(Callback):
 
     Raises:
         ConfigError: An argument is invalid.
-        ModuleError: In training: no metric of this name was logged.
+        MissingMetric: In training: no metric of this name was logged.
     """
 
     runs_last = True
@@ -253,7 +253,7 @@ class EarlyStopping(Callback):
     def _miss(self, trainer: Trainer) -> None:
         known = sorted(trainer.callback_metrics)
         if self.strict:
-            raise ModuleError(
+            raise MissingMetric(
                 f"EarlyStopping(monitor={self.monitor!r}): no metric of this name was logged"
                 f"{nearest(self.monitor, known)}; there are {known}.",
                 fix=f"log it with self.log({self.monitor!r}, ...), monitor one of those, or pass strict=False.",

@@ -22,6 +22,10 @@ MisconfigurationException = errors.LoopwrightError
 SIGTERMException = errors.StopBySignal
 
 
+class _TunerExitException(Exception):
+    """Ends a search of the tuner; raised by nothing here."""
+
+
 class PossibleUserWarning(UserWarning):
     """A warning that may be none."""
 

@@ -9,6 +9,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from torch import Tensor
+
 from ...data.tree import flatten_loaders, is_collection
 from ...trainer.hooks import Hook, data_bases, find_override, module_bases
 from ...trainer.loop.fit_loop import FitLoop
@@ -215,6 +217,16 @@ class LoopView:
         """The batches of an epoch."""
         return self
 
+    @staticmethod
+    def _print_results(results: list[dict[str, Tensor]], stage: str) -> None:
+        """Print the metrics of each loader; programs override it.
+
+        Args:
+            results: Metrics by name, one dict for each loader; shapes ().
+            stage: "validate" or "test".
+        """
+        print(_table_of(results, stage))  # noqa: T201  # as Lightning does
+
     def load_state_dict(self, state_dict: StateDict, prefix: str = "") -> NoReturn:
         """Raise an error, because a run restores its counts at its beginning."""
         refuse(f"load_state_dict of the loop for {self._stage!r}", _RESTORED)
@@ -263,18 +275,33 @@ def _count(evaluated: dict[str, list[int]], key: str, first: int, fire: Hook) ->
 
 
 def refuse_own_loop(name: str, loop: object) -> None:
-    """Raise an error for a loop of the program that does something of its own; accept any other.
+    """Raise an error for a loop of the program that does more of its own than to print results; accept any other.
 
     Raises:
         NotServed: Its class overrides methods.
     """
-    own = sorted(find_own(loop))
+    own = sorted(name for name, value in find_own(loop).items() if callable(value) or isinstance(value, property))
     methods = [method for method in own if not method.startswith("__") or method == "__init__"]
+    if methods == ["_print_results"]:
+        methods = []
     if not isinstance(loop, LoopView) or methods:
         refuse(
             f"trainer.{name} = {type(loop).__name__}, which has {', '.join(methods) or 'another base'},",
             "loops cannot be replaced; hooks of the module and callbacks run at each point of one",
         )
+
+
+def _table_of(results: list[dict[str, Tensor]], stage: str) -> str:
+    keys = list(dict.fromkeys(key for found in results for key in found))
+    names = {key: key.partition("/dataloader_idx_")[0] for key in keys}
+    rows = [[f"{stage.capitalize()} metric", *(f"DataLoader {index}" for index in range(len(results)))]]
+    for name in dict.fromkeys(names.values()):
+        values = ([found[key].item() for key in found if names[key] == name] for found in results)
+        rows.append([name, *(str(found[0]) if found else "" for found in values)])
+    widths = [max(len(row[column]) for row in rows) + 6 for column in range(len(rows[0]))]
+    line = "─" * sum(widths)
+    head, *body = ["".join(cell.center(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([line, head, line, *body, line])
 
 
 class TrainLoop(FitLoop):

@@ -16,17 +16,14 @@ NEVER_CALLED = {
     "Strategy": "_configure_launcher _reset_optimizers_and_schedulers _setup_model _setup_model_and_optimizers "
     "_setup_optimizer batch_to_device connect lightning_module_state_dict load_checkpoint "
     "load_model_state_dict load_optimizer_state_dict model_sharded_context model_to_device "
-    "on_exception on_predict_end on_predict_start on_test_end on_test_start on_train_batch_start "
-    "on_train_end on_train_start on_validation_end on_validation_start post_backward "
-    "post_training_step pre_backward predict_step process_dataloader remove_checkpoint "
-    "restore_checkpoint_after_setup save_checkpoint setup setup_optimizers setup_precision_plugin "
-    "tensor_init_context test_step training_step validation_step",
+    "on_exception post_backward post_training_step pre_backward process_dataloader remove_checkpoint "
+    "restore_checkpoint_after_setup save_checkpoint setup_optimizers setup_precision_plugin "
+    "tensor_init_context",
     "DDPStrategy": "_get_process_group_backend _register_ddp_hooks block_backward_sync configure_ddp "
     "determine_ddp_device_ids set_world_ranks",
     "FSDPStrategy": "_determine_device_ids _get_process_group_backend block_backward_sync set_world_ranks",
-    "Precision": "_after_closure _clip_gradients _wrap_closure backward clip_grad_by_norm clip_grad_by_value "
-    "clip_gradients connect main_params on_load_checkpoint on_save_checkpoint post_backward "
-    "pre_backward predict_step_context test_step_context train_step_context val_step_context",
+    "Precision": "_after_closure _clip_gradients _wrap_closure connect main_params on_load_checkpoint "
+    "on_save_checkpoint predict_step_context test_step_context train_step_context val_step_context",
     "SLURMEnvironment": "_validate_srun_used _validate_srun_variables",
     "CSVLogger": "_get_next_version",
     "TensorBoardLogger": "_get_next_version _sanitize_params",

@@ -81,5 +81,11 @@ def _step(managed: Any, closure: Callable[[], object] | None, **kwargs: object) 
     return result
 
 
+def _shown(managed: ManagedOptimizer) -> str:
+    return f"Lightning{managed.optimizer!r}"
+
+
+ManagedOptimizer.__repr__ = _shown  # type: ignore[method-assign]  # programs print it
+
 for _name in ("_on_before_step", "_on_after_step"):
     setattr(ManagedOptimizer, _name, _around_step(_name))

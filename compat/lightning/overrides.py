@@ -5,22 +5,13 @@ The methods of these classes differ in Loopwright, so an override can have no ef
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable
 from typing import Any  # Any in this file: members of the program's classes
 
-from .imports.absent import refuse
 from .never_called import NEVER_CALLED
 
 __all__ = ["check_overrides", "find_own"]
 
-# Methods of both, whose arguments differ -> what Loopwright passes.
-_CALLED = {
-    "strategy": {"backward": ("tensor",), "optimizer_step": ("optimizer",)},
-    "precision": {"optimizer_step": ("optimizer",)},
-    "accelerator": {},
-}  # type: dict[str, dict[str, tuple[str, ...]]]
 _STRATEGIES = ("Strategy", "DDPStrategy", "FSDPStrategy")
 _NOT_CALLED = {
     "strategy": {name for owner in _STRATEGIES for name in NEVER_CALLED[owner].split()},
@@ -30,32 +21,22 @@ _NOT_CALLED = {
 
 
 def check_overrides(part: object, kind: str) -> None:
-    """Warn of methods that are not called; refuse those that cannot be called with Loopwright's arguments.
+    """Warn of methods that are not called.
 
     Args:
         part: The object.
         kind: "strategy", "precision" or "accelerator".
-
-    Raises:
-        NotServed: A method takes Lightning's arguments.
     """
     own = find_own(part)
     if not own:
         return
     if kind == "precision" and "convert_input" in own:
         part.converts_input = True  # type: ignore[attr-defined]  # a precision
-    shown = type(part).__name__
-    for name, arguments in _CALLED[kind].items():
-        if name in own and callable(own[name]) and not _binds(own[name], len(arguments) + 1):
-            refuse(
-                f"{shown}.{name}({', '.join(list(inspect.signature(own[name]).parameters)[1:])}) of Lightning's {kind}",
-                f"here it is called with ({', '.join(arguments)})",
-            )
     vain = sorted(_NOT_CALLED[kind] & own.keys())
     if vain:
         warnings.warn(
-            f"{shown} overrides {', '.join(vain)} of Lightning's {kind}: Loopwright's has other methods, and does not "
-            "call these. See docs/migrating.md.",
+            f"{type(part).__name__} overrides {', '.join(vain)} of Lightning's {kind}: Loopwright's has other methods, "
+            "and does not call these. See docs/migrating.md.",
             stacklevel=4,
         )
 
@@ -68,11 +49,3 @@ def find_own(part: object) -> dict[str, Any]:
         if cls.__module__.partition(".")[0] not in ("loopwright", "builtins", "abc", "typing")
         for name, value in vars(cls).items()
     }
-
-
-def _binds(method: Callable[..., object], count: int) -> bool:
-    try:
-        inspect.signature(method).bind(*range(count))
-    except TypeError:
-        return False
-    return True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,14 +13,43 @@ from torch.optim import Optimizer
 
 from ...errors import ConfigError
 from ...precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from ...precision.base import DefaultDtype, cast_floats
+from ...strategies.deepspeed import precision as deepspeed
+from ...trainer.loop.optimizers import ManagedOptimizer
 from ...trainer.module import Module
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as ShardedDtypes
 
-__all__ = ["DoublePrecision", "FSDPPrecision", "HalfPrecision", "MixedPrecision", "Precision"]
+__all__ = ["DeepSpeedPrecision", "DoublePrecision", "FSDPPrecision", "HalfPrecision", "MixedPrecision", "Precision"]
 
 # Any in this file: a precision, and what a program passes on.
+
+
+def computed() -> None:
+    """Stand for the closure of an optimizer where the gradients are there already."""
+
+
+def _with_model(core: Any) -> Any:
+    """Return a method `optimizer_step` that accepts Lightning's arguments besides Loopwright's (optimizer, closure)."""
+
+    @wraps(core)
+    def optimizer_step(self: Any, optimizer: Optimizer, model: Any = None, closure: Any = None, **kwargs: Any) -> Any:
+        if closure is None and model is not None and not isinstance(model, nn.Module):
+            model, closure = None, model
+        if model is None and not kwargs:
+            return core(self, optimizer, closure)
+        if getattr(self, "scaler", None) is not None:
+            self.__dict__["_has_stepped"] = core(self, optimizer, None if closure is computed else closure)
+            return None
+        return optimizer.step(closure=closure, **kwargs)
+
+    del optimizer_step.__wrapped__  # its own signature is that of Lightning
+    return optimizer_step
+
+
+for _class in (Precision, MixedPrecision):
+    _class.optimizer_step = _with_model(_class.__dict__["optimizer_step"])  # type: ignore[method-assign]
 
 
 def _main_params(self: Any, optimizer: Optimizer) -> Iterator[Tensor]:
@@ -38,22 +68,41 @@ def _pass_on(self: Any, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
     return tensor
 
 
-def _backward(self: Any, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+def _backward(
+    self: Any, tensor: Tensor, model: nn.Module | None, optimizer: Optimizer | None = None, *args: Any, **kwargs: Any
+) -> None:
     """Run the backward pass, that of a LightningModule where there is one."""
-    others = args[1:] if args and (args[0] is None or isinstance(args[0], Optimizer)) else args
+    is_argument = optimizer is None or isinstance(optimizer, Optimizer | ManagedOptimizer)
+    others = args if is_argument else (optimizer, *args)
+    run = self.__dict__.get("_run_backward")  # of the strategy, while a program's own precision is at work
+    if run is not None:
+        run(tensor, *others, **kwargs)
+        return
     if isinstance(model, Module):
         model.backward(tensor, *others, **kwargs)
     else:
         tensor.backward(*others, **kwargs)
 
 
+def _clip_in_strategy(self: Any, optimizer: Optimizer, clip_val: float) -> bool:
+    """Clip as the strategy does, while a program's own precision is at work; return whether it is."""
+    run = self.__dict__.get("_run_clipping")
+    if run is not None:
+        self.__dict__["_norm"] = run(optimizer, clip_val)
+    return run is not None
+
+
 def _clip_by_value(self: Any, optimizer: Optimizer, clip_val: float) -> None:
     """Clip the gradients of an optimizer's parameters by value."""
+    if _clip_in_strategy(self, optimizer, clip_val):
+        return
     nn.utils.clip_grad_value_(self.main_params(optimizer), clip_val)
 
 
 def _clip_by_norm(self: Any, optimizer: Optimizer, clip_val: float) -> None:
     """Clip the gradients of an optimizer's parameters by their norm."""
+    if _clip_in_strategy(self, optimizer, clip_val):
+        return
     nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)
 
 
@@ -73,7 +122,8 @@ def _forward_context(self: Any) -> AbstractContextManager[object]:
     return context
 
 
-# Of programs that call a precision themselves; Loopwright calls none of these.
+# Of programs that call a precision themselves. Loopwright calls those around the backward pass and
+# for clipping, where they are overridden.
 _METHODS = {
     "main_params": _main_params,
     "connect": _connect,
@@ -88,6 +138,32 @@ _METHODS = {
 for _name, _method in _METHODS.items():
     setattr(Precision, _name, _method)
 MixedPrecision.autocast_context_manager = _forward_context  # type: ignore[attr-defined]
+
+
+class DeepSpeedPrecision(deepspeed.DeepSpeedPrecision):
+    """`DeepSpeedPrecision` that casts what Lightning's casts: a module in "bf16-true" and "16-true", and every input.
+
+    Args:
+        precision: See `loopwright.strategies.deepspeed.precision`.
+    """
+
+    @property
+    def _is_true(self) -> bool:
+        return not self.is_mixed and self.dtype is not torch.float32
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Return the module, in 16 bits if its parameters are to be; the engine's masters begin with these values."""
+        return module.to(self.dtype) if self._is_true else module
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast floating point tensors to the dtype of the forward pass."""
+        return cast_floats(data, self.dtype)
+
+    def module_init_context(self) -> AbstractContextManager[object]:
+        """Return the context in which a module is made in the dtype of its parameters."""
+        return DefaultDtype(self.dtype) if self._is_true else nullcontext()
+
+    tensor_init_context = module_init_context
 
 
 class _MadeBy(type):

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerAction
 
 from ... import profilers
+from ...messages import warn
 from ...profilers.pytorch import Session
 
 __all__ = ["PyTorchProfiler"]
 
 _KINDS = {"fit": "train", "validate": "validation"}
+# The default window is over after this number of steps.
+_STEPS_OF_WINDOW = 5
+_STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+
+# Libraries ask for the file that Lightning's profilers hold open while they write; here none is.
+profilers.Profiler._output_file = None  # type: ignore[attr-defined]
 
 
 def _record_always(step: int) -> ProfilerAction:
@@ -21,6 +29,8 @@ def _record_always(step: int) -> ProfilerAction:
 
 class PyTorchProfiler(profilers.PyTorchProfiler):
     """`lw.PyTorchProfiler`, whose `schedule=None` records an entire run.
+
+    So does the default in a run whose limits end it before the default window does.
 
     Args:
         args: See `lw.PyTorchProfiler`.
@@ -35,10 +45,32 @@ class PyTorchProfiler(profilers.PyTorchProfiler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # Any: see the base class
         self._records_all = "schedule" in kwargs and kwargs["schedule"] is None
+        self._is_default = "schedule" not in kwargs and kwargs.get("steps") is None
         if self._records_all:
             kwargs["schedule"] = _record_always
         super().__init__(*args, **kwargs)
         self.function_events: EventList | None = None
+
+    @property
+    def _schedule(self) -> object:  # None, or what says which steps are recorded
+        return None if self._records_all else self.schedule
+
+    def watch(self, module: nn.Module) -> None:
+        """Know the module of the run, and whether its Trainer takes enough steps for the default window.
+
+        Args:
+            module: The user's module.
+        """
+        super().watch(module)
+        trainer = getattr(module, "_trainer", None)
+        if trainer is None or not self._is_default:
+            return
+        stages = _STAGES.get(str(trainer.state.fn), ())
+        limits = [getattr(trainer, f"limit_{stage}_batches") for stage in stages]
+        self._records_all = any(type(limit) is int and 0 < limit < _STEPS_OF_WINDOW for limit in limits)
+        self.schedule = _record_always if self._records_all else self._action_at
+        if self._records_all:
+            warn("PyTorchProfiler: there are not enough steps for its default window; the entire run is recorded")
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Begin a run, and the window where that is the run itself.
@@ -53,9 +85,22 @@ class PyTorchProfiler(profilers.PyTorchProfiler):
         if self._records_all and not self.emit_nvtx:
             self._session = Session(self, _KINDS.get(stage, stage), 0)
 
+    def start(self, action_name: str) -> None:
+        """Note that an activity begins; outside of a run, the first one begins a window with `schedule=None`.
+
+        Args:
+            action_name: Name of the activity.
+        """
+        if self._records_all and self._session is None and self._stage is None and not self.emit_nvtx:
+            self._session = Session(self, "train", 0)
+        super().start(action_name)
+
     def keep(self, session: Session) -> None:
         """Keep the records and the table of a finished window, and write its files."""
-        self.function_events = session.profile.events()
+        events = session.profile.events()
+        if self._stage is None:  # there are no steps
+            events[:] = [event for event in events if not event.name.startswith("ProfilerStep")]
+        self.function_events = events
         super().keep(session)
 
     def name_of_module(self, path: str, module: object) -> str:

@@ -72,7 +72,8 @@ def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
 
 
 def get_human_readable_count(number: int) -> str:
-    """Return a count as text: "12.3 K"."""
+    """Return a count, 0 or more, as text: "12.3 K"."""
+    assert number >= 0, number
     return human_count(number)
 
 

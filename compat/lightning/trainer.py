@@ -45,6 +45,7 @@ from .module import LightningDataModule, LightningModule
 from .objects import keep_hyperparameters, part_hyperparameters, trust_objects, with_objects
 from .optimizers import replace_optimizers
 from .overrides import check_overrides
+from .own_parts import call_strategy_hooks, serve_overrides, set_strategy_up
 from .parity import switches
 from .profilers import PyTorchProfiler
 
@@ -83,8 +84,10 @@ class Trainer(trainer.Trainer):
         check_overrides(self.fabric.precision, "precision")
         check_overrides(self.fabric.accelerator, "accelerator")
         connectors.bind_strategy(self)
+        serve_overrides(self)
         self.state = TrainerState()
         self.evaluated: dict[str, list[int]] = {}
+        self._own_loops: dict[str, LoopView] = {}
         self.saving = _Saving(self)
         limits = {name: getattr(self.fit_loop, name) for name in ("max_epochs", "min_epochs", "max_steps", "min_steps")}
         self.fit_loop = TrainLoop(self, **limits)
@@ -199,6 +202,7 @@ class Trainer(trainer.Trainer):
         for change in switches.functions("before"):
             before = change(self, before)
         restore = super()._begin_fit(run, ckpt_path, is_trusted=is_trusted, before=before)
+        set_strategy_up(self)
         for change in switches.functions("step"):
             change(run)
         return restore
@@ -208,6 +212,7 @@ class Trainer(trainer.Trainer):
         datamodule: DataModule | None, *, is_trusted: bool,
     ) -> tuple[Run, EvalLoader]:  # fmt: skip
         run, data = super()._begin_evaluation(verb, model, dataloaders, ckpt_path, datamodule, is_trusted=is_trusted)
+        set_strategy_up(self)
         for change in switches.functions("evaluation"):
             change(run)
         return run, data
@@ -216,6 +221,7 @@ class Trainer(trainer.Trainer):
         """Return the run, whose accelerator is set up."""
         run = super().make_run(plan, module, datamodule)
         count_evaluations(self, run)
+        call_strategy_hooks(run)
         for change in switches.functions("run"):
             change(run)
         setup = getattr(self.accelerator, "setup", None)
@@ -240,23 +246,31 @@ class Trainer(trainer.Trainer):
             checkpoint = collect_attached(self, module, is_weights_only=bool(weights_only))
             self.saving.write(checkpoint, filepaths, storage_options)
 
+    def _take_loop(self, stage: str, name: str, loop: object) -> None:
+        refuse_own_loop(name, loop)
+        self._own_loops[stage] = cast("LoopView", loop)
+
+    def _show_results(self, verb: str, results: list[Mapping[str, float]]) -> None:
+        loop = self.validate_loop if verb == "validate" else self.test_loop
+        loop._print_results([{key: torch.tensor(value) for key, value in one.items()} for one in results], verb)
+
     @property
     def validate_loop(self) -> LoopView:
         """The validation of `trainer.validate`."""
-        return LoopView(self, "validation")
+        return self._own_loops.get("validation") or LoopView(self, "validation")
 
     @validate_loop.setter
     def validate_loop(self, loop: object) -> None:
-        refuse_own_loop("validate_loop", loop)
+        self._take_loop("validation", "validate_loop", loop)
 
     @property
     def test_loop(self) -> LoopView:
         """The loop of `trainer.test`."""
-        return LoopView(self, "test")
+        return self._own_loops.get("test") or LoopView(self, "test")
 
     @test_loop.setter
     def test_loop(self, loop: object) -> None:
-        refuse_own_loop("test_loop", loop)
+        self._take_loop("test", "test_loop", loop)
 
     @property
     def predict_loop(self) -> LoopView:

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from ...callbacks import Callback
-from ...errors import ModuleError
+from ...errors import MissingMetric
 from ...messages import warn
 from ..hooks import find_override, module_bases
 
@@ -45,7 +45,7 @@ class MonitoredNames:
         """Check names that begin with "val" against what the validation before training has logged.
 
         Raises:
-            ModuleError: A name is one that was logged, misspelled.
+            MissingMetric: A name is one that was logged, misspelled.
         """
         run = self._run
         logged = (key for accumulator in run.metrics.accumulators("validation") for key in accumulator.keys)
@@ -62,7 +62,7 @@ class MonitoredNames:
         """Check the names that are left against what training steps log.
 
         Raises:
-            ModuleError: A name is of a validation that there is not.
+            MissingMetric: A name is of a validation that there is not.
         """
         run = self._run
         known = {key for accumulator in run.metrics.accumulators("train") for key in accumulator.keys}
@@ -83,7 +83,7 @@ class MonitoredNames:
         """Check, at the end of an epoch, the names of a validation that there is not.
 
         Raises:
-            ModuleError: A name is of a validation that there is not.
+            MissingMetric: A name is of a validation that there is not.
         """
         run = self._run
         is_late = _has_late_callbacks(run) or _overrides(run.module, _LATE_HOOKS[:2], module_bases())
@@ -103,7 +103,7 @@ class MonitoredNames:
         fix = f"log it with self.log({name!r}, ...), or monitor one of those."
         is_certain = near is not None or where == _WITHOUT_VALIDATION
         if is_error and is_certain and not self._run.has_ranks:  # a rank may log what others do not
-            raise ModuleError(what, fix=fix)
+            raise MissingMetric(what, fix=fix)
         warn(f"{what} To fix it: {fix}")
 
 

@@ -35,8 +35,6 @@ _HOMES = {
     "strategies": "DDPStrategy DataParallelStrategy DeepSpeedStrategy FSDPStrategy LayerSync "
     "ModelParallelStrategy ParallelStrategy SingleDeviceStrategy SingleDeviceXLAStrategy Strategy TorchSyncBatchNorm "
     "XLAFSDPStrategy XLAStrategy SingleTPUStrategy=SingleDeviceXLAStrategy",
-    "strategies.deepspeed.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin=DeepSpeedPrecision",
-    "trainer.loop.optimizers": "LightningOptimizer=ManagedOptimizer",
     "trainer.loop.schedule": "LRSchedulerConfig",
     "tuner": "Tuner _LRFinder=LearningRateCurve",
     f"{_OWN}.cli.argument_parser": "LRSchedulerTypeTuple LightningArgumentParser ReduceLROnPlateau",
@@ -51,7 +49,7 @@ _HOMES = {
     f"{_OWN}.enums": "GradClipAlgorithmType Interval LightningEnum RestartStage RunningStage "
     "TrainerFn TrainerState TrainerStatus WriteInterval",
     f"{_OWN}.errors": "LightningDeprecationWarning MisconfigurationException PossibleUserWarning SIGTERMException "
-    "disable_possible_user_warnings",
+    "_TunerExitException disable_possible_user_warnings",
     f"{_OWN}.fabric": "Fabric find_free_network_port _unwrap_objects=unwrap_objects",
     "fabric.dataloaders": "_FabricDataLoader=FabricDataLoader",
     "fabric.wrappers": "_FabricModule=FabricModule _FabricOptimizer=FabricOptimizer",
@@ -60,7 +58,7 @@ _HOMES = {
     f"{_OWN}.utilities.logger_params": "_add_prefix=add_prefix _convert_json_serializable=convert_json_serializable "
     "_convert_params=convert_params _flatten_dict=flatten_dict _sanitize_callable_params=sanitize_callable_params "
     "_sanitize_params=sanitize_params _scan_checkpoints=scan_checkpoints",
-    f"{_OWN}.utilities.files": "_NotYetLoadedTensor _is_dir _lazy_load get_filesystem "
+    f"{_OWN}.utilities.files": "_NotYetLoadedTensor _atomic_save _is_dir _lazy_load _load get_filesystem "
     "load_hparams_from_tags_csv load_hparams_from_yaml "
     "save_hparams_to_tags_csv save_hparams_to_yaml is_shared_filesystem",
     f"{_OWN}.utilities.hparams": "HyperparametersMixin clean_namespace collect_init_args get_init_args is_picklable "
@@ -72,10 +70,11 @@ _HOMES = {
     "recursive_detach",
     f"{_OWN}.module": "CheckpointHooks DataHooks LightningDataModule LightningModule ModelHooks "
     "_load_from_checkpoint=load_from_checkpoint",
-    f"{_OWN}.optimizer": "_MockOptimizer do_nothing_closure",
+    f"{_OWN}.optimizer": "LightningOptimizer=ManagedOptimizer _MockOptimizer do_nothing_closure",
     f"{_OWN}.utilities.parameters": "_materialize_meta_tensors _setup_activation_checkpointing find_shared_parameters "
     "from_compiled grad_norm is_overridden is_param_in_hook_signature set_shared_parameters to_uncompiled",
-    f"{_OWN}.precision": "DoublePrecision HalfPrecision MixedPrecision Precision "
+    f"{_OWN}.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin=DeepSpeedPrecision "
+    "DoublePrecision HalfPrecision MixedPrecision Precision "
     "DoublePrecisionPlugin=DoublePrecision HalfPrecisionPlugin=HalfPrecision "
     "MixedPrecisionPlugin=MixedPrecision PrecisionPlugin=Precision "
     "FSDPMixedPrecisionPlugin=FSDPPrecision FSDPPrecision FSDPPrecisionPlugin=FSDPPrecision",
@@ -86,7 +85,8 @@ _HOMES = {
     "rank_zero_debug rank_zero_deprecation "
     "rank_zero_info "
     "rank_zero_only rank_zero_warn",
-    f"{_OWN}.utilities.sizes": "convert_tensors_to_scalars convert_to_tensors extract_batch_size has_iterable_dataset "
+    f"{_OWN}.utilities.sizes": "apply_to_collection "
+    "convert_tensors_to_scalars convert_to_tensors extract_batch_size has_iterable_dataset "
     "has_len "
     "has_len_all_ranks sized_len suggested_max_num_workers DistributedSamplerWrapper UnrepeatedDistributedSampler "
     "UnrepeatedDistributedSamplerWrapper",

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import csv
+import io
 import socket
 from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import fsspec
+import torch
 from fsspec.core import url_to_fs
 
 from ....checkpoint import storage
 from ....checkpoint.tensors import AnyTensor, map_tensors, read_tensor
+from ....protocols import MapLocation
 from ....strategies import Strategy
 
 __all__ = [
@@ -40,6 +44,25 @@ def _is_dir(fs: Any, path: str | Path, strict: bool = False) -> bool:  # Any: fs
     """
     is_store = type(fs).__name__ in ("GCSFileSystem", "S3FileSystem", "AzureBlobFileSystem")
     return (is_store and not strict) or bool(fs.isdir(str(path)))
+
+
+def _load(
+    path_or_url: str | Path | IO[bytes], map_location: MapLocation = None, weights_only: bool | None = None
+) -> object:  # a nested checkpoint
+    """Return the content of a checkpoint, as `torch.load` does; a path may be an fsspec URL."""
+    if not isinstance(path_or_url, str | Path):
+        return torch.load(path_or_url, map_location=map_location, weights_only=weights_only)
+    with fsspec.open(str(path_or_url), "rb") as file:
+        return torch.load(file, map_location=map_location, weights_only=weights_only)
+
+
+def _atomic_save(checkpoint: object, filepath: str | Path) -> None:
+    """Write an object as `torch.save` does: completely, or not at all. The path may be an fsspec URL."""
+    content = io.BytesIO()
+    torch.save(checkpoint, content)
+    fs, path = url_to_fs(str(filepath))
+    with fs.transaction, fs.open(path, "wb") as file:
+        file.write(content.getvalue())
 
 
 def is_shared_filesystem(strategy: Strategy, path: str | Path | None = None, timeout: int = 3) -> bool:

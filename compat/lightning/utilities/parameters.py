@@ -111,14 +111,26 @@ def is_param_in_hook_signature(
 
 
 def from_compiled(model: nn.Module) -> nn.Module:
-    """Return the module that torch.compile was given."""
-    return to_uncompiled(model)
+    """Return the module that torch.compile was given.
+
+    Raises:
+        ValueError: It is not a compiled LightningModule.
+    """
+    original = getattr(model, "_orig_mod", None)
+    if not isinstance(original, Module):
+        raise ValueError(f"Expected a LightningModule that torch.compile returned, got {type(model).__name__}.")
+    return original
 
 
 def to_uncompiled(model: nn.Module) -> nn.Module:
-    """Return the module that torch.compile was given; one that is not compiled as it is."""
+    """Return the module that torch.compile was given; one that is not compiled as it is.
+
+    Raises:
+        ValueError: It is not a LightningModule.
+    """
     original = getattr(model, "_orig_mod", model)
-    assert isinstance(original, nn.Module)
+    if not isinstance(original, Module):
+        raise ValueError(f"Expected a LightningModule, compiled or not, got {type(model).__name__}.")
     return original
 
 

@@ -53,6 +53,10 @@ class _RankZeroOnly:
     def rank(self, rank: int) -> None:
         self._assigned = rank
 
+    @rank.deleter
+    def rank(self) -> None:
+        self._assigned = None
+
     @overload
     def __call__(self, fn: Callable[P, T]) -> Callable[P, T | None]: ...
 
@@ -72,7 +76,6 @@ class _RankZeroOnly:
 rank_zero_only = _RankZeroOnly()
 
 
-@rank_zero_only
 def get_rank() -> int | None:
     """Return the rank that the environment names; None if it names none."""
     found = (os.environ.get(name) for name in _RANK_VARIABLES)

@@ -302,3 +302,90 @@ def test_a_step_that_the_program_does_not_count(parity: bool, tmp_path: Path) ->
     trainer = fit(tmp_path, module=module, enable_checkpointing=False)
     assert trainer.global_step == 9
     assert module.calls == ["before", "after"] * 9
+
+
+def test_a_strategy_of_lightnings_interface_is_called_with_its_arguments(tmp_path: Path) -> None:
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    class Noting(SingleDeviceStrategy):
+        calls: list[Any] = []
+
+        def setup(self, trainer: Any) -> None:
+            super().setup(trainer)  # type: ignore[misc]
+            self.calls.append(("setup", len(trainer.optimizers)))
+
+        def on_train_start(self) -> None:
+            self.calls.append("on_train_start")
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            self.calls.append(("training_step", batch_idx))
+            return super().training_step(batch, batch_idx)  # type: ignore[misc]
+
+        def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+            self.calls.append(("backward", type(optimizer).__name__))
+            super().backward(2 * closure_loss, optimizer, *args, **kwargs)
+
+        def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+            self.calls.append(("optimizer_step", type(model).__name__, closure()))
+            return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[call-arg]
+
+    module = make_module()
+    by_hand = copy.deepcopy(module.layer)
+    fit(tmp_path, module=module, strategy=Noting("cpu"), max_steps=1, enable_checkpointing=False)
+    assert Noting.calls == [
+        ("setup", 1), "on_train_start", ("training_step", 0), ("backward", "SGD"), ("optimizer_step", "Line", None),
+    ]  # fmt: skip
+    (2 * by_hand(batches()[0]).square().mean()).backward()
+    torch.optim.SGD(by_hand.parameters(), lr=0.1).step()
+    assert torch.equal(module.layer.weight, by_hand.weight)
+
+
+def test_a_precision_of_lightnings_interface_is_called_with_its_arguments(tmp_path: Path) -> None:
+    from lightning.pytorch.plugins import Precision
+
+    class Noting(Precision):
+        calls: list[str] = []
+
+        def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+            self.calls.append(f"pre_backward {type(module).__name__}")
+            return 2 * tensor
+
+        def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            self.calls.append("backward")
+            super().backward(tensor, model, optimizer, *args, **kwargs)  # type: ignore[misc]
+
+        def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+            self.calls.append("post_backward")
+            return tensor
+
+        def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+            self.calls.append(f"clip_gradients {clip_val} {gradient_clip_algorithm.value}")
+            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)  # type: ignore[misc]
+
+        def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
+            self.calls.append("optimizer_step")
+            return super().optimizer_step(optimizer, model, closure, **kwargs)  # type: ignore[call-arg]
+
+    module = make_module()
+    by_hand = copy.deepcopy(module.layer)
+    options: Any = {"max_steps": 1, "enable_checkpointing": False, "gradient_clip_val": 0.01}
+    fit(tmp_path, module=module, plugins=[Noting()], **options)
+    assert Noting.calls == [
+        "pre_backward Line", "backward", "post_backward", "clip_gradients 0.01 norm", "optimizer_step",
+    ]  # fmt: skip
+    (2 * by_hand(batches()[0]).square().mean()).backward()
+    nn.utils.clip_grad_norm_(by_hand.parameters(), 0.01)
+    torch.optim.SGD(by_hand.parameters(), lr=0.1).step()
+    assert torch.equal(module.layer.weight, by_hand.weight)
+
+
+@pytest.mark.parametrize("name", ["bf16-true", "16-true"])
+def test_deepspeeds_precision_casts_as_lightnings_does(name: str) -> None:
+    from lightning.pytorch.plugins import DeepSpeedPrecision
+
+    precision = DeepSpeedPrecision(name)
+    dtype = {"bf16-true": torch.bfloat16, "16-true": torch.float16}[name]
+    with precision.module_init_context():
+        assert nn.Linear(1, 1).weight.dtype is dtype
+    assert precision.convert_module(nn.Linear(1, 1)).weight.dtype is dtype
+    assert precision.convert_input({"x": torch.ones(1), "y": torch.ones(1, dtype=torch.long)})["x"].dtype is dtype

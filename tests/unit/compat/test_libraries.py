@@ -331,15 +331,11 @@ def test_parts_that_override_lightnings_methods_are_reported() -> None:
             super().__init__(device=device)
             self.depth = depth
 
-        def setup(self, trainer: Any) -> None:
+        def setup_optimizers(self, trainer: Any) -> None:
             """Lightning calls it."""
 
-    class Backward(SingleDeviceStrategy):
-        def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-            """Lightning calls it so."""
-
-    class Clip(Precision):
-        def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+    class Connect(Precision):
+        def connect(self, *args: Any, **kwargs: Any) -> None:
             """Lightning calls it."""
 
     class Card(CPUAccelerator):
@@ -357,17 +353,15 @@ def test_parts_that_override_lightnings_methods_are_reported() -> None:
         assert StrategyRegistry["mine"] == {
             "description": "of a program", "init_params": {"depth": 3}, "strategy": Mine,
         }  # fmt: skip
-        with pytest.warns(UserWarning, match="Mine overrides setup of Lightning's strategy"):
+        with pytest.warns(UserWarning, match="Mine overrides setup_optimizers of Lightning's strategy"):
             trainer = L.Trainer(strategy="mine", **{**QUIET, "accelerator": "card"})
         assert isinstance(trainer.strategy, Mine)
         assert type(trainer.strategy) is Mine
         assert type(trainer.accelerator) is Card
         trainer.validate(make_model()())
         assert trainer.accelerator.trainer is trainer
-        with pytest.warns(UserWarning, match="Clip overrides clip_gradients of Lightning's precision"):
-            L.Trainer(plugins=Clip(), **QUIET)
-        with pytest.raises(NotServed, match="closure_loss, optimizer"):
-            L.Trainer(strategy=Backward(), **QUIET)
+        with pytest.warns(UserWarning, match="Connect overrides connect of Lightning's precision"):
+            L.Trainer(plugins=Connect(), **QUIET)
     finally:
         StrategyRegistry.remove("mine")
         AcceleratorRegistry.remove("card")
@@ -641,6 +635,23 @@ def test_parts_of_arguments_and_loops_of_the_program() -> None:
     assert isinstance(trainer.test_loop, _EvaluationLoop)
     with pytest.raises(NotServed, match=r"Own.*run"):
         trainer.test_loop = Own(trainer, "test")
+
+    class Printing(_EvaluationLoop):
+        seen: list[Any] = []
+
+        @staticmethod
+        def _print_results(results: Any, stage: str) -> None:
+            Printing.seen.append((stage, {key: value.item() for key, value in results[0].items()}))
+
+    trainer.test_loop = Printing(trainer, "test")
+
+    class Model(make_model()):  # type: ignore[misc]
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("score", 2.0)
+
+    assert trainer.test(Model()) == [{"score": 2.0}]
+    assert Printing.seen == [("test", {"score": 2.0})]
+    trainer = L.Trainer(**QUIET)
     trainer._model = model = nn.Linear(1, 1)
     assert trainer.lightning_module is model
 
@@ -779,3 +790,92 @@ def test_a_logger_whose_version_is_assigned_writes_another_run(name: str, tmp_pa
         trainer.fit_loop.max_epochs += 1
     assert [sorted(one.name for one in tmp_path.glob(f"fold_{fold}/*"))[0] for fold in range(2)] == ["checkpoints"] * 2
     assert len({len(list(tmp_path.glob(f"fold_{fold}/*"))) for fold in range(2)}) == 1
+
+
+def test_a_run_that_is_shorter_than_the_profilers_window_is_recorded(tmp_path: Path) -> None:
+    import lightning as L
+    from lightning.pytorch.profilers import PyTorchProfiler
+
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="short")
+    with pytest.warns(UserWarning, match="not enough steps for its default window"):
+        L.Trainer(fast_dev_run=1, profiler=profiler, **QUIET).fit(make_model()())
+    names = {event.name for event in profiler.function_events or []}
+    assert "[pl][profile][Strategy]SingleDeviceStrategy.validation_step" in names
+    assert (tmp_path / "fit-short.txt").read_text()
+
+
+def test_a_profiler_records_outside_of_a_run() -> None:
+    from lightning.pytorch.profilers import PyTorchProfiler
+
+    profiler = PyTorchProfiler(schedule=None)
+    with profiler.profile("outer"):
+        torch.ones(3)
+        with profiler.profile("inner"):
+            torch.zeros(3)
+    profiler.describe()
+    names = {event.name for event in profiler.function_events or []}
+    assert {"[pl][profile]outer", "[pl][profile]inner", "aten::zeros"} <= names
+    assert not any(name.startswith("ProfilerStep") for name in names)
+
+
+def test_small_names_mean_what_they_mean_in_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from unittest.mock import patch
+
+    from lightning.fabric.utilities.apply_func import apply_to_collection
+    from lightning.fabric.utilities.cloud_io import _atomic_save, _load
+    from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.loggers.logger import DummyLogger
+    from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
+    from lightning.pytorch.utilities.model_summary import get_human_readable_count
+
+    _atomic_save({"a": torch.ones(2)}, tmp_path / "a.pt")
+    assert torch.equal(_load(tmp_path / "a.pt")["a"], torch.ones(2))
+    assert apply_to_collection([1, "x"], int, lambda number: number + 1) == [2, "x"]
+    monkeypatch.setenv("RANK", "3")
+    assert _get_rank() == 3
+    with patch.object(rank_zero_only, "rank", 1):
+        assert rank_zero_only(lambda: 5)() is None
+    assert repr(LightningOptimizer(torch.optim.SGD([torch.ones(1)], lr=1.0))).startswith("LightningSGD")
+    assert DummyLogger()[0].experiment.anything(1) is None
+    module = make_model()()
+    assert to_uncompiled(module) is module
+    with pytest.raises(ValueError, match="Linear"):
+        from_compiled(torch.nn.Linear(1, 1))
+    with pytest.raises(AssertionError):
+        get_human_readable_count(-1)
+
+
+def test_errors_have_the_classes_that_programs_catch(tmp_path: Path) -> None:
+    import lightning as L
+    from lightning.pytorch.accelerators import CPUAccelerator
+    from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, LambdaCallback
+
+    for make in (lambda: LambdaCallback(on_nothing=print), lambda: GradientAccumulationScheduler({})):
+        with pytest.raises(TypeError):
+            make()
+    with pytest.raises(TypeError):
+        CPUAccelerator.parse_devices([])
+    with pytest.raises(RuntimeError, match="nothing"):
+        L.Trainer(max_epochs=1, callbacks=[EarlyStopping("nothing")], **QUIET).fit(make_model()())
+    fabric = L.Fabric(accelerator="cpu", devices=1)
+    with pytest.raises(TypeError):
+        fabric.launch(1)
+    with pytest.raises(TypeError):
+        fabric.save(tmp_path / "a.ckpt", {"a": 1}, filter={"a": 1})
+    fabric.save(tmp_path / "a.ckpt", {"a": 1})
+    with pytest.raises(KeyError, match="b"):
+        fabric.load(tmp_path / "a.ckpt", {"b": 1})
+
+
+def test_metrics_of_an_evaluation_are_printed_as_lightning_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+    import lightning as L
+
+    class Model(make_model()):  # type: ignore[misc]
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("score", 2.0)
+
+    L.Trainer(**QUIET).test(Model())
+    _, head, _, row, _ = capsys.readouterr().out.splitlines()
+    assert head.split() == ["Test", "metric", "DataLoader", "0"]
+    assert row.split() == ["score", "2.0"]
