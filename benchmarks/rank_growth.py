@@ -54,8 +54,9 @@ def describe_rank_growth(rows: list[dict[str, Any]]) -> list[str]:
         "threads and calls of Python functions, medians of steps, averaged over the ranks; collectives in a step; CPU "
         "time from the start of the interpreter to the end of the launch, imports included. Wall time is not shown: "
         "the processes share the cores of one machine, and the CPU time of a step also holds what switching between "
-        "them costs. Exponent: as above. Target: at most 1; none, or 0 from two ranks on, for calls, "
-        "collectives and start. With one rank the Trainer wraps nothing and communicates nothing.",
+        "them costs. Exponent: as above. Target: at most 1; none, or 0 from two ranks on, for calls, collectives and "
+        "start. With one rank the Trainer wraps nothing and communicates nothing. Where a step takes 10 ms of wall "
+        "time, as with many processes on few cores, its timeline measures each step, in more calls.",
         table(
             ("", "cost of", "unit", *(f"{size}" for size in rows[0]["sizes"]), "exponent"),
             (
