@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..remote import absolute_place
 from .base import Lock, Metrics, scalars
 from .folder import DEFAULT_NAME, FolderLogger, keep_old_file
 from .hyperparameters import plain_hyperparameters
@@ -27,7 +28,7 @@ class CSVLogger(FolderLogger):
     in one atomic exchange.
 
     Args:
-        save_dir: Directory of all runs, on this machine.
+        save_dir: Directory of all runs, or URL that fsspec understands.
         name: Name of the experiment; None or "": no directory for it.
         version: Number N for `version_N`, or a text that is used as it is; None: the next free number.
         prefix: Text before each metric's name, joined by "-".
@@ -59,7 +60,7 @@ class CSVLogger(FolderLogger):
     @property
     def experiment(self) -> ExperimentWriter:
         """The writer of the file, which holds the rows that are not written yet."""
-        return self._opened(lambda: ExperimentWriter(self.log_dir))
+        return self._opened(lambda: ExperimentWriter(self.files_dir))
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Add one row; it reaches the disk at the next write.
@@ -73,6 +74,7 @@ class CSVLogger(FolderLogger):
         """
         if self.is_silent:
             return
+        self._send_if_due()  # before the row: where this fails, the row is logged again later
         row = scalars(metrics, prefix=self._prefix, group_separator=self.group_separator)
         with self._lock:
             row["step"] = chosen = self._next_step(metrics.get("step") if step is None else step)
@@ -104,21 +106,27 @@ class CSVLogger(FolderLogger):
             if not self.is_silent and self._experiment is not None and self._experiment.metrics:
                 self._experiment.save()
                 self._flushed_step = self._step
+        if not self.is_silent:
+            self._send_if_due()
 
     def finalize(self, status: str) -> None:
         """Write the pending rows."""
-        self.save()
+        if not self.is_silent:
+            self.save()
+            self.send_files(is_end=True)
 
     def state_dict(self) -> StateDict:
         """Write the pending rows durably and return where the file stands, so that a resumed run continues there."""
         if self.is_silent:
             return {}
         self.save()
+        position = self.experiment.position()
+        self.send_files()
         return {
-            "log_dir": os.path.abspath(self.log_dir),
+            "log_dir": absolute_place(self.log_dir),
             "version": self.version,
             "step": self._step,
-            **self.experiment.position(),
+            **position,
         }
 
     def _close(self) -> None:
@@ -132,7 +140,7 @@ class CSVLogger(FolderLogger):
 
     def _restore(self, state: StateDict) -> None:
         self._step = self._flushed_step = state["step"]
-        self._experiment = ExperimentWriter(self.log_dir, resume_from=state)
+        self._experiment = ExperimentWriter(self.files_dir, resume_from=state)
 
 
 class ExperimentWriter:

@@ -1,131 +1,37 @@
-"""`FolderLogger`, the base of loggers that write files, and `RunFolder`, the folder of one run."""
+"""`FolderLogger`, the base of loggers that write files."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import re
 from abc import abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from ..messages import warn
-from .base import Lock, Logger, RunLogger, current_rank
-from .hyperparameters import to_yaml
+from ..remote import real_place
+from .base import Logger, RunLogger
 
 if TYPE_CHECKING:
     from ..protocols import StateDict
+    from .run_folder import RunFolder
 
-__all__ = ["DEFAULT_NAME", "FolderLogger", "RunFolder", "keep_old_file", "replace_file", "share_version"]
+__all__ = ["DEFAULT_NAME", "FolderLogger", "keep_old_file", "replace_file", "share_version"]
 
 DEFAULT_NAME = "loopwright_logs"
 
 _log = logging.getLogger(__name__)
-_VERSION_FOLDER = re.compile(r"version_(\d+)")
-
-
-class RunFolder:
-    """One run's folder, `save_dir/name/version_N`, whose number is taken at the first access.
-
-    Two loggers share a folder by holding the same RunFolder.
-
-    Args:
-        save_dir: Directory on this machine; `~` and environment variables are expanded.
-        name: Name of the experiment; None or "": no directory for it.
-        version: Number N for `version_N`, or a text that is used as it is; None: the next free number.
-
-    Raises:
-        ConfigError: `save_dir` is a URL, or `version` is not of these types.
-    """
-
-    def __init__(self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None) -> None:
-        text = os.path.expandvars(os.path.expanduser(os.fspath(save_dir))).removeprefix("file://")
-        if "://" in text:
-            raise ConfigError(
-                f"save_dir={text!r} is a URL, but loggers of this version write to local directories.",
-                fix="pass a local directory and copy it afterwards.",
-            )
-        is_number = isinstance(version, int) and not isinstance(version, bool) and version >= 0
-        if not (version is None or is_number or isinstance(version, str)):
-            raise ConfigError(
-                f"version={version!r} is of type {type(version).__name__}; expected a number from 0, a text or None.",
-                fix="pass version=3 for the folder 'version_3', version='name' for 'name', or leave it out.",
-            )
-        self.save_dir = text
-        self.name = name or ""
-        self.root_dir = os.path.join(text, self.name) if self.name else text
-        self.requested_version = version
-        self.known_rank: int | None = None
-        self._version = version
-        self._is_claimed = False
-        self._lock = Lock()  # loggers that share the folder may write on threads of their own
-
-    @property
-    def is_resolved(self) -> bool:
-        """Whether the version is known already; if not, reading it takes the next free number."""
-        return self._version is not None
-
-    @property
-    def version(self) -> int | str:
-        """The run's version. The first call makes the folder on rank zero, so that no other process takes it.
-
-        On other ranks it is a guess until rank zero has sent its version.
-        """
-        with self._lock:
-            if self._version is None:
-                rank = current_rank() if self.known_rank is None else self.known_rank
-                self._version = self._claim_next() if rank == 0 else self._next()
-            return self._version
-
-    @property
-    def path(self) -> str:
-        """Directory of the run."""
-        return self.path_of(self.version)
-
-    def path_of(self, version: int | str) -> str:
-        """Return the directory that a version has here."""
-        return os.path.join(self.root_dir, version if isinstance(version, str) else f"version_{version}")
-
-    def continue_in(self, version: int | str) -> None:
-        """Use the folder of an earlier run; an empty one that this process created is removed."""
-        if self._is_claimed and self._version != version:
-            with contextlib.suppress(OSError):  # not empty, or missing: it must not be removed
-                os.rmdir(self.path)
-            self._is_claimed = False
-        self._version = version
-
-    def fresh(self) -> RunFolder:
-        """Return a folder with the same arguments that has no version yet, unless one was requested."""
-        folder = RunFolder(self.save_dir, self.name, self.requested_version)
-        folder.known_rank = self.known_rank
-        return folder
-
-    def _next(self) -> int:
-        if not os.path.isdir(self.root_dir):
-            return 0
-        found = (_VERSION_FOLDER.fullmatch(entry) for entry in os.listdir(self.root_dir))
-        return max((int(match[1]) for match in found if match), default=-1) + 1
-
-    def _claim_next(self) -> int:
-        os.makedirs(self.root_dir, exist_ok=True)
-        version = self._next()
-        while True:
-            try:
-                os.mkdir(self.path_of(version))  # atomic: of two processes that try, one gets the number
-            except FileExistsError:
-                version += 1
-            else:
-                self._is_claimed = True
-                return version
 
 
 class FolderLogger(RunLogger):
-    """Base of loggers that write files on this machine.
+    """Base of loggers that write files: on this machine, or through a copy on this machine to a URL.
+
+    At a URL, what is new is sent every 15 seconds, or less often if that takes more than 5 % of the time; and at once
+    with hyperparameters, before each checkpoint, and when the run ends.
 
     Args:
-        save_dir: Directory of all runs; this or its alias `root_dir` is required.
+        save_dir: Directory of all runs, or URL that fsspec understands; this or its alias `root_dir` is required.
         name: Name of the experiment; None or "": no directory for it.
         version: Number N for `version_N`, or a text that is used as it is; None: the next free number.
         prefix: Text before each metric's name, joined by "-".
@@ -150,6 +56,8 @@ class FolderLogger(RunLogger):
                 "expected exactly one of them, because they mean the same.",
                 fix=f"pass one directory, for example {type(self).__name__}('logs').",
             )
+        from .run_folder import RunFolder  # not imported where nothing is logged to files
+
         super().__init__(prefix)
         self._folder = RunFolder(directory, name, version)
         self._owns_hparams_file = False
@@ -176,9 +84,8 @@ class FolderLogger(RunLogger):
     def move_to(self, version: int | str | None) -> None:
         """Finish the files so far, and start a new run: in the folder of this version, or of the next free number."""
         self._close()
-        folder = RunFolder(self._folder.save_dir, self._folder.name, version)
-        folder.known_rank = self._folder.known_rank
-        self._folder = folder
+        self.send_files()
+        self._folder = self._folder.with_version(version)
         self._is_resumed = self._owns_hparams_file = False
         self._step = -1
 
@@ -198,15 +105,36 @@ class FolderLogger(RunLogger):
 
     @property
     def log_dir(self) -> str:
-        """Directory of this run: `save_dir/name/version_N`."""
+        """Directory or URL of this run: `save_dir/name/version_N`."""
         return self._in_folder(self._placed().path)
+
+    @property
+    def files_dir(self) -> str:
+        """Directory on this machine that holds the run's files: `log_dir`, or the copy that is sent to a URL."""
+        folder = self.log_dir
+        return self._folder.new_local(folder) if self.is_silent else self._folder.local(folder)
+
+    def send_files(self, *, is_end: bool = False) -> None:
+        """Send what is new in `files_dir` if `log_dir` is a URL; nothing happens otherwise.
+
+        Args:
+            is_end: Whether the run ends: a file that was sent in parts is put together.
+
+        Raises:
+            OSError: The store did not take it; a later call sends it.
+        """
+        if self._folder.remote is not None:
+            self._folder.remote.send(is_end=is_end)
+
+    def _send_if_due(self) -> None:
+        if self._folder.remote is not None:
+            self._folder.remote.send_if_due()
 
     def _placed(self) -> RunFolder:
         """Return the run's folder, where a subclass that defines `name` or `version` puts it."""
         kind = type(self)
         if kind.name is not FolderLogger.name and (self.name or "") != self._folder.name:
-            self._folder = RunFolder(self._folder.save_dir, self.name, self._folder.requested_version)
-            self._folder.known_rank = self.known_rank
+            self._folder = self._folder.with_name(self.name, self._folder.requested_version)
         if kind.version is not FolderLogger.version:
             self._folder.continue_in(self.version)
         return self._folder
@@ -224,12 +152,14 @@ class FolderLogger(RunLogger):
         recorded, version = state_dict["log_dir"], state_dict["version"]
         log_dir = self._in_folder(self._folder.path_of(version))
         requested = self._folder.requested_version
-        is_same_place = os.path.realpath(log_dir) == os.path.realpath(recorded)
+        is_same_place = real_place(log_dir) == real_place(recorded)
         is_other_version = requested is not None and self._folder.path_of(requested) != self._folder.path_of(version)
-        if not is_other_version and self._recognizes(log_dir, state_dict, is_same_place):
+        if not is_other_version and self._recognizes(self._folder.local(log_dir), state_dict, is_same_place):
             self._folder.continue_in(version)
             self._restore(state_dict)
             self._is_resumed = True
+            if self._folder.remote is not None:
+                self._folder.remote.forget(self.log_dir)  # the end of the files may be dropped
             return
         if self._folder.is_resolved:
             self._folder = self._folder.fresh()
@@ -267,6 +197,7 @@ class FolderLogger(RunLogger):
                 file.write(to_png(pixels))
             if options.get("caption"):
                 replace_file(f"{stem}.txt", str(options["caption"]))
+        self._send_if_due()
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Write text as `media/<key>/<step>.txt` in the run's folder; a second one of a step replaces the first.
@@ -281,9 +212,10 @@ class FolderLogger(RunLogger):
         """
         if not self.is_silent:
             replace_file(os.path.join(self._media_folder(key), f"{self._at(step)}.txt"), text)
+            self._send_if_due()
 
     def _media_folder(self, key: str) -> str:
-        root = os.path.join(self.log_dir, "media")
+        root = os.path.join(self.files_dir, "media")
         folder = os.path.normpath(os.path.join(root, key))
         if not folder.startswith(f"{root}{os.sep}"):
             raise ConfigError(
@@ -314,9 +246,11 @@ class FolderLogger(RunLogger):
         return chosen
 
     def _write_hparams(self) -> None:
+        from .hyperparameters import to_yaml
+
         text = to_yaml(self.hparams)
-        path = os.path.join(self.log_dir, self.NAME_HPARAMS_FILE)
-        os.makedirs(self.log_dir, exist_ok=True)
+        path = os.path.join(self.files_dir, self.NAME_HPARAMS_FILE)
+        os.makedirs(self.files_dir, exist_ok=True)
         if not (self._owns_hparams_file or self._is_resumed) and os.path.exists(path):
             with open(path, encoding="utf-8") as file:
                 is_different = file.read() != text
@@ -324,6 +258,7 @@ class FolderLogger(RunLogger):
                 keep_old_file(path)
         replace_file(path, text)
         self._owns_hparams_file = True
+        self.send_files()
 
 
 def share_version(loggers: Iterable[Logger]) -> None:
@@ -336,7 +271,7 @@ def share_version(loggers: Iterable[Logger]) -> None:
     for logger in loggers:
         if not isinstance(logger, FolderLogger) or logger._folder.requested_version is not None:
             continue
-        root = os.path.realpath(logger._folder.root_dir)
+        root = real_place(logger._folder.root_dir)
         folder, kinds = shared.setdefault(root, (logger._folder, set()))
         if type(logger) in kinds or (logger._folder.is_resolved and logger._folder is not folder):
             continue

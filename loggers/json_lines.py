@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError
+from ..remote import absolute_place
 from .base import Metrics, scalars
 from .folder import DEFAULT_NAME, FolderLogger, keep_old_file
 from .hyperparameters import plain_hyperparameters
@@ -33,7 +34,7 @@ class JSONLinesLogger(FolderLogger):
     `read_json_lines` converts to numbers. A line is passed to the system when `log_metrics` returns.
 
     Args:
-        save_dir: Directory of all runs, on this machine.
+        save_dir: Directory of all runs, or URL that fsspec understands.
         name: Name of the experiment; None or "": no directory for it.
         version: Number N for `version_N`, or a text that is used as it is; None: the next free number.
         prefix: Text before each metric's name, joined by "-".
@@ -58,7 +59,7 @@ class JSONLinesLogger(FolderLogger):
     @property
     def experiment(self) -> LineWriter:
         """The object that appends to the file."""
-        return self._opened(lambda: LineWriter(self.log_dir))
+        return self._opened(lambda: LineWriter(self.files_dir))
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Append one line.
@@ -74,6 +75,7 @@ class JSONLinesLogger(FolderLogger):
         """
         if self.is_silent:
             return
+        self._send_if_due()  # before the line: where this fails, the line is written again later
         with self._lock:
             places = scalars({key: metrics[key] for key in _AXES if key in metrics})
             others = {key: value for key, value in metrics.items() if key not in _AXES}
@@ -102,18 +104,30 @@ class JSONLinesLogger(FolderLogger):
             self.hparams.update(plain_hyperparameters(params))
             self._write_hparams()
 
+    def save(self) -> None:
+        """Send what is new to a URL if it is time; a local file has every line already."""
+        if not self.is_silent:
+            self._send_if_due()
+
+    def finalize(self, status: str) -> None:
+        """Send the rest to a URL; a local file has every line already."""
+        if not self.is_silent:
+            self.send_files(is_end=True)
+
     def state_dict(self) -> StateDict:
         """Put the lines on disk durably and return where the file ends, so that a resumed run continues there."""
         if self.is_silent:
             return {}
         with self._lock:
-            return {
-                "log_dir": os.path.abspath(self.log_dir),
+            state = {
+                "log_dir": absolute_place(self.log_dir),
                 "version": self.version,
                 "step": self._step,
                 "wall_s": self.wall_s,
                 **self.experiment.position(),
             }
+            self.send_files()
+            return state
 
     def _close(self) -> None:
         self._experiment = None
@@ -129,7 +143,7 @@ class JSONLinesLogger(FolderLogger):
     def _restore(self, state: StateDict) -> None:
         self._step = state["step"]
         self.wall_s, self._made_at = state["wall_s"], time.monotonic()
-        self._experiment = LineWriter(self.log_dir, resume_from=state)
+        self._experiment = LineWriter(self.files_dir, resume_from=state)
 
 
 class LineWriter:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ConfigError, MissingDependency, nearest
+from ..remote import absolute_place
 from ..strategies.distributed.shards import is_sharded
 from .base import Metrics, scalars
 from .folder import DEFAULT_NAME, FolderLogger
@@ -28,6 +29,7 @@ __all__ = ["TensorBoardLogger"]
 
 _log = logging.getLogger(__name__)
 
+_MOST_SENT_AGAIN = 1 << 22  # bytes
 _WRITER_OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix")
 
 
@@ -37,7 +39,7 @@ class TensorBoardLogger(FolderLogger):
     Neither the constructor nor `log_hyperparams` imports TensorBoard: hyperparameters wait for the first metric.
 
     Args:
-        save_dir: Directory of all runs, on this machine.
+        save_dir: Directory of all runs, or URL that fsspec understands.
         name: Name of the experiment; None or "": no directory for it.
         version: Number N for `version_N`, or a text that is used as it is; None: the next free number.
         log_graph: Whether `log_graph` writes the model's graph.
@@ -114,6 +116,7 @@ class TensorBoardLogger(FolderLogger):
         """
         if self.is_silent:
             return
+        self._send_if_due()  # before the points: where this fails, they are written again later
         points = scalars(metrics, prefix=self._prefix, group_separator=self.group_separator)
         chosen = self._next_step(step)
         if not points:
@@ -220,6 +223,8 @@ class TensorBoardLogger(FolderLogger):
         """Flush to disk; does nothing, and imports nothing, before the first metric."""
         if self._experiment is not None:
             self._experiment.flush()
+            self._send_if_due()
+            self._begin_next_file()
 
     def finalize(self, status: str) -> None:
         """Write pending hyperparameters and how the run ended, and close the event file; a later metric opens another.
@@ -235,6 +240,7 @@ class TensorBoardLogger(FolderLogger):
             _add_session_end(writer, is_success=status != "failed")
         writer.close()
         self._experiment = None
+        self.send_files(is_end=True)
 
     def state_dict(self) -> StateDict:
         """Write pending values durably and return the positions in the event files, where a resumed run continues."""
@@ -242,12 +248,13 @@ class TensorBoardLogger(FolderLogger):
             return {}
         if self._known_files is None:
             self.save()
-            files = _event_files(self.log_dir)
+            files = _event_files(self.files_dir)
             self._sync(files)
+            self.send_files()
         else:
             files = self._known_files  # resumed, and nothing was written yet
         return {
-            "log_dir": os.path.abspath(self.log_dir),
+            "log_dir": absolute_place(self.log_dir),
             "version": self.version,
             "step": self._step,
             "files": dict(files),
@@ -291,27 +298,36 @@ class TensorBoardLogger(FolderLogger):
         options = dict(self._options)
         self._options.pop("purge_step", None)  # only once: the file that a later fit opens has nothing to purge
         if self._known_files is not None:
-            _drop_later_events(self.log_dir, self._known_files)
+            _drop_later_events(self.files_dir, self._known_files)
             self._known_files = None
             if self._step >= 0:
                 # The files have no later points any more; this tells a TensorBoard that shows them to forget them.
                 options["purge_step"] = self._step + 1
-        os.makedirs(self.log_dir, exist_ok=True)
-        before = _event_files(self.log_dir)
+        os.makedirs(self.files_dir, exist_ok=True)
+        before = _event_files(self.files_dir)
         while True:
-            writer = SummaryWriter(log_dir=self.log_dir, **options)
-            if not before or _is_read_last(self.log_dir, before, writer):
+            writer = SummaryWriter(log_dir=self.files_dir, **options)
+            if not before or _is_read_last(self.files_dir, before, writer):
                 return writer
             # TensorBoard reads the files in the order of their names, which tell the second, then host and process.
             writer.close()
-            for name in _event_files(self.log_dir).keys() - before.keys():
-                os.remove(os.path.join(self.log_dir, name))
+            for name in _event_files(self.files_dir).keys() - before.keys():
+                os.remove(os.path.join(self.files_dir, name))
             time.sleep(1.0 - time.time() % 1.0)
+
+    def _begin_next_file(self) -> None:
+        """End an event file that has become large where each sending repeats the full file: at a URL."""
+        if self._folder.remote is None:
+            return
+        files = _event_files(self.files_dir)
+        if files and files[max(files)] > _MOST_SENT_AGAIN:
+            self._experiment.close()
+            self._experiment = None
 
     def _sync(self, files: dict[str, int]) -> None:
         for name, size in files.items():
             if self._synced.get(name) != size:
-                with open(os.path.join(self.log_dir, name), "r+b") as file:
+                with open(os.path.join(self.files_dir, name), "r+b") as file:
                     os.fsync(file.fileno())  # the checkpoint that holds this position must not outlive the points
         self._synced = dict(files)
 

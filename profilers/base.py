@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..remote import is_url
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,7 +35,7 @@ class Profiler:
         ranks: Ranks to profile; None: all.
 
     Raises:
-        ConfigError: `steps` or `ranks` cannot be.
+        ConfigError: `steps` or `ranks` cannot be, or `dirpath` is a URL.
     """
 
     STEP_ACTION = "run_training_step"
@@ -48,6 +49,11 @@ class Profiler:
         steps: tuple[int, int] | str | None = None,
         ranks: Sequence[int] | None = None,
     ) -> None:
+        if dirpath is not None and is_url(dirpath):
+            raise ConfigError(
+                f"{type(self).__name__}: dirpath={os.fspath(dirpath)!r} is a URL, and reports are local files.",
+                fix="pass a local directory, or leave dirpath out: reports are then sent with the logs to their URL.",
+            )
         self._dirpath = dirpath
         self.filename = filename
         self.steps = None if steps is None else _read_steps(steps)
@@ -142,7 +148,7 @@ class Profiler:
         """
         self._stage = stage
         self._local_rank = local_rank
-        self._log_dir = log_dir
+        self._log_dir = None if log_dir is None or is_url(log_dir) else log_dir
         self._steps_seen = 0
 
     def teardown(self, stage: str | None = None) -> None:

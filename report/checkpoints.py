@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsFloat
@@ -49,9 +49,14 @@ class CheckpointFile:
 
 
 class CheckpointReader:
-    """Finds checkpoints and opens each one once for every time that it is written."""
+    """Finds checkpoints and opens each one once for every time that it is written.
 
-    def __init__(self) -> None:
+    Args:
+        is_closed: Whether a file cannot be opened: its content is not on this machine.
+    """
+
+    def __init__(self, is_closed: Callable[[Path], bool] = lambda path: False) -> None:
+        self._is_closed = is_closed
         self._known: dict[Path, tuple[tuple[int, int, int], StateDict]] = {}  # Any: what checkpoints hold
 
     def assign(self, root: Path, runs: Sequence[LoggedRun]) -> None:
@@ -99,7 +104,7 @@ class CheckpointReader:
         stamp = (state.st_ino, state.st_mtime_ns, state.st_size)
         known = self._known.get(path)
         if known is None or known[0] != stamp:
-            known = self._known[path] = (stamp, {} if path.is_dir() else _read(path))
+            known = self._known[path] = (stamp, {} if path.is_dir() or self._is_closed(path) else _read(path))
         return known[1]
 
 

@@ -210,7 +210,7 @@ def _header(runs: Sequence[LoggedRun], title: str) -> str:
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     rows = []
     for number, run in enumerate(runs):
-        folders = "<br>".join(f"<code>{html.escape(str(folder))}</code>" for folder in run.folders)
+        folders = "<br>".join(f"<code>{html.escape(str(place))}</code>" for place in run.places or run.folders)
         rows.append(
             [
                 _key(number, runs) + html.escape(run.name),

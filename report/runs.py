@@ -12,15 +12,20 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from yaml import YAMLError, safe_load
 
 from ..errors import ConfigError, DataError
+from ..remote import is_url
 from .checkpoints import CheckpointFile, CheckpointReader
 from .environment import ENVIRONMENT_FILE
 from .media import Media
 from .names import natural
-from .sources import Source, find_sources
+from .sources import CSV_FILE, EVENT_FILES, JSON_LINES_FILE, Source, find_sources
+
+if TYPE_CHECKING:
+    from ..remote.reader import RemoteReader
 
 __all__ = ["CheckpointFile", "LoggedRun", "RunReader", "Series", "read_runs"]
 
@@ -30,6 +35,7 @@ _NOT_CURVES = ("wall_s", *AXES)
 _TIMELINE_FILE = "timeline.json"
 _TIMELINE_FACTS = {"optimizer steps": "num_steps", "bottleneck": "bottleneck", "bound by": "bound"}
 _CONFIG_FILES = ("hparams.yaml", "config.yaml")
+_READ_FILES = (CSV_FILE, JSON_LINES_FILE, EVENT_FILES, *_CONFIG_FILES, ENVIRONMENT_FILE, _TIMELINE_FILE, "media")
 _SAME = 1e-5  # relative: TensorBoard keeps 24 bits of a number
 
 
@@ -54,7 +60,7 @@ class LoggedRun:
 
     Attributes:
         name: What it is called in pictures.
-        folders: Where its loggers wrote.
+        folders: Where its loggers wrote; of a run at a URL, where the copies are that were read.
         kinds: The formats that were read.
         series: Its metrics by name, in their natural order.
         axes: "time" (seconds), "epoch", "samples", "tokens": step to how far the run was, as ascending lists of both.
@@ -65,6 +71,7 @@ class LoggedRun:
         timeline_notes: What binds the step, and what to do about it.
         media: Logged images, texts and histograms that are in event files; those in folders are read for the page.
         problems: What could not be read.
+        places: The URLs of `folders`; empty for runs on this machine.
     """
 
     name: str
@@ -79,6 +86,7 @@ class LoggedRun:
     timeline_notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     media: list[Media] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
 
     @property
     def last_step(self) -> int:
@@ -95,7 +103,7 @@ def read_runs(directories: Iterable[str | os.PathLike[str]], *, checkpoints: boo
     """Return the runs that are found at and below directories.
 
     Args:
-        directories: Each is a run's directory, or one that holds several. "NAME=DIRECTORY" gives its run a name.
+        directories: Each is a run's directory or URL, or one that holds several. "NAME=DIRECTORY" names its run.
         checkpoints: Whether to look for checkpoints, and into them.
 
     Raises:
@@ -104,7 +112,7 @@ def read_runs(directories: Iterable[str | os.PathLike[str]], *, checkpoints: boo
     """
     reader = RunReader(directories, checkpoints=checkpoints)
     runs = reader.read()
-    empty = [str(path) for path in reader.empty_directories()]
+    empty = reader.empty_directories()
     if empty:
         raise DataError(
             f"No logged metrics were found in {', '.join(empty)}: no metrics.csv, metrics.jsonl or TensorBoard file.",
@@ -126,25 +134,41 @@ class RunReader:
     """
 
     def __init__(self, directories: Iterable[str | os.PathLike[str]], *, checkpoints: bool = True) -> None:
-        self._roots = [_named(directory) for directory in directories]
-        missing = [str(path) for _, path in self._roots if not path.is_dir()]
+        self._remote: dict[Path, RemoteReader] = {}
+        self._roots: list[tuple[str, Path]] = []
+        missing = []
+        for directory in directories:
+            name, place = _named(directory)
+            if isinstance(place, Path):
+                root, is_there = place, place.is_dir()
+            else:
+                reader = _open_remote(place)
+                root, is_there = reader.folder, reader.exists()
+                self._remote[root] = reader
+            self._roots.append((name, root))
+            if not is_there:
+                missing.append(str(place))
         if missing or not self._roots:
             raise ConfigError(
                 f"No such directory: {', '.join(missing)}" if missing else "No directory was given.",
                 fix="pass the directory of a run, as trainer.log_dir says it.",
             )
-        self._checkpoints = CheckpointReader() if checkpoints else None
+        self._checkpoints = CheckpointReader(self._is_closed) if checkpoints else None
         self._sources: dict[tuple[Path, type], Source] = {}
 
-    def empty_directories(self) -> list[Path]:
+    def empty_directories(self) -> list[str]:
         """Return those of the directories in which nothing was found by the last `read`."""
-        return [root for _, root in self._roots if not any(_is_below(key[0], root) for key in self._sources)]
+        empty = [root for _, root in self._roots if not any(_is_below(key[0], root) for key in self._sources)]
+        return [self._remote[root].url if root in self._remote else str(root) for root in empty]
 
     def read(self) -> list[LoggedRun]:
         """Return the runs as they are now; a directory that holds nothing yet gives none."""
         runs: list[LoggedRun] = []
         seen: set[Path] = set()
         for name, root in self._roots:
+            remote = self._remote.get(root)
+            if remote is not None:
+                remote.refresh()
             folders = [folder for folder in _folders(root) if folder.resolve() not in seen]
             seen.update(folder.resolve() for folder in folders)
             groups = self._groups(folders)
@@ -152,11 +176,17 @@ class RunReader:
             for run in found:
                 run.name = name if len(found) == 1 and name else _label(run, root, name, is_alone=len(found) == 1)
                 _read_beside(run, root, is_alone=len(found) == 1)
+                if remote is not None:
+                    run.places = [remote.shown(str(folder)) for folder in run.folders]
+                    run.problems = [remote.shown(problem) for problem in run.problems]
             if self._checkpoints is not None:
                 self._checkpoints.assign(root, found)
             runs += found
         _make_names_differ(runs)
         return runs
+
+    def _is_closed(self, path: Path) -> bool:
+        return any(remote.is_placeholder(path) for remote in self._remote.values())
 
     def _groups(self, folders: list[Path]) -> list[list[Source]]:
         groups: list[list[Source]] = []
@@ -174,12 +204,19 @@ class RunReader:
         return groups
 
 
-def _named(directory: str | os.PathLike[str]) -> tuple[str, Path]:
+def _named(directory: str | os.PathLike[str]) -> tuple[str, Path | str]:
+    """Return the name that was given to a directory, "" without one, and its path or URL."""
     text = os.fspath(directory)
     name, equals, path = text.partition("=")
-    if equals and path and not Path(text).exists():
-        return name, Path(path).expanduser()
-    return "", Path(text).expanduser()
+    if not (equals and path and "/" not in name and not Path(text).exists()):
+        name, path = "", text
+    return name, path if is_url(path) else Path(path).expanduser()
+
+
+def _open_remote(url: str) -> RemoteReader:
+    from ..remote.reader import RemoteReader  # not imported where all runs are on this machine
+
+    return RemoteReader(url, _READ_FILES, large=("*.ckpt",))
 
 
 def _folders(root: Path) -> list[Path]:

@@ -18,11 +18,12 @@ from typing import Any, BinaryIO
 from ..errors import MissingDependency
 from .media import Media, media_of_value
 
-__all__ = ["CSV_FILE", "JSON_LINES_FILE", "Source", "find_sources"]
+__all__ = ["CSV_FILE", "EVENT_FILES", "JSON_LINES_FILE", "Source", "find_sources"]
 
 CSV_FILE = "metrics.csv"
 JSON_LINES_FILE = "metrics.jsonl"
 _EVENTS = ".tfevents."
+EVENT_FILES = f"*{_EVENTS}*"
 _CLOCK = "wall_s"
 _UNIX_TIME = 1e8  # a clock above it counts from 1970, not from the start of the run: three years are 1e8 seconds
 

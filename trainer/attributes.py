@@ -6,6 +6,7 @@ Nothing here changes a run; some arguments and limits can be set under their own
 from __future__ import annotations
 
 import math
+import os
 import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -17,6 +18,7 @@ from .. import callbacks as standard  # most of its names are imported when they
 from ..callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from ..errors import nearest
 from ..loggers import Logger
+from ..remote import is_url
 from .loop.optimizers import ManagedOptimizer
 from .loop.schedule import LRSchedulerConfig
 from .run import Run
@@ -70,7 +72,7 @@ class TrainerAttributes:
         loaders: The data of each stage.
         output: Sends records to the loggers.
         callbacks: In the order in which they are called.
-        default_root_dir: Where logs and checkpoints go.
+        default_root_dir: Where logs and checkpoints go: a directory, or a URL.
         accumulate_grad_batches: Micro-batches per optimizer step.
         learning_rate_curve: Makes the curve of a learning-rate search from mode, first rate, last rate and steps; None:
             `LearningRateCurve`. A subclass of that may choose rates and end the search by other rules.
@@ -305,6 +307,11 @@ class TrainerAttributes:
         first = self.loggers[0]
         directory = getattr(first, "log_dir", None) or getattr(first, "save_dir", None)
         return str(directory) if directory is not None else self.default_root_dir
+
+    @property
+    def local_root_dir(self) -> str:
+        """`default_root_dir`, or the working directory if that is a URL: for files that stay on this machine."""
+        return os.getcwd() if is_url(self.default_root_dir) else self.default_root_dir
 
     @property
     def checkpoint_callback(self) -> Checkpoint | None:

@@ -15,8 +15,10 @@ __all__ = ["describe_run"]
 
 def describe_run(trainer: Trainer) -> None:
     """Leave beside the logs of a fit where its time went and what it ran on, for pictures of it."""
-    folder = cast("str | None", getattr(trainer.logger, "log_dir", None))
-    if not trainer.is_global_zero or trainer.fast_dev_run or not folder or not os.path.isdir(folder):
+    if not trainer.is_global_zero or trainer.fast_dev_run:
+        return
+    folder = trainer.output.files_dir(cast("str | None", getattr(trainer.logger, "log_dir", None)))
+    if not folder or not os.path.isdir(folder):
         return
     write_environment(folder)
     if trainer.timeline.is_enabled:

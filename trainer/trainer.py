@@ -130,7 +130,7 @@ class Trainer(TrainerAttributes):
         plugins: Precision, CheckpointIO or ClusterEnvironment; one, or a list with at most one of each.
         sync_batchnorm: Whether batch norm statistics are synchronized over ranks.
         reload_dataloaders_every_n_epochs: Number of epochs after which loaders are requested again; 0 for never.
-        default_root_dir: Directory for logs and checkpoints; the working directory by default.
+        default_root_dir: Directory or URL for logs and checkpoints; the working directory by default.
         enable_autolog_hparams: Whether hyperparameters are sent to the loggers.
         model_registry: Not supported; None only.
         compile: Whether the module's steps, or its repeated blocks if it has some, are compiled with torch.compile:
@@ -803,9 +803,9 @@ class Trainer(TrainerAttributes):
         if run is None:
             return
         if isinstance(error, Exception) and not isinstance(error, LoopwrightError):
-            from .fit_lines import place_of
+            from .error_place import place_of
 
-            add_place(error, place_of(self, run))
+            add_place(error, place_of(self, run, error))
             hook = run.metrics.table.hook
             if hook in _STEPS and run.metrics.batch is not None:
                 from .batch_shapes import shapes_of
@@ -833,6 +833,7 @@ class Trainer(TrainerAttributes):
         self.output.finalize("failed")
         if self._measuring_profiler is not None:
             self.profiler.teardown(self.state.fn)
+        self.output.send_files()
 
     def _finish(self, run: Run) -> None:
         """The regular end of a verb."""
@@ -851,6 +852,7 @@ class Trainer(TrainerAttributes):
             if self.is_global_zero and profiler.filename is None:
                 self.print(profiler.summary())
             profiler.describe()
+        self.output.send_files()
 
     def _adopt_callbacks(self) -> None:
         """Let callbacks that another Trainer has trained with forget that run."""

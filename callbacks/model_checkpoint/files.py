@@ -15,6 +15,7 @@ from ...checkpoint import sharded, verified
 from ...checkpoint.file.disk import open_temporary, remove_quietly, remove_stale, sync_file, sync_folder
 from ...checkpoint.sharded.copying import copy as copy_folder
 from ...errors import ConfigError
+from ...remote import is_url, names_in
 
 if TYPE_CHECKING:
     from ...trainer.trainer import Trainer
@@ -75,6 +76,8 @@ def default_dirpaths(trainer: Trainer) -> list[str]:
     if not trainer.loggers:
         return [os.path.join(trainer.default_root_dir, "checkpoints")]
     root = _logger_root(trainer)
+    if is_url(root):
+        return [os.path.join(root, name, "checkpoints") for name in sorted(names_in(root))]
     try:
         versions = sorted(entry.path for entry in os.scandir(root) if entry.is_dir())
     except (FileNotFoundError, NotADirectoryError):

@@ -106,7 +106,7 @@ class MemorySnapshot(Callback):
     each allocation, for https://pytorch.org/memory_viz. The error gets a note that names them.
 
     Args:
-        dirpath: Directory of the reports; None: `memory` in the trainer's `default_root_dir`.
+        dirpath: Directory of the reports; None: `memory` in the trainer's `local_root_dir`.
         max_entries: Number of allocations and frees in CUDA's history, at a few microseconds each; 0: no history.
 
     Attributes:
@@ -145,7 +145,7 @@ class MemorySnapshot(Callback):
     def _write(self, trainer: Trainer, pl_module: nn.Module, error: BaseException) -> None:
         optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in trainer.optimizers]
         self.report = report = memory_report(pl_module, optimizers, device=trainer.fabric.device, error=error)
-        folder = self.dirpath or Path(trainer.default_root_dir, "memory")
+        folder = self.dirpath or Path(trainer.local_root_dir, "memory")
         stem = folder / f"out_of_memory_rank{trainer.global_rank}_step{trainer.global_step}"
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -141,7 +141,7 @@ class SpikeDetection(Callback):
         warmup: See `SpikeDetector`.
         atol: See `SpikeDetector`.
         rtol: See `SpikeDetector`.
-        exclude_batches_path: Directory or `.json` file of the list; None: the trainer's `default_root_dir`.
+        exclude_batches_path: Directory or `.json` file of the list; None: the trainer's `local_root_dir`.
         finite_only: See `SpikeDetector`.
         check_every_n_steps: Number of steps between checks; None: `log_every_n_steps`.
 
@@ -198,7 +198,7 @@ class SpikeDetection(Callback):
         self.bad_batches = sorted({*self.bad_batches, *found})
 
     def _file(self, trainer: Trainer) -> Path:
-        path = self.exclude_batches_path or Path(trainer.default_root_dir)
+        path = self.exclude_batches_path or Path(trainer.local_root_dir)
         return path if path.suffix == ".json" else path / "skip_batches.json"
 
     def on_train_batch_end(

@@ -30,7 +30,7 @@ class StopFile(Callback):
     training begins is removed with a warning.
 
     Args:
-        path: Path of the file; None: `STOP` in the trainer's `default_root_dir`.
+        path: Path of the file; None: `STOP` in the trainer's `local_root_dir`.
         interval_s: Minimum number of seconds between two checks, which cost a system call each.
 
     Raises:
@@ -53,7 +53,7 @@ class StopFile(Callback):
         if not trainer.is_global_zero:
             return
         self.stop_reason = None
-        self._file = self.path or Path(trainer.default_root_dir, "STOP")
+        self._file = self.path or Path(trainer.local_root_dir, "STOP")
         if self._remove():
             _log.warning("StopFile: %s existed before training began and is removed.", self._file)
         self._look_at_s = time.monotonic()

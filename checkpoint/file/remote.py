@@ -45,10 +45,12 @@ class Remote:
     def __init__(self, url: str, options: StorageOptions | None = None) -> None:
         from fsspec.core import url_to_fs
 
+        from ...remote.store import package_of
+
         try:
             self._store, self._key = url_to_fs(url, **(options or {}))
         except ImportError as error:
-            package = error.name or url.partition("://")[0]
+            package = package_of(url.partition("://")[0])
             raise MissingDependency(package, needed_for=f"the checkpoint path {url!r}") from error
         except ValueError as error:
             raise CheckpointError(

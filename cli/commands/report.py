@@ -15,7 +15,7 @@ from ...report.runs import RunReader
 
 __all__ = ["report", "watch"]
 
-_DIRECTORIES = "directory of one or more runs; NAME=DIR names a run"
+_DIRECTORIES = "directory or URL of one or more runs; NAME=DIR names a run"
 
 
 def report(arguments: Sequence[str]) -> int:

@@ -71,7 +71,7 @@ class Trainer(trainer.Trainer):
     def __init__(self, **arguments: Any) -> None:  # Any: see lw.Trainer
         root = os.path.expanduser(str(arguments.get("default_root_dir") or os.getcwd()))
         is_default = arguments.get("logger") in (None, True) and _ENVIRONMENT_LOGGER not in os.environ
-        if is_default and not (arguments.get("fast_dev_run") or arguments.get("barebones")) and "://" not in root:
+        if is_default and not (arguments.get("fast_dev_run") or arguments.get("barebones")):
             arguments["logger"] = TensorBoardLogger(root)
         if str(arguments.get("profiler")).lower() == "pytorch":
             arguments["profiler"] = PyTorchProfiler()

@@ -83,7 +83,7 @@ class FakeTrainer:
         self.callbacks = [c for c in callbacks if not c.runs_last]
         self.callbacks += [c for c in late if not isinstance(c, Checkpoint)]
         self.callbacks += [c for c in late if isinstance(c, Checkpoint)]
-        self.default_root_dir = str(root)
+        self.default_root_dir = self.local_root_dir = str(root)
         self.max_epochs, self.max_steps, self.windows = max_epochs, -1, windows
         self.accumulate_grad_batches = accumulate
         self.global_batch_size = None

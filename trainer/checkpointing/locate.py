@@ -120,8 +120,8 @@ def _newest_valid(trainer: Trainer, paths: list[str], skip: Callable[[str, Excep
 def _hpc(trainer: Trainer) -> str:
     from .requeue import numbered_checkpoints
 
-    folder = Path(trainer.default_root_dir)
+    folder = trainer.default_root_dir
     found = from_rank_zero(trainer, lambda: numbered_checkpoints(folder))
     if not found:
         raise ConfigError(f"ckpt_path='hpc': no hpc_ckpt_N.ckpt in {folder}.", fix="pass a path, or 'last'.")
-    return str(found[max(found)])
+    return found[max(found)]

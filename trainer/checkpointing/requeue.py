@@ -9,11 +9,13 @@ The signal's handler only sets a flag; all ranks stop at one step, as after any 
 from __future__ import annotations
 
 import logging
+import os
+import re
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from ...checkpoint import storage
+from ...remote import names_in
 
 if TYPE_CHECKING:
     from ...protocols import Cluster
@@ -24,6 +26,7 @@ __all__ = ["find_requeued", "numbered_checkpoints", "requeue", "requeue_signal"]
 logger = logging.getLogger(__name__)
 
 _KEPT = 2
+_NUMBERED = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 
 
 class _RequeuingCluster(Protocol):
@@ -59,9 +62,9 @@ def requeue_signal(trainer: Trainer) -> signal.Signals | None:
 
 def requeue(trainer: Trainer) -> None:
     """Save the run and put the job back into the queue. On every rank, all of them between the same two steps."""
-    found = numbered_checkpoints(Path(trainer.default_root_dir)) if trainer.is_global_zero else {}
+    found = numbered_checkpoints(trainer.default_root_dir) if trainer.is_global_zero else {}
     number = trainer.strategy.broadcast(max(found, default=0) + 1)
-    path = Path(trainer.default_root_dir, f"hpc_ckpt_{number}.ckpt")
+    path = os.path.join(trainer.default_root_dir, f"hpc_ckpt_{number}.ckpt")
     trainer.save_checkpoint(path)
     trainer.wait_for_save()  # the job ends next
     if not trainer.is_global_zero:
@@ -79,23 +82,19 @@ def find_requeued(trainer: Trainer) -> str | None:
     cluster = trainer.fabric.cluster_environment
     if requeue_signal(trainer) is None or not (_requeues(cluster) and cluster.restart_count()):
         return None
-    found = numbered_checkpoints(Path(trainer.default_root_dir))
+    found = numbered_checkpoints(trainer.default_root_dir)
 
     def skip(path: object, error: Exception) -> None:
         logger.warning("%s is damaged and skipped: %s", path, error)
 
-    newest = storage.newest_valid([str(found[number]) for number in sorted(found, reverse=True)], skip)
+    newest = storage.newest_valid([found[number] for number in sorted(found, reverse=True)], skip)
     if newest is None:
         return None
     logger.warning("The job was requeued: resuming from %s", newest)
     return str(newest)
 
 
-def numbered_checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the files `hpc_ckpt_<n>.ckpt` of a folder by number."""
-    stem = "hpc_ckpt_"
-    return {
-        int(path.stem.removeprefix(stem)): path
-        for path in folder.glob(f"{stem}*.ckpt")
-        if path.stem.removeprefix(stem).isdigit()
-    }
+def numbered_checkpoints(folder: str) -> dict[int, str]:
+    """Return the paths of `hpc_ckpt_<n>.ckpt` in a folder, which may be at a URL, by number."""
+    found = (_NUMBERED.fullmatch(name) for name in names_in(folder))
+    return {int(match[1]): os.path.join(folder, match[0]) for match in found if match is not None}

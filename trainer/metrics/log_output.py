@@ -19,6 +19,7 @@ from ...errors import ConfigError
 from ...loggers import Logger, share_version
 from ...loggers.folder import FolderLogger
 from ...messages import warn
+from ...remote import is_url
 
 if TYPE_CHECKING:
     from ...loggers.write_behind import WriteQueue
@@ -67,9 +68,6 @@ class LogOutput:
                 from ...loggers import DummyLogger
 
                 return [DummyLogger()]
-            if "://" in root:
-                warn("no logger: TensorBoard writes local folders only; pass logger=...")
-                return []
             from ...loggers import TensorBoardLogger
 
             return [TensorBoardLogger(root)]
@@ -229,7 +227,7 @@ class LogOutput:
     def _keep(self, logger: Logger, rows: Sequence[Row]) -> None:
         """Write rows that a logger did not take into a file."""
         name = type(logger).__name__
-        root = tempfile.gettempdir() if "://" in self._root else self._root
+        root = tempfile.gettempdir() if is_url(self._root) else self._root
         path = os.path.join(root, f"unwritten_rows_{name}.jsonl")
         try:
             with open(path, "a", encoding="utf-8") as file:
@@ -238,6 +236,22 @@ class LogOutput:
             warn(f"{name} did not take {len(rows)} rows, nor could they be kept: {error}")
             return
         warn(f"{name} did not take {len(rows)} rows: they are in {path}, as JSON lines")
+
+    def files_dir(self, log_dir: str | None) -> str | None:
+        """Return the directory on this machine for files beside the logs: `log_dir` unless that is a URL."""
+        if log_dir is None or not is_url(log_dir):
+            return log_dir
+        first = self._loggers[0] if self._loggers else None
+        return first.files_dir if isinstance(first, FolderLogger) else None
+
+    def send_files(self) -> None:
+        """Send what was written beside the logs after they were ended, if they are at a URL; on every rank."""
+        for logger in self._loggers:
+            if isinstance(logger, FolderLogger):
+                try:
+                    logger.send_files(is_end=True)
+                except OSError as error:
+                    warn(f"{type(logger).__name__}: {error}. A copy is in {logger.files_dir} until the process ends.")
 
     def write_hyperparameters(self, owners: Sequence[Any], graph_of: object) -> None:  # Any: with `hparams`
         """Send the hyperparameters of module and data module, and the module's graph.

@@ -8,7 +8,8 @@ import pytest
 
 from loopwright.errors import ConfigError
 from loopwright.loggers import CSVLogger, DummyLogger, TensorBoardLogger, share_version
-from loopwright.loggers.folder import FolderLogger, RunFolder
+from loopwright.loggers.folder import FolderLogger
+from loopwright.loggers.run_folder import RunFolder
 
 BOTH = pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
 
@@ -61,12 +62,6 @@ def test_home_and_variables_are_expanded(kind: type[FolderLogger], monkeypatch: 
 def test_bad_versions_are_errors(kind: type[FolderLogger], version: object) -> None:
     with pytest.raises(ConfigError, match="version="):
         kind("logs", version=version)
-
-
-@BOTH
-def test_urls_are_refused(kind: type[FolderLogger]) -> None:
-    with pytest.raises(ConfigError, match="local"):
-        kind("s3://bucket/logs")
 
 
 def test_the_next_version_is_one_above_the_highest(tmp_path: Path) -> None:

@@ -1,0 +1,168 @@
+"""`RunFolder`: the folder of one run, on this machine or at a URL, whose version is taken when it is first read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError
+from ..remote import is_url
+from .base import Lock, current_rank
+
+if TYPE_CHECKING:
+    from ..remote.mirror import RemoteFolder
+
+__all__ = ["RunFolder"]
+
+_VERSION_FOLDER = re.compile(r"version_(\d+)")
+
+
+class RunFolder:
+    """One run's folder, `save_dir/name/version_N`, whose number is taken at the first access.
+
+    Two loggers share a folder by holding the same RunFolder.
+
+    Args:
+        save_dir: Directory, in which `~` and environment variables are expanded, or URL that fsspec understands.
+        name: Name of the experiment; None or "": no directory for it.
+        version: Number N for `version_N`, or a text that is used as it is; None: the next free number.
+        remote: The folder at the URL, if another RunFolder has it already.
+
+    Raises:
+        ConfigError: The URL's protocol is unknown, or `version` is not of these types.
+        MissingDependency: The URL's protocol needs a package that is not installed.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None,
+        version: int | str | None,
+        *,
+        remote: RemoteFolder | None = None,
+    ) -> None:
+        text = os.path.expandvars(os.path.expanduser(os.fspath(save_dir)))
+        if is_url(text):
+            self.remote: RemoteFolder | None = remote or _open_remote(text)
+        else:
+            self.remote = None
+            text = text.removeprefix("file://").removeprefix("local://")
+        is_number = isinstance(version, int) and not isinstance(version, bool) and version >= 0
+        if not (version is None or is_number or isinstance(version, str)):
+            raise ConfigError(
+                f"version={version!r} is of type {type(version).__name__}; expected a number from 0, a text or None.",
+                fix="pass version=3 for the folder 'version_3', version='name' for 'name', or leave it out.",
+            )
+        self.save_dir = text
+        self.name = name or ""
+        self.root_dir = os.path.join(text, self.name) if self.name else text
+        self.requested_version = version
+        self.known_rank: int | None = None
+        self._version = version
+        self._is_claimed = False
+        self._fetched: set[str] = set()
+        self._lock = Lock()  # loggers that share the folder may write on threads of their own
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether the version is known already; if not, reading it takes the next free number."""
+        return self._version is not None
+
+    @property
+    def version(self) -> int | str:
+        """The run's version. The first call makes the folder on rank zero, so that no other process takes it.
+
+        On other ranks it is a guess until rank zero has sent its version.
+        """
+        with self._lock:
+            if self._version is None:
+                rank = current_rank() if self.known_rank is None else self.known_rank
+                self._version = self._claim_next() if rank == 0 else self._next()
+            return self._version
+
+    @property
+    def path(self) -> str:
+        """Directory of the run."""
+        return self.path_of(self.version)
+
+    def path_of(self, version: int | str) -> str:
+        """Return the directory that a version has here."""
+        return os.path.join(self.root_dir, version if isinstance(version, str) else f"version_{version}")
+
+    def local(self, path: str) -> str:
+        """Return where a path in this folder is on this machine: itself, or the copy of what is at a URL.
+
+        What an earlier run wrote there is copied to this machine first.
+        """
+        if self.remote is None:
+            return path
+        with self._lock:
+            if path not in self._fetched and not (self._is_claimed and path.startswith(self.path)):
+                self.remote.fetch(path)
+            self._fetched.add(path)
+        return self.new_local(path)
+
+    def new_local(self, path: str) -> str:
+        """Return where a path in this folder is on this machine, without what an earlier run wrote there."""
+        return path if self.remote is None else self.remote.local_path(path)
+
+    def continue_in(self, version: int | str) -> None:
+        """Use the folder of an earlier run; an empty one that this process created is removed."""
+        if self._is_claimed and self._version != version:
+            if self.remote is not None:
+                self.remote.give_back()
+            else:
+                with contextlib.suppress(OSError):  # not empty, or missing: it must not be removed
+                    os.rmdir(self.path)
+            self._is_claimed = False
+        self._version = version
+
+    def fresh(self) -> RunFolder:
+        """Return a folder with the same arguments that has no version yet, unless one was requested."""
+        return self.with_version(self.requested_version)
+
+    def with_version(self, version: int | str | None) -> RunFolder:
+        """Return a folder for another run of the same experiment."""
+        return self.with_name(self.name, version)
+
+    def with_name(self, name: str, version: int | str | None) -> RunFolder:
+        """Return a folder for a run of another experiment."""
+        folder = RunFolder(self.save_dir, name, version, remote=self.remote)
+        folder.known_rank = self.known_rank
+        return folder
+
+    def _next(self) -> int:
+        if self.remote is not None:
+            names = list(self.remote.names(self.root_dir))
+        elif not os.path.isdir(self.root_dir):
+            return 0
+        else:
+            names = os.listdir(self.root_dir)
+        found = (_VERSION_FOLDER.fullmatch(entry) for entry in names)
+        return max((int(match[1]) for match in found if match), default=-1) + 1
+
+    def _claim_next(self) -> int:
+        if self.remote is not None:
+            version = self._next()
+            while not self.remote.claim(self.path_of(version)):
+                version = max(version + 1, self._next())
+            self._is_claimed = True
+            return version
+        os.makedirs(self.root_dir, exist_ok=True)
+        version = self._next()
+        while True:
+            try:
+                os.mkdir(self.path_of(version))  # atomic: of two processes that try, one gets the number
+            except FileExistsError:
+                version += 1
+            else:
+                self._is_claimed = True
+                return version
+
+
+def _open_remote(url: str) -> RemoteFolder:
+    from ..remote.mirror import RemoteFolder  # not imported where all folders are local
+
+    return RemoteFolder(url)

@@ -1,0 +1,40 @@
+"""Folders at URLs, through fsspec: listed, read, and written by way of a copy on this machine.
+
+Here is what tells paths and URLs apart.
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["absolute_place", "is_url", "names_in", "real_place"]
+
+_LOCAL_SCHEMES = ("file://", "local://")
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path names a remote folder: a URL that is not `file://` or `local://`."""
+    text = os.fspath(path)
+    return ("://" in text or "::" in text) and not text.startswith(_LOCAL_SCHEMES)
+
+
+def names_in(folder: str) -> set[str]:
+    """Return the names in a folder, on this machine or at a URL; none if it is not there."""
+    if is_url(folder):
+        from .store import RemoteStore  # imports fsspec, for URLs alone
+
+        return RemoteStore(folder).names()
+    try:
+        return set(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+
+
+def real_place(path: str) -> str:
+    """Return a path absolute and without links; a URL without a slash at its end."""
+    return path.rstrip("/") if is_url(path) else os.path.realpath(path)
+
+
+def absolute_place(path: str) -> str:
+    """Return a path absolute; a URL as it is."""
+    return path if is_url(path) else os.path.abspath(path)
