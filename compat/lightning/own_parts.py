@@ -154,6 +154,7 @@ for _name in _STEPS:
     setattr(Strategy, _name, _make_step(_name))
 for _name in ("setup", *_EVENTS):
     setattr(Strategy, _name, lambda self, *arguments: None)
+Strategy.on_train_batch_start = lambda self, batch, batch_idx: None  # type: ignore[attr-defined]
 
 
 def _is_core(cls: type) -> bool:

@@ -295,7 +295,10 @@ class Trainer(trainer.Trainer):
 
     @_results.setter
     def _results(self, results: Mapping[str, float]) -> None:
-        self.__dict__["_epoch_results"] = results  # Loopwright's own use of the name
+        # Loopwright's own use of the name. An evaluation returns what is logged with logger=True.
+        metrics = self.__dict__.get("_metrics")
+        left_out = metrics.keys_without_logger("validation", "test") if isinstance(metrics, _Metrics) else set()
+        self.__dict__["_epoch_results"] = {name: value for name, value in results.items() if name not in left_out}
 
     @property
     def _precision_plugin(self) -> object:  # a precision of any kind
@@ -331,6 +334,11 @@ class _Metrics(Metrics):
             self._size = _first_size(self.batch) if size is None else size
             self.sized = self.batch
         return super()._weight(accumulator)
+
+    def keys_without_logger(self, *stages: str) -> set[str]:
+        """Return the keys that were logged with `logger=False` in these stages."""
+        found = (one for stage in stages for one in self.accumulators(stage))
+        return {key for one in found if not one.logger for key in one.keys}
 
     def waiting_for_loggers(self) -> dict[str, Tensor]:
         """Return the latest values of keys that are sent to loggers, also those that are not sent yet."""

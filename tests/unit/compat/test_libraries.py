@@ -879,3 +879,16 @@ def test_metrics_of_an_evaluation_are_printed_as_lightning_prints_them(capsys: p
     _, head, _, row, _ = capsys.readouterr().out.splitlines()
     assert head.split() == ["Test", "metric", "DataLoader", "0"]
     assert row.split() == ["score", "2.0"]
+
+
+def test_an_evaluation_returns_what_is_logged_for_loggers() -> None:
+    import lightning as L
+
+    class Model(make_model()):  # type: ignore[misc]
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("score", 2.0)
+            self.log("shown", 3.0, prog_bar=True, logger=False)
+
+    trainer = L.Trainer(**QUIET)
+    assert trainer.validate(Model(), verbose=False) == [{"score": 2.0}]
+    assert float(trainer.callback_metrics["shown"]) == 3
