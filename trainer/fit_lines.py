@@ -28,7 +28,7 @@ _PYTHON_TRACEBACK = "\nTraceback (most recent call last)"  # of an exception, wh
 
 def tell_beginning(trainer: Trainer) -> None:
     """Tell devices, strategy, precision and seed; once per fit, when the processes are there."""
-    if not trainer.is_global_zero or trainer.barebones:
+    if not trainer.tells_runs:
         return
     ranks = f"{trainer.world_size} ranks" if trainer.world_size > 1 else "1 rank"
     nodes = f" on {trainer.num_nodes} nodes" if trainer.num_nodes > 1 else ""
@@ -58,7 +58,7 @@ def tell_end(trainer: Trainer, seconds: float) -> None:
         trainer: Its trainer.
         seconds: How long it took.
     """
-    if not trainer.is_global_zero or trainer.barebones:
+    if not trainer.tells_runs:
         return
     logger.info(
         "Training ended at epoch %d, step %d, after %s: %s.",

@@ -564,6 +564,11 @@ class Trainer(TrainerAttributes):
         self._training_rng = training_rng
 
     @property
+    def tells_runs(self) -> bool:
+        """Whether this process tells of its runs in lines: on rank 0, without barebones; trials of a search do not."""
+        return self.is_global_zero and not self._arguments.barebones
+
+    @property
     def can_be_requeued(self) -> bool:
         """Whether the cluster can put this job back into the queue."""
         return hasattr(self.fabric.cluster_environment, "requeue")

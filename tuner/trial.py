@@ -282,6 +282,11 @@ class _TrialTrainer(Trainer):
         self._present_fabric = fabric
         super().__init__(**plan)
 
+    @property
+    def tells_runs(self) -> bool:
+        """False: the search tells its result."""
+        return False
+
     def _read_environment(self, given: dict[str, Any]) -> dict[str, Any]:
         return given
 
