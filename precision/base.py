@@ -344,7 +344,7 @@ def clip_dense_norm(optimizer: Optimizer, max_norm: float, norm_type: float) -> 
             or gradient.requires_grad
         ):
             return None
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, norm_type)), norm_type)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, norm_type)), norm_type)
     factor = torch.clamp((norm + 1e-6).reciprocal() * max_norm, max=1.0)
     torch._foreach_mul_(gradients, factor)
     return norm
