@@ -233,7 +233,8 @@ def _cast_dataclass(data: AnyBatch, dtype: torch.dtype) -> AnyBatch:
 
 def take_step(optimizer: Optimizer) -> None:
     """Call `optimizer.step()`, or the class's own function within torch's wrapper where nothing listens."""
-    wrapped: Any = getattr(optimizer.__class__, "step", None)  # Any: a function with attributes
+    # Not __class__: an engine's optimizer says that it is the user's, whose `step` it replaces.
+    wrapped: Any = getattr(type(optimizer), "step", None)  # Any: a function with attributes
     if getattr(wrapped, "__code__", None) is not _WRAPPER:
         optimizer.step()
         return
@@ -268,7 +269,7 @@ def _counts_calls_of(own: Any, wrapped: Any) -> bool:
 
 def clear_gradients(optimizer: Optimizer) -> Callable[[], None]:
     """Return a function that does what `optimizer.zero_grad()` does."""
-    is_plain = optimizer.__class__.zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
+    is_plain = type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
     if not is_plain:
         return optimizer.zero_grad
 

@@ -188,3 +188,37 @@ def test_groups_that_are_added_later_are_zeroed(steps: Any) -> None:
     steps.add_param_group({"params": [added]})
     clear()
     assert added.grad is None
+
+
+class Engine:
+    """An optimizer inside an engine: it says that it is the user's, and steps and zeroes by itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.called: list[str] = []
+
+    @property  # type: ignore[misc]  # isinstance() reads it
+    def __class__(self) -> Any:
+        return type(self.optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def step(self) -> None:
+        self.called.append("step")
+
+    def zero_grad(self) -> None:
+        self.called.append("zero_grad")
+
+
+def test_what_says_that_it_is_an_optimizer_is_called() -> None:
+    module = net()
+    module(torch.ones(2, 4)).sum().backward()
+    before = [one.detach().clone() for one in module.parameters()]
+    engine = Engine(torch.optim.SGD(module.parameters(), lr=1.0))
+    assert isinstance(engine, torch.optim.SGD)
+    clear_gradients(engine)()  # type: ignore[unreachable]  # mypy sees no such class
+    take_step(engine)
+    assert engine.called == ["zero_grad", "step"]
+    assert all(one.grad is not None for one in module.parameters())
+    assert all(torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True))
