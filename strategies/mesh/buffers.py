@@ -17,25 +17,26 @@ if TYPE_CHECKING:
 __all__ = ["check_buffers"]
 
 
-def check_buffers(module: nn.Module, group: ProcessGroup, axis: str) -> None:
+def check_buffers(module: nn.Module, group: ProcessGroup | None, axis: str) -> None:
     """Compare the buffers in the state of a module over ranks that read the same batch. On every rank of the group.
 
     Args:
         module: The user's, after a training step.
-        group: The ranks.
+        group: The ranks; None: all.
         axis: Name of the axis along which they differ: "cp" or "tp".
 
     Raises:
         ModuleError: A buffer differs: the step has computed it from a part of a sequence or of features.
     """
     marks = {name: _mark(one) for name, one in _saved_buffers(module).items() if not one.is_meta}
-    everywhere: list[Any] = [None] * group.size()  # Any: what torch gathers
+    size = dist.get_world_size(group)
+    everywhere: list[Any] = [None] * size  # Any: what torch gathers
     dist.all_gather_object(everywhere, marks, group=group)
     unlike = [name for name in marks if any(one.get(name) != marks[name] for one in everywhere)]
     if unlike:
         shown = f"{', '.join(unlike[:5])}{' ...' if len(unlike) > 5 else ''}"
         raise ModuleError(
-            f"Expected equal buffers on the {group.size()} ranks of {axis}={group.size()} after a training step, got "
+            f"Expected equal buffers on the {size} ranks of {axis}={size} after a training step, got "
             f"different values of {shown}: they are updated from this rank's part of the batch.",
             fix="pass sync_batchnorm=True for batch norms on GPUs; update other buffers from what all ranks have, such "
             f"as the batch or outputs of the model; or train with {axis}=1.",

@@ -41,7 +41,7 @@ def shapes_of(batch: object) -> str:
 
 def _is_flat(batch: object) -> TypeGuard[Sequence[Tensor]]:
     """Return whether a batch is a plain list or tuple of tensors: `leaves` takes longer to say the same."""
-    return batch.__class__ in (list, tuple) and all(value.__class__ is Tensor for value in batch)  # type: ignore[attr-defined]
+    return batch.__class__ in (list, tuple) and all(value.__class__ is Tensor for value in batch)
 
 
 def versions_of(batch: object) -> list[int]:
