@@ -211,7 +211,7 @@ def _shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """
     found: list[object] = []
     kinds = set()
-    # Most modules get tensors only, of which `leaves` says no more.
+    # Most modules get tensors only: `leaves` would add nothing.
     is_flat = not kwargs and all(value.__class__ is Tensor for value in args)
     for path, value in enumerate(args) if is_flat else leaves((args, kwargs)):
         if isinstance(value, Tensor):

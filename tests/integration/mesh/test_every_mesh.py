@@ -124,7 +124,7 @@ def everywhere(name: str, run: Run, path: str) -> list[list[dict[str, Any]]]:
     axes = MESHES[name]
     size = math.prod(axes.get(axis, 1) for axis in ("pp", "dp", "fsdp", "cp", "tp"))
     data_size = axes.get("dp", 1) * axes.get("fsdp", 1)
-    return run_ranks(train, size, mesh(**{"fsdp": 1, **axes}), run, data_size, path, connect=False)
+    return run_ranks(train, size, mesh(**{"fsdp": 1, **axes}), run, data_size, path, connect=False, timeout_s=150)
 
 
 def joined(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
