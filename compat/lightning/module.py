@@ -13,6 +13,7 @@ from .imports.absent import refuse
 from .utilities.hparams import accepted, existing, remove_ignored
 
 if TYPE_CHECKING:
+    from ...fabric import Fabric
     from ...protocols import MapLocation
 
 __all__ = [
@@ -38,6 +39,9 @@ class LightningModule(Module):
     def _current_fx_name(self) -> str | None:
         """Name of the hook that runs, None outside of one."""
         return self._trainer._metrics.table.hook or None if self._trainer is not None else None
+
+    def _stand_in_for_trainer(self) -> Any:  # Any: attributes of the Fabric
+        return None if self._fabric is None else _FabricAsTrainer(self._fabric)
 
     @classmethod
     def load_from_checkpoint(
@@ -113,6 +117,18 @@ def load_from_checkpoint(cls: type, checkpoint_path: Any, *args: Any, **kwargs: 
     """Return a module or data module from a checkpoint, past an override of its class."""
     base: Any = LightningDataModule if issubclass(cls, DataModule) else LightningModule
     return base.load_from_checkpoint.__func__(cls, checkpoint_path, *args, **kwargs)
+
+
+class _FabricAsTrainer:
+    """A Fabric in the place of a module's Trainer: `self.trainer.device` and the like work."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+
+    def __getattr__(self, name: str) -> Any:  # Any: the Fabric's
+        if name.startswith("__") or not hasattr(self._fabric, name):
+            raise AttributeError(f"self.trainer.{name} is not available in a module that runs on Fabric.")
+        return getattr(self._fabric, name)
 
 
 # Lightning's modules inherit their hooks from classes of these names; here one class has them all.

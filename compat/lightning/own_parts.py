@@ -152,9 +152,19 @@ def _make_step(name: str) -> Callable[..., Any]:
 
 for _name in _STEPS:
     setattr(Strategy, _name, _make_step(_name))
+
+
+def _do_nothing(self: Strategy, *arguments: Any) -> None:
+    """Do nothing; a program's strategy may override it."""
+
+
+def _do_nothing_with_batch(self: Strategy, batch: Any, batch_idx: int) -> None:
+    """Do nothing; a program's strategy may override it."""
+
+
 for _name in ("setup", *_EVENTS):
-    setattr(Strategy, _name, lambda self, *arguments: None)
-Strategy.on_train_batch_start = lambda self, batch, batch_idx: None  # type: ignore[attr-defined]
+    setattr(Strategy, _name, _do_nothing)
+Strategy.on_train_batch_start = _do_nothing_with_batch  # type: ignore[attr-defined]
 
 
 def _is_core(cls: type) -> bool:

@@ -389,3 +389,34 @@ def test_deepspeeds_precision_casts_as_lightnings_does(name: str) -> None:
         assert nn.Linear(1, 1).weight.dtype is dtype
     assert precision.convert_module(nn.Linear(1, 1)).weight.dtype is dtype
     assert precision.convert_input({"x": torch.ones(1), "y": torch.ones(1, dtype=torch.long)})["x"].dtype is dtype
+
+
+def test_a_precision_of_the_program_is_the_context_of_steps(tmp_path: Path) -> None:
+    from contextlib import contextmanager
+
+    from lightning.pytorch.plugins import Precision
+
+    class Noting(Precision):
+        entered = 0
+
+        @contextmanager
+        def forward_context(self) -> Iterator[None]:  # type: ignore[override]
+            self.entered += 1
+            yield
+
+    precision = Noting()
+    fit(tmp_path, plugins=[precision], max_steps=2, enable_checkpointing=False)
+    assert precision.entered == 2
+
+
+def test_a_module_on_fabric_finds_it_in_place_of_its_trainer() -> None:
+    import lightning as L
+
+    module = make_module()
+    with pytest.raises(RuntimeError, match="attached"):
+        _ = module.trainer
+    fabric = L.Fabric(accelerator="cpu", devices=1)
+    fabric.setup(module)
+    assert (module.trainer.world_size, module.trainer.is_global_zero) == (1, True)
+    with pytest.raises(AttributeError, match="max_epochs"):
+        _ = module.trainer.max_epochs
