@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +64,13 @@ def read_on_all_ranks(io: CheckpointPlugin, path: str | Path, ranks: Ranks, *, i
         if saves_in_background(io):  # which rank writes depends on the format: on others nothing is pending
             ranks.together(lambda: io.wait_for(path))
         attempt = _Attempt(io, path, ranks)
-        # Only the others' success makes this rank's share enough.
-        is_verified = share is not None and bool(attempt.run(partial(share, path, ranks.rank, ranks.size)))
-        content = attempt.run(partial(_read, io, path, is_safe=is_safe, by_parts=by_parts, is_verified=is_verified))
+
+        def read() -> Any:
+            # Only the others' success makes this rank's share enough: an error of one is raised on all after this.
+            is_verified = share is not None and bool(share(path, ranks.rank, ranks.size))
+            return _read(io, path, is_safe=is_safe, by_parts=by_parts, is_verified=is_verified)
+
+        content = attempt.run(read)
         others = [rank for rank, is_other in enumerate(ranks.gather(attempt.is_other)) if is_other]
         if not others:
             return content
@@ -89,9 +92,15 @@ class _Attempt:
         self._identify: Callable[[Any], str | None] = getattr(io, "identify", lambda path: None)
         self._path = path
         self._ranks = ranks
-        named, expected = ranks.gather((str(path), ranks.together(lambda: self._identify(path))))[0]
+        named, expected = ranks.gather((str(path), self._identity()))[0]
         self._expected = expected if named == str(path) else None
         self.is_other = False
+
+    def _identity(self) -> str | None:
+        try:
+            return self._identify(self._path)
+        except Exception:  # of a user's plugin: on this rank alone, it is raised when the ranks read together
+            return None
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Call a function on every rank; an error of one is raised on all.
