@@ -718,11 +718,8 @@ class Trainer(TrainerAttributes):
             content = begin.load_weights(run, path, is_trusted=is_trusted)
             snapshot.put_back_loggers(self.output, content.states.get("loggers", {}))
         self._synchronize_folders("fit", run)
-        restore = begin.restore_training(run, content, path, before)
-        self.fit_loop.is_used_up = self._has_used_up_data(run)
-        self.write_hyperparameters()
-        self.state.stage = "train"
-        run.lifecycle.on_fit_start()
+        begin.build_training(run)
+        restore = self.restore_and_start(run, content, path, before)
         if not self.progress.epoch_open:
             self.sanity_check(run)
         self.open_training(run)
@@ -736,7 +733,19 @@ class Trainer(TrainerAttributes):
         begin.set_modes(run, content)
         return self.training_rng.resume(restore)
 
-    def _has_used_up_data(self, run: Run) -> bool:
+    def restore_and_start(
+        self, run: Run, content: contents.Content | None, path: str | None, before: StateDict | None
+    ) -> Callable[[], None] | None:
+        """Restore training, then fire `on_fit_start`; arguments and result as `begin.restore_training`."""
+        restore = begin.restore_training(run, content, path, before)
+        self.fit_loop.is_used_up = self.has_used_up_data(run)
+        self.write_hyperparameters()
+        self.state.stage = "train"
+        run.lifecycle.on_fit_start()
+        return restore
+
+    def has_used_up_data(self, run: Run) -> bool:
+        """Whether `max_samples` or `max_tokens` is reached already."""
         if not self.fit_loop.data_limits:
             return False
         from .loop.data_limits import is_reached

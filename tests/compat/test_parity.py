@@ -57,10 +57,28 @@ DIFFERS = {
     "fabric_inputs": "bf16-mixed",
     "batch_size_search": "power",
     "search_before_training": "curve",
+    "validation_within_a_window": "hooks",
+    "validation_across_epochs": "hooks",
+    "stopped_within_a_window": "steps",
+    "stopped_by_a_batch_within_a_window": "steps",
+    "resumed_within_a_window": "weights",
+    "pruned": "names",
+    "pruned_by_structure": "names",
+    "lottery_ticket": "averages",
+    "pruned_after_validation": "averages",
+    "verbs_after_a_data_module": "calls",
+    "three_fits_of_one_trainer": "weights",
+    "two_fits_with_a_logger": "seen",
+    "resumed_counts": "checkpoints/epoch=0-step=7.ckpt",
+    "layers_used_twice_in_half_precision": "weights",
+    "names_of_checkpoints": "checkpoints",
+    "states_at_the_start": "seen",
+    "frozen_again": "weights",
+    "callbacks_of_another_trainer": "stopping",
 }
 
 Outcomes = dict[str, dict[str, dict[str, Any]]]
-ON_RANKS = ("ranks", "ranks_with_accumulation")
+ON_RANKS = ("ranks", "ranks_with_accumulation", "ranks_that_decide")
 # Switch -> a training that differs from Lightning when all others are on. Those that are classes, and those of several
 # processes, are left to the trainings themselves.
 NEEDED = {
@@ -86,7 +104,16 @@ NEEDED = {
     "fabric_inputs": "fabric_inputs",
     "batch_sizes": "batch_size_search",
     "trials": "search_before_training",
-    "fit_start": "resumed",
+    "fit_start": "states_at_the_start",
+    "within_windows": "validation_within_a_window",
+    "resumed_events": "resumed_counts",
+    "frozen_parameters": "frozen_again",
+    "kept_callbacks": "callbacks_of_another_trainer",
+    "second_fits": "three_fits_of_one_trainer",
+    "data_modules": "verbs_after_a_data_module",
+    "checkpoint_folders": "two_fits_with_a_logger",
+    "checkpoint_names": "names_of_checkpoints",
+    "autocast_cache": "layers_used_twice_in_half_precision",
 }
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="LIGHTNING_PYTHON names no interpreter with Lightning")

@@ -43,6 +43,7 @@ __all__ = [
     "Plan",
     "attach",
     "build_optimizers",
+    "build_training",
     "carry_window",
     "check",
     "check_layers",
@@ -399,20 +400,8 @@ def load_weights(run: Run, path: str, *, is_trusted: bool) -> Content:
     return content
 
 
-def restore_training(
-    run: Run, content: Content | None, path: str | None, before: StateDict | None
-) -> Callable[[], None] | None:
-    """Build optimizers and schedules, and put their states back.
-
-    Args:
-        run: The run, attached.
-        content: The checkpoint to resume from; None without.
-        path: Where it was read.
-        before: What the last fit left (`continuing.take`), where this one continues it.
-
-    Returns:
-        What puts back the random number generators of the checkpoint, to be called last; None without one.
-    """
+def build_training(run: Run) -> None:
+    """Build optimizers and schedules of a run, and what watches them."""
     build_optimizers(run)
     monitored = [*run.schedulers, *run.callbacks]
     run.metrics.decisive = frozenset(str(name) for one in monitored if (name := getattr(one, "monitor", None)))
@@ -424,6 +413,22 @@ def restore_training(
         from ..loop.own_steps import OwnSteps
 
         run.own_steps = OwnSteps(run)
+
+
+def restore_training(
+    run: Run, content: Content | None, path: str | None, before: StateDict | None
+) -> Callable[[], None] | None:
+    """Put groups and states of optimizers back, schedules, and the counts.
+
+    Args:
+        run: The run; its optimizers are built.
+        content: The checkpoint to resume from; None without.
+        path: Where it was read.
+        before: What the last fit left (`continuing.take`), where this one continues it.
+
+    Returns:
+        What puts back the random number generators of the checkpoint, to be called last; None without one.
+    """
     if content is not None:
         for callback in run.callbacks:
             callback.restore_param_groups(run.trainer, run.module)

@@ -38,7 +38,6 @@ def _verb(found: Difference) -> str:
 
 # Under "What parity does not change", from the special to the general.
 NOT_COVERED = (
-    _Row("`ModelPruning` keeps the names of parameters", lambda found: _has_callback(found, "ModelPruning")),
     _Row(
         "A search of a learning rate or a batch size saves no checkpoint of its own",
         lambda found: (
@@ -46,34 +45,28 @@ NOT_COVERED = (
             or _has_callback(found, "BatchSizeFinder", "LearningRateFinder")
         ),
     ),
-    _Row(
-        "A validation that is due within an accumulation window follows after the window.",
-        lambda found: _is_over_one(_context(found, "accumulated")) and _context(found, "interval") not in ("1.0", "1"),
-    ),
-    _Row(
-        "`test`, `validate` or `predict` without `datamodule=` does not call the hooks of a data module",
-        lambda found: (
-            _verb(found) in ("test", "validate", "predict")
-            and any(name.rpartition(".")[2] in ("prepare_data", "setup", "teardown") for name in found.names)
-        ),
-    ),
 )
 
 # Kind of a difference -> switches that may explain it, the likely ones first.
 _SWITCHES = {
     "batch": ("reading", "random_numbers", "samplers"),
-    "hook": ("closures", "cut_epochs", "random_numbers", "optimizer_steps", "losses_of_none", "swa"),
+    "hook": (
+        "closures", "cut_epochs", "random_numbers", "optimizer_steps", "losses_of_none", "swa", "within_windows",
+        "data_modules", "fit_start", "resumed_events",
+    ),
     "result": ("random_numbers", "divided_outputs", "bfloat16_on_cpu", "means", "fabric_methods"),
-    "weights": ("short_windows", "random_numbers", "losses_of_none", "swa", "schedule_steps", "bfloat16_on_cpu"),
+    "weights": (
+        "short_windows", "random_numbers", "losses_of_none", "swa", "schedule_steps", "bfloat16_on_cpu",
+        "autocast_cache", "second_fits", "frozen_parameters",
+    ),
     "rates": ("schedule_steps", "plateaus", "stepping_batches"),
     "row": ("means", "learning_rates", "evaluation_rows", "optimizer_steps", "random_numbers"),
-    "checkpoint": ("optimizer_steps", "equal_scores", "cut_epochs", "weight_averaging", "plateaus"),
+    "checkpoint": (
+        "optimizer_steps", "equal_scores", "cut_epochs", "weight_averaging", "plateaus", "checkpoint_names",
+        "checkpoint_folders", "pruning", "kept_callbacks",
+    ),
     "metrics": ("means", "metrics_of_verbs", "learning_rates", "optimizer_steps", "cut_epochs"),
-}
-
-
-def _is_over_one(number: object) -> bool:
-    return isinstance(number, int) and number > 1
+}  # fmt: skip
 
 
 def find_row(found: Difference) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from ....protocols import StateDict
-from ....trainer.hooks import Hook
 from ....trainer.loop.fit_loop import FitLoop
 from ....trainer.loop.optimizers import ManagedOptimizer
 from ....trainer.loop.step import count_own_step
@@ -17,7 +16,14 @@ from ....trainer.run import Run
 from ....trainer.state import Progress
 from ....trainer.trainer import Trainer
 
-__all__ = ["OptimizerProgress", "begin_anew", "count_cut_epochs", "count_from_before", "count_optimizers", "count_own_steps"]
+__all__ = [
+    "OptimizerProgress",
+    "begin_anew",
+    "count_cut_epochs",
+    "count_optimizers",
+    "count_own_steps",
+    "keep_callbacks",
+]
 
 
 @dataclass(slots=True)
@@ -109,33 +115,17 @@ def _when_to_look(loop: FitLoop, run: Run) -> int:
     return 0
 
 
+def keep_callbacks(trainer: Trainer) -> None:
+    """Let callbacks that another Trainer has trained with continue with what they know of that run."""
+    setattr(trainer, "_adopt_callbacks", _adopt_as_they_are)  # noqa: B010
+
+
+def _adopt_as_they_are() -> None:
+    """Leave callbacks as they are."""
+
+
 def begin_anew(trainer: Trainer, before: StateDict | None) -> StateDict | None:
     """Let a fit leave out what optimizers, schedules and data of the one before have left."""
     if not trainer.progress.epoch_open:
         trainer.stream_state = None
     return None
-
-
-def count_from_before(run: Run) -> None:
-    """Let `on_fit_start` see the counts that the trainer had before it read a checkpoint."""
-    progress = run.progress
-    names = [one.name for one in fields(Progress)]
-    before = {name: getattr(progress, name) for name in names}
-
-    def around(fire: Hook) -> Hook:
-        def on_fit_start() -> None:
-            now = {name: getattr(progress, name) for name in names}
-            _assign(progress, before)
-            try:
-                fire()
-            finally:
-                _assign(progress, now)
-
-        return on_fit_start
-
-    run.lifecycle.wrap("on_fit_start", around)
-
-
-def _assign(progress: Progress, counts: dict[str, Any]) -> None:
-    for name, value in counts.items():
-        setattr(progress, name, value)

@@ -1,4 +1,4 @@
-"""`ModelPruning` as in Lightning: the module is rebuilt by `torch.nn.utils.prune`, so that its parameters have new names."""
+"""`ModelPruning` as in Lightning: `torch.nn.utils.prune` rebuilds the module, so that its parameters have new names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..module import LightningModule
 __all__ = ["ModelPruning"]
 
 _CONTAINERS = (LightningModule, nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Any] = {  # Any: not all of them are annotated by torch
     "ln_structured": prune.ln_structured,
     "l1_unstructured": prune.l1_unstructured,
     "random_structured": prune.random_structured,
@@ -77,7 +77,7 @@ class ModelPruning(pruning.ModelPruning):
         if self.use_global_unstructured:
             known = pruning._METHODS
             method = known[self.pruning_fn] if isinstance(self.pruning_fn, str) else self.pruning_fn
-            prune.global_unstructured(self._parameters_to_prune, pruning_method=method, amount=amount)  # type: ignore[no-untyped-call]
+            prune.global_unstructured(self._parameters_to_prune, pruning_method=method, amount=amount)
             return
         assert isinstance(self.pruning_fn, str)
         options: dict[str, Any] = {"amount": amount}

@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
+from ....checkpoint.content import Content
 from ....protocols import StateDict
 from ....trainer.hooks import Hook
 from ....trainer.run import Run
+from ....trainer.setup import begin
+from ....trainer.trainer import Trainer
 
-__all__ = ["begin_with_saved_epoch", "leave_events_unfinished"]
+__all__ = ["begin_with_saved_epoch", "leave_events_unfinished", "leave_frozen_as_it_is", "start_before_restoring"]
+
+
+def start_before_restoring(trainer: Trainer) -> None:
+    """Let `on_fit_start` come before counts and states of optimizers are read from a checkpoint."""
+    setattr(trainer, "restore_and_start", partial(_start_and_restore, trainer))  # noqa: B010
+
+
+def _start_and_restore(
+    trainer: Trainer, run: Run, content: Content | None, path: str | None, before: StateDict | None
+) -> Callable[[], None] | None:
+    trainer.state.stage = "train"
+    run.lifecycle.on_fit_start()
+    trainer.write_hyperparameters()
+    restore = begin.restore_training(run, content, path, before)
+    trainer.fit_loop.is_used_up = trainer.has_used_up_data(run)
+    return restore
+
+
+def leave_frozen_as_it_is(trainer: Trainer) -> None:
+    """Let the program say which parameters require gradients and which modules evaluate, not the checkpoint."""
+    setattr(trainer, "restore_and_start", partial(_restore_without_frozen, trainer.restore_and_start))  # noqa: B010
+
+
+def _restore_without_frozen(
+    restore: Callable[..., Callable[[], None] | None],
+    run: Run,
+    content: Content | None,
+    path: str | None,
+    before: StateDict | None,
+) -> Callable[[], None] | None:
+    if content is not None:
+        content.states.pop("frozen", None)
+    return restore(run, content, path, before)
 
 
 def begin_with_saved_epoch(run: Run) -> None:
@@ -58,7 +95,7 @@ def begin_with_saved_epoch(run: Run) -> None:
         return on_sanity_check_end
 
     def open_training(run: Run) -> None:
-        del trainer.open_training  # type: ignore[method-assign]
+        del trainer.open_training
         with at_saved_epoch():
             trainer.open_training(run)
 

@@ -123,9 +123,15 @@ SWITCHES = (
     ),
     Switch(
         "fit_start",
-        "In on_fit_start, counts are those before the checkpoint of a resumed fit is read.",
+        "In on_fit_start of a resumed fit, counts and states of optimizers are those before the checkpoint is read.",
         "They are those of the checkpoint.",
-        ("run:counts.count_from_before",),
+        ("trainer:resuming.start_before_restoring",),
+    ),
+    Switch(
+        "frozen_parameters",
+        "A resumed fit trains the parameters that the program has not frozen, in the modes that it has set.",
+        "Which parameters are frozen and which modules are in eval mode is as in the checkpoint.",
+        ("trainer:resuming.leave_frozen_as_it_is",),
     ),
     Switch(
         "resumed_events",
@@ -164,8 +170,8 @@ SWITCHES = (
     ),
     Switch(
         "rank_decisions",
-        "Each rank judges the values that it has: EarlyStopping stops where any rank stops, ModelCheckpoint saves where "
-        "all ranks would, and each rank steps its plateau schedules by its own value.",
+        "Each rank judges the values that it has: EarlyStopping stops where any rank stops, ModelCheckpoint saves "
+        "where all ranks would, and each rank steps its plateau schedules by its own value.",
         "All ranks judge the same values.",
         ("run:ranks.decide_on_own_values",),
     ),
@@ -268,6 +274,12 @@ SWITCHES = (
         "A second fit of a Trainer begins with new optimizers and schedules.",
         "They continue with the state of those before.",
         ("before:counts.begin_anew",),
+    ),
+    Switch(
+        "kept_callbacks",
+        "A callback that is passed to another Trainer continues with its counters, scores and files.",
+        "It begins again.",
+        ("trainer:counts.keep_callbacks",),
     ),
     Switch(
         "lr_find",

@@ -429,6 +429,18 @@ def test_a_long_validation_can_be_trained_on(reduce_fx: str) -> None:
     quiet(max_epochs=2, num_sanity_val_steps=0).fit(net(Long), loader(2), loader(256, 1))
 
 
+def test_a_value_of_inference_mode_can_be_logged_in_a_training_hook() -> None:
+    class Scored(ValidatedNet):
+        def on_train_epoch_end(self) -> None:
+            with torch.inference_mode():
+                value = torch.ones(4).mean()
+            self.log("score", value)
+
+    trainer = quiet(max_epochs=1, num_sanity_val_steps=0)
+    trainer.fit(net(Scored), loader(2), loader(2))
+    assert trainer.callback_metrics["score"] == 1.0
+
+
 def test_a_sum_is_not_multiplied_by_the_batch_size() -> None:
     module = net(Numbers, val=lambda m, b, i: m.log("count", float(len(b[0])), reduce_fx="sum"))
     assert quiet().validate(module, loader(7, 3), verbose=False) == [{"count": 7.0}]
