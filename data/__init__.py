@@ -18,6 +18,7 @@ from .stream import BatchStream
 from .tree import is_collection
 
 if TYPE_CHECKING:
+    from .buckets import BucketBatchSampler, bucket_sizes, pad_to_buckets
     from .distributed.evaluation import EvalShard, count_eval_rounds, in_loader_order, shard_eval
     from .distributed.fingerprint import fingerprint_batch
     from .distributed.shard import NO_BATCH, Shard, is_rank_aware, merge_states
@@ -28,6 +29,7 @@ __all__ = [
     "NO_BATCH",
     "AttributeDict",
     "BatchStream",
+    "BucketBatchSampler",
     "CombinedLoader",
     "DataModule",
     "EvalShard",
@@ -36,6 +38,7 @@ __all__ = [
     "ShardedIterable",
     "ThreadDataLoader",
     "apply_to_collection",
+    "bucket_sizes",
     "capture_rng",
     "count_eval_rounds",
     "find_batch_size",
@@ -46,6 +49,7 @@ __all__ = [
     "is_rank_aware",
     "merge_states",
     "move_to_device",
+    "pad_to_buckets",
     "resolve_limit",
     "restore_rng",
     "save_hyperparameters",
@@ -56,11 +60,14 @@ __all__ = [
 __getattr__, __dir__ = attach(
     __name__,
     {
+        "BucketBatchSampler": "buckets",
         "NO_BATCH": "distributed.shard",
         "EvalShard": "distributed.evaluation",
         "Shard": "distributed.shard",
         "ShardedIterable": "sharded_iterable",
         "ThreadDataLoader": "thread_loader",
+        "bucket_sizes": "buckets",
+        "pad_to_buckets": "buckets",
         "count_eval_rounds": "distributed.evaluation",
         "fingerprint_batch": "distributed.fingerprint",
         "in_loader_order": "distributed.evaluation",
