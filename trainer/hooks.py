@@ -104,7 +104,7 @@ def _check_signatures(owner: object, names: Iterable[str], bases: tuple[type, ..
             continue
         try:
             expected = list(inspect.signature(declared).parameters.values())[1:]
-            found = inspect.signature(getattr(owner, name))
+            found = inspect.signature(getattr(owner, name), follow_wrapped=False)  # what can be called
         except (TypeError, ValueError):  # written in C, or a stand-in
             continue
         required = [one for one in expected if one.default is one.empty]

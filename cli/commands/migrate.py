@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from ...compat.lightning.check.program import ProgramCheck
 from ...compat.lightning.check.sides import has_lightning
-from ...compat.lightning.unserved import find_unserved, local_imports
+from ...compat.lightning.check.unserved import find_unserved, local_imports
 
 __all__ = ["migrate"]
 

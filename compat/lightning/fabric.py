@@ -19,7 +19,7 @@ from ...fabric.wrappers import FabricModule, FabricOptimizer
 from ...precision import Precision
 from ...precision.base import cast_floats
 from ...strategies import Strategy
-from .external_callbacks import with_external
+from .callbacks.external import with_external
 from .objects import trust_objects, with_objects
 from .overrides import find_own
 from .parity import switches

@@ -34,10 +34,11 @@ from ...trainer.hooks import Hook, check_hook_names, find_override
 from ...trainer.metrics.accumulators import with_suffix
 from ...trainer.metrics.metrics import Metrics
 from ...trainer.setup import begin
-from . import connectors, model_checkpoint, optimizer  # noqa: F401  # the latter two complete classes of the core
+from . import connectors, optimizer  # noqa: F401  # the latter completes classes of the core
 from .attached import collect_attached
+from .callbacks import model_checkpoint  # noqa: F401  # completes a class of the core
+from .callbacks.external import with_external
 from .enums import TrainerFn, TrainerState
-from .external_callbacks import with_external
 from .imports.finder import VERSION, LightningFinder
 from .loggers import TensorBoardLogger
 from .loops import LoopView, TrainLoop, count_evaluations, refuse_own_loop

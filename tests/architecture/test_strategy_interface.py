@@ -15,7 +15,7 @@ from loopwright.strategies import Strategy
 from .sources import ROOT, package_files, place, tree_of
 
 # Engines know each other; Lightning's views add attributes of their own.
-OUTSIDE = ("strategies/", "compat/lightning/connectors.py")
+OUTSIDE = ("strategies/", "compat/lightning/connectors.py", "compat/lightning/own_parts.py")
 # Names of variables and attributes that hold a strategy; arguments of `strategy=` may be strings.
 HOLDERS = {"strategy", "_strategy", "chosen_strategy"}
 OF_STRINGS = {"lower"}

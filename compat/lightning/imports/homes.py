@@ -78,9 +78,9 @@ _HOMES = {
     "DoublePrecisionPlugin=DoublePrecision HalfPrecisionPlugin=HalfPrecision "
     "MixedPrecisionPlugin=MixedPrecision PrecisionPlugin=Precision "
     "FSDPMixedPrecisionPlugin=FSDPPrecision FSDPPrecision FSDPPrecisionPlugin=FSDPPrecision",
-    f"{_OWN}.prediction_writer": "BasePredictionWriter",
+    f"{_OWN}.callbacks.prediction_writer": "BasePredictionWriter",
     f"{_OWN}.profilers": "PyTorchProfiler",
-    f"{_OWN}.progress": "Tqdm convert_inf get_standard_metrics",
+    f"{_OWN}.callbacks.progress": "Tqdm convert_inf get_standard_metrics",
     f"{_OWN}.utilities.rank_zero": "WarningCache _get_rank=get_rank rank_prefixed_message "
     "rank_zero_debug rank_zero_deprecation "
     "rank_zero_info "
@@ -92,7 +92,7 @@ _HOMES = {
     "UnrepeatedDistributedSamplerWrapper",
     f"{_OWN}.registries": "ACCELERATOR_REGISTRY AcceleratorRegistry=ACCELERATOR_REGISTRY STRATEGY_REGISTRY "
     "StrategyRegistry=STRATEGY_REGISTRY",
-    f"{_OWN}.summary": "LEFTOVER_PARAMS_NAME LayerSummary NOT_APPLICABLE PARAMETER_NUM_UNITS UNKNOWN_SIZE "
+    f"{_OWN}.callbacks.summary": "LEFTOVER_PARAMS_NAME LayerSummary NOT_APPLICABLE PARAMETER_NUM_UNITS UNKNOWN_SIZE "
     "get_formatted_model_size get_human_readable_count parse_batch_shape summarize",
     f"{_OWN}.trainer": "Trainer",
     f"{_OWN}.utilities.type_names": "CollectibleGroup DistributedDataParallel EVAL_DATALOADERS LRSchedulerConfigType "
@@ -140,7 +140,7 @@ _LOCAL = {
     "pytorch.loggers": {"Logger": f"{_OWN}.loggers:Logger"},
     "fabric.strategies": {"ModelParallelStrategy": f"{_OWN}.strategies:FabricModelParallelStrategy"},
     "fabric.utilities": {"ThroughputMonitor": "fabric.throughput:ThroughputMonitor"},
-    "pytorch.utilities.model_summary": {"ModelSummary": f"{_OWN}.summary:ModelSummary"},
+    "pytorch.utilities.model_summary": {"ModelSummary": f"{_OWN}.callbacks.summary:ModelSummary"},
 }
 
 

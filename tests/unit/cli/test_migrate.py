@@ -76,17 +76,17 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 
 class Mine(DDPStrategy):
-    def setup(self, trainer):
+    def connect(self, model):
         pass
     def barrier(self, name=None):
         pass
 
 class Deeper(Mine):
-    def training_step(self, *args):
+    def post_backward(self, *args):
         pass
 
 class Half(MixedPrecision):
-    def clip_gradients(self, *args):
+    def main_params(self, *args):
         pass
 
 class Saving(ModelCheckpoint):
@@ -115,9 +115,9 @@ def test_overridden_methods_that_are_never_called_are_listed(
     assert check(tmp_path, _OVERRIDES) == 1
     lines = [line.removeprefix(f"{tmp_path}/") for line in capsys.readouterr().out.splitlines()]
     assert lines == [
-        "train.py:9: Mine.setup: overrides Strategy's, never called here",
-        "train.py:15: Deeper.training_step: overrides Strategy's, never called here",
-        "train.py:19: Half.clip_gradients: overrides Precision's, never called here",
+        "train.py:9: Mine.connect: overrides Strategy's, never called here",
+        "train.py:15: Deeper.post_backward: overrides Strategy's, never called here",
+        "train.py:19: Half.main_params: overrides Precision's, never called here",
         "train.py:23: Saving._save_topk_checkpoint: overrides ModelCheckpoint's, never called here",
         "train.py:31: Loop.anything: overrides _FitLoop's, never called here",
         "train.py:35: Own._run_stage: overrides Trainer's, never called here",

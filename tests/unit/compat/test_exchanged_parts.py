@@ -227,7 +227,7 @@ def test_packages_add_callbacks_by_entry_points(tmp_path: Path, monkeypatch: pyt
 
     groups = {"lightning.pytorch.callbacks_factory": [Entry()], "lightning.fabric.callbacks_factory": [Entry()]}
     monkeypatch.setattr(
-        "loopwright.compat.lightning.external_callbacks.entry_points", lambda group: groups.get(group, ())
+        "loopwright.compat.lightning.callbacks.external.entry_points", lambda group: groups.get(group, ())
     )
     assert metadata.version("lightning") == "2.6.6"
     mine = Added()

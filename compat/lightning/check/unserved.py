@@ -15,10 +15,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import install, is_installed, uninstall
-from .imports.absent import NotServed
-from .imports.finder import ROOTS
-from .never_called import find_never_called
+from .. import install, is_installed, uninstall
+from ..imports.absent import NotServed
+from ..imports.finder import ROOTS
+from ..never_called import find_never_called
 
 __all__ = ["Use", "find_unserved", "local_imports"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 if TYPE_CHECKING:
-    from ...trainer.trainer import Trainer
+    from ....trainer.trainer import Trainer
 
 __all__ = ["Tqdm", "convert_inf", "get_standard_metrics"]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from ...callbacks.summary.summary import LayerSummary as LayerSummary
-from ...callbacks.summary.summary import Summary, human_count
-from ...callbacks.summary.summary import summarize as measure
+from ....callbacks.summary.summary import LayerSummary as LayerSummary
+from ....callbacks.summary.summary import Summary, human_count
+from ....callbacks.summary.summary import summarize as measure
 
 __all__ = [
     "LayerSummary",

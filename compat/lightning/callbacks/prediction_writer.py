@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ... import callbacks
-from .enums import WriteInterval
+from .... import callbacks
+from ..enums import WriteInterval
 
 __all__ = ["BasePredictionWriter"]
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any  # Any: what a subclass assigns
 
 from torch import Tensor, tensor
 
-from ...callbacks import ModelCheckpoint
+from ....callbacks import ModelCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ...callbacks.model_checkpoint.state import CheckpointState
-    from ...trainer.trainer import Trainer
+    from ....callbacks.model_checkpoint.state import CheckpointState
+    from ....trainer.trainer import Trainer
 
 __all__: list[str] = []
 
