@@ -161,6 +161,7 @@ def same_file(first: str | os.PathLike[str] | None, second: str) -> bool:
 
 def is_inside(path: str, folder: str) -> bool:
     """Whether the file lies in this local folder or below it."""
+    folder = os.path.realpath(folder)
     return os.path.commonpath([os.path.realpath(os.path.dirname(path)), folder]) == folder
 
 
