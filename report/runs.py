@@ -36,6 +36,7 @@ _TIMELINE_FILE = "timeline.json"
 _TIMELINE_FACTS = {"optimizer steps": "num_steps", "bottleneck": "bottleneck", "bound by": "bound"}
 _CONFIG_FILES = ("hparams.yaml", "config.yaml")
 _READ_FILES = (CSV_FILE, JSON_LINES_FILE, EVENT_FILES, *_CONFIG_FILES, ENVIRONMENT_FILE, _TIMELINE_FILE, "media")
+_NO_METRIC = ("hp_metric", -1.0)  # what TensorBoardLogger writes so that its HPARAMS page has a metric
 _SAME = 1e-5  # relative: TensorBoard keeps 24 bits of a number
 
 
@@ -271,6 +272,8 @@ def _merge(sources: Sequence[Source]) -> LoggedRun:
     for name in sorted(points, key=natural):
         steps = sorted(points[name])
         values = [points[name][step] for step in steps]
+        if name == _NO_METRIC[0] and set(values) == {_NO_METRIC[1]}:
+            continue
         if name not in _NOT_CURVES:
             run.series[name] = Series(name, steps, values)
         elif name in AXES:

@@ -80,6 +80,12 @@ def test_counters_are_axes_and_no_curves(tmp_path: Path) -> None:
     assert run.seconds == 1.0
 
 
+@pytest.mark.parametrize(("value", "is_shown"), [(-1.0, False), (0.5, True)])
+def test_the_stand_in_for_a_metric_of_hyperparameters_is_no_curve(value: float, is_shown: bool, tmp_path: Path) -> None:
+    (run,) = read_runs([write_csv(tmp_path, {"hp_metric": [value], "loss": [1.0]})])
+    assert ("hp_metric" in run.series) == is_shown
+
+
 def test_a_run_that_was_resumed_has_one_curve(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     fit(whole, version=0)
