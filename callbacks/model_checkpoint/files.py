@@ -304,7 +304,7 @@ def check_dirpath(dirpath: str) -> None:
     """
     if not is_local(dirpath):
         return
-    parent = dirpath
+    parent = os.path.abspath(dirpath)  # the parent of a relative one may be ""
     while not os.path.lexists(parent):
         parent = os.path.dirname(parent)
     if not os.path.isdir(parent):

@@ -180,3 +180,11 @@ def test_a_folder_that_takes_nothing_is_refused_with_its_reason(tmp_path: Path) 
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"nothing can be written to .*Error: "):
         files.write_trial(str(tmp_path / "file" / "inside"))
+
+
+def test_a_relative_folder_that_is_not_there_yet_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    files.check_dirpath("logs/checkpoints")
+    (tmp_path / "logs").write_text("a file")
+    with pytest.raises(ConfigError, match="is a file, not a folder"):
+        files.check_dirpath("logs/checkpoints")
