@@ -74,6 +74,9 @@ DIFFERS = {
     "names_of_checkpoints": "checkpoints",
     "states_at_the_start": "seen",
     "frozen_again": "weights",
+    "sparse_values": "rows",
+    "limited_streams": "weights",
+    "streams_shorter_than_their_limit": "weights",
     "callbacks_of_another_trainer": "stopping",
 }
 
@@ -108,6 +111,8 @@ NEEDED = {
     "within_windows": "validation_within_a_window",
     "resumed_events": "resumed_counts",
     "frozen_parameters": "frozen_again",
+    "step_values": "sparse_values",
+    "evaluation_steps": "sparse_values",
     "kept_callbacks": "callbacks_of_another_trainer",
     "second_fits": "three_fits_of_one_trainer",
     "data_modules": "verbs_after_a_data_module",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 
 from ....callbacks.monitors import learning_rate_monitor
 from ....protocols import AnyBatch, AnyOutput
+from ....trainer.checkpointing.snapshot import note_row_of_validation
+from ....trainer.hooks import Hook
+from ....trainer.loop.eval_loop import EvalLoader, EvalLoop
 from ....trainer.metrics.accumulators import with_suffix
 from ....trainer.metrics.current_values import CurrentValues
 from ....trainer.run import Run
@@ -20,7 +24,9 @@ __all__ = [
     "LearningRateMonitor",
     "forget_metrics",
     "forget_restored_metrics",
+    "keep_step_values",
     "log_after_training",
+    "log_each_evaluation_step",
     "show_latest",
     "show_one_key",
 ]
@@ -78,6 +84,68 @@ def log_after_training(run: Run) -> None:
     """Let the rows of an evaluation stand at the step after the last one that this Trainer has trained."""
     progress = run.progress
     run.trainer.records_at = (progress.steps + 1, progress.epochs)
+
+
+def keep_step_values(run: Run) -> None:
+    """Let the rows of training have each value of the epoch's steps, also where a later step did not log it."""
+    metrics = run.metrics
+    began_at = [metrics.window]
+
+    def at_epoch_start(fire: Hook) -> Hook:
+        def on_train_epoch_start() -> None:
+            began_at[0] = metrics.window
+            fire()
+
+        return on_train_epoch_start
+
+    def at_batch_end(fire: Hook) -> Hook:
+        def on_train_batch_end(*arguments: object) -> None:
+            if run.at_boundary:
+                for accumulator in metrics.accumulators("train"):
+                    is_of_epoch = began_at[0] < accumulator.window < metrics.window
+                    if accumulator.on_step and accumulator.step_values and is_of_epoch:
+                        accumulator.window = metrics.window
+            fire(*arguments)
+
+        return on_train_batch_end
+
+    run.lifecycle.wrap("on_train_epoch_start", at_epoch_start)
+    run.lifecycle.wrap("on_train_batch_end", at_batch_end)
+
+
+def log_each_evaluation_step(trainer: Trainer) -> None:
+    """Let each batch of an evaluation have a row of its step values; its step counts the batches of its loader."""
+    setattr(trainer, "_eval_loop", partial(_counting_loop, trainer._eval_loop, {}))  # noqa: B010
+
+
+_Seen = dict[str, tuple[EvalLoader, Counter[int]]]
+
+
+def _counting_loop(make: Callable[..., EvalLoop], seen: _Seen, run: Run, stage: str, data: EvalLoader) -> EvalLoop:
+    loop = make(run, stage, data)
+    if stage not in seen or seen[stage][0] is not data:  # loaders that are made again are counted again
+        seen[stage] = (data, Counter())
+    counts, present = seen[stage][1], [0]
+    transfer = loop._transfer
+
+    def transfer_noting(batch: AnyBatch, dataloader_idx: int) -> AnyBatch:
+        present[0] = dataloader_idx
+        return transfer(batch, dataloader_idx)
+
+    def log_step(run: Run) -> None:
+        if run.trainer.sanity_checking:
+            return
+        run.progress.eval_batches += 1
+        if run.metrics.has_step_values:
+            row, _ = run.metrics.read_step(on_all_ranks=False)
+            if row:
+                note_row_of_validation(run)
+                run.trainer.log_metrics(row, step=counts[present[0]])
+        counts[present[0]] += 1
+
+    setattr(loop, "_transfer", transfer_noting)  # noqa: B010
+    setattr(loop, "_log_step", log_step)  # noqa: B010
+    return loop
 
 
 class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor):

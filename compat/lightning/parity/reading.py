@@ -22,6 +22,7 @@ from ....data.tree import is_collection
 from ....errors import DataError
 from ....protocols import Batch, Loaders, StateDict
 from ....trainer.trainer import Trainer
+from .within_windows import WindowEnded
 from .workers import seed_worker
 
 __all__ = ["FetchedSource", "FetchedStream", "fetch_batches"]
@@ -32,7 +33,8 @@ _NOTHING: Any = object()
 class FetchedSource(Source):
     """Any loader. Its first iteration begins when the source is made, as Lightning's does before training starts.
 
-    Of a loader without a length, one batch is fetched ahead to know when it ends.
+    Of a loader without a length and a limit, one batch is fetched ahead to know when it ends. A limit is taken to be
+    the length; where the data end before, the epoch does, without a step for the window that is open then.
 
     Args:
         loader: A loader, or a collection of loaders.
@@ -57,6 +59,8 @@ class FetchedSource(Source):
         self._iterable: Any = _seeded(loader)  # Any: anything that can be iterated
         self._ahead: Any = _NOTHING
         self._fetched: Iterator[Batch] = iter(())
+        self._promised = limit if isinstance(limit, int) else None  # batches, where the loader does not know
+        self._is_exhausted = False
         self._is_fresh = True  # the iteration that began with the source is not used yet
         self._is_open = False
         self._epoch = 0
@@ -71,7 +75,9 @@ class FetchedSource(Source):
         else:
             self._fetched = iter(self._iterable)
             self.length = find_length(self._iterable)
-        self._ahead = next(self._fetched, _NOTHING) if self.length is None else _NOTHING
+        self._is_exhausted = False
+        reads_ahead = self.length is None and self._promised is None
+        self._ahead = next(self._fetched, _NOTHING) if reads_ahead else _NOTHING
 
     @override
     def begin(self, epoch: int) -> None:
@@ -98,11 +104,20 @@ class FetchedSource(Source):
     def has_next(self) -> bool:
         if not self._is_open:
             return False
-        return self._ahead is not _NOTHING if self.length is None else self.position < self.length
+        if self.length is not None:
+            return self.position < self.length
+        if self._promised is not None:
+            return not self._is_exhausted and self.position < self._promised
+        return self._ahead is not _NOTHING
 
     @override
     def take(self) -> Batch:
-        if self.length is None:
+        if self.length is None and self._promised is not None:
+            batch = next(self._fetched, _NOTHING)
+            if batch is _NOTHING:
+                self._is_exhausted = True
+                raise WindowEnded(self.position)
+        elif self.length is None:
             batch, self._ahead = self._ahead, _NOTHING
             if self.position + 1 < self.most:
                 self._ahead = next(self._fetched, _NOTHING)
@@ -119,6 +134,8 @@ class FetchedSource(Source):
 
     @override
     def count_ahead(self, upto: int) -> int | None:
+        if self.length is None and self._promised is not None:
+            return max(0, min(upto, self._promised - self.position)) if self.has_next() else 0
         return None if self.length is None else max(0, min(upto, self.length - self.position))
 
     @override

@@ -219,6 +219,18 @@ SWITCHES = (
         ("evaluation:logs.log_after_training",),
     ),
     Switch(
+        "step_values",
+        "A row of training has the latest value of each key that was logged in the epoch.",
+        "It has the keys that were logged in its step.",
+        ("run:logs.keep_step_values",),
+    ),
+    Switch(
+        "evaluation_steps",
+        "Values of evaluation steps are logged at each batch; their step counts the batches of each loader.",
+        "They are logged at log intervals; their step counts all batches.",
+        ("trainer:logs.log_each_evaluation_step",),
+    ),
+    Switch(
         "equal_scores",
         "Of several checkpoints with the same score, the earliest is replaced by a better one.",
         "The earliest stays.",

@@ -7,15 +7,16 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from ....errors import DataError
 from ....trainer.hooks import Hook
 from ....trainer.run import Run
 from ....trainer.trainer import Trainer
 from .windows import window_size
 
-__all__ = ["act_within_windows", "end_windows_early"]
+__all__ = ["WindowEnded", "act_within_windows", "end_windows_early"]
 
 
-class _WindowEnded(Exception):
+class WindowEnded(DataError):
     """The epoch ends after a micro-batch that does not complete a window; its gradients are not used.
 
     Args:
@@ -23,7 +24,10 @@ class _WindowEnded(Exception):
     """
 
     def __init__(self, batches_in_epoch: int) -> None:
-        super().__init__()
+        super().__init__(
+            f"the training data ended after {batches_in_epoch} batches of an epoch, before limit_train_batches.",
+            fix="set limit_train_batches to that number, or run the program with the parity switch 'within_windows'.",
+        )
         self.batches_in_epoch = batches_in_epoch
 
 
@@ -43,7 +47,7 @@ def _choose_step(choose: Callable[[Run], Callable[[Run, int], bool]], run: Run) 
         full = full_size()
         try:
             return step(run, min(size, full - run.progress.batches_in_epoch % full))
-        except _WindowEnded as end:
+        except WindowEnded as end:
             _advance(run, end.batches_in_epoch - run.progress.batches_in_epoch)
             run.at_boundary, run.has_stepped = True, False
             return True
@@ -85,7 +89,7 @@ def _then_validate(run: Run, fire: Hook) -> Hook:
                 loop._next_validation = loop._plan_validation(run)
                 loop._look_at = loop._when_to_look(run)
             if trainer.should_stop and loop.stops_here:
-                raise _WindowEnded(index + 1)
+                raise WindowEnded(index + 1)
 
     return on_train_batch_end
 
