@@ -28,6 +28,7 @@ from .runs import LoggedRun
 __all__ = ["duration", "render_page", "write_report"]
 
 # Okabe and Ito's palette, which color-blind readers can distinguish; yellow is too light for lines.
+_LEAST_PART = 0.01  # of a fit's time, to be seen in a bar
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f6ae0", "#8c8c8c")
 _NONE = "&ndash;"
 
@@ -163,6 +164,7 @@ def _data(runs: Sequence[LoggedRun], charts: Sequence[Chart]) -> dict[str, objec
                     band = {"low": curve.low, "high": curve.high} if curve.is_thinned else {}
                     curves.append({"run": number, "name": name, "steps": curve.steps, "values": curve.values, **band})
         drawn.append({"smooth": chart.heading in (METRICS, GRADIENTS), "curves": curves})
+    bars = _bars(runs)
     unit, seconds, _ = _unit(max((run.seconds or 0.0 for run in runs), default=0.0))
     return {
         "colors": _colors(len(runs)),
@@ -173,7 +175,7 @@ def _data(runs: Sequence[LoggedRun], charts: Sequence[Chart]) -> dict[str, objec
                 "name": names[number],
                 "axes": {name: _thin_axis(axis) for name, axis in run.axes.items()},
                 "checkpoints": sorted({f.step for f in run.checkpoints if f.step is not None})[-_MOST_MARKS:],
-                "phases": _fractions(run.timeline),
+                "phases": [(name, part) for name, part in bars[number].items() if part],
             }
             for number, run in enumerate(runs)
         ],
@@ -190,6 +192,21 @@ def _thin_axis(axis: tuple[list[int], list[float]], most: int = 2000) -> tuple[l
     stride = math.ceil(len(steps) / most)
     chosen = [*range(0, len(steps) - 1, stride), len(steps) - 1]
     return [steps[index] for index in chosen], [values[index] for index in chosen]
+
+
+def _bars(runs: Sequence[LoggedRun]) -> list[dict[str, float]]:
+    """Return the parts of each run's time, in the order of a step; small ones together, so that each has a color."""
+    fractions = [dict(_fractions(run.timeline)) for run in runs]
+    names = dict.fromkeys(name for found in fractions for name in found)
+    largest = {name: max(found.get(name, 0.0) for found in fractions) for name in names}
+    small = sorted(names, key=lambda name: largest[name], reverse=True)[len(_COLORS) - 1 :]
+    small = [name for name in names if name in small or largest[name] < _LEAST_PART]
+    if len(small) < 2:
+        return fractions
+    bars = [{name: found.get(name, 0.0) for name in names if name not in small} for found in fractions]
+    for bar, found in zip(bars, fractions, strict=True):
+        bar["other"] = sum(found.get(name, 0.0) for name in small)
+    return bars
 
 
 def _fractions(timeline: Mapping[str, float]) -> list[tuple[str, float]]:

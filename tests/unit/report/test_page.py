@@ -179,6 +179,14 @@ def test_the_timeline_is_shown_as_fractions_of_the_total() -> None:
     assert "bound by: compute" in page.all_text()
 
 
+def test_small_phases_share_a_color_so_that_each_color_is_one_thing() -> None:
+    run = LoggedRun("one", [Path("logs/one")], ["CSV"], {"loss": Series("loss", [0, 5], [2.0, 1.0])})
+    run.timeline = {f"phase {number}": float(number) for number in range(1, 15)}
+    phases = Reader(render_page([run])).data["runs"][0]["phases"]
+    assert [name for name, _ in phases] == [*(f"phase {number}" for number in range(8, 15)), "other"]
+    assert sum(part for _, part in phases) == pytest.approx(1)
+
+
 def test_a_page_is_replaced_in_one_go(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text("old")
