@@ -705,7 +705,7 @@ class Module(nn.Module):
             if isinstance(module, Module):
                 module.__dict__["_trainer"] = trainer
 
-    def _stand_in_for_trainer(self) -> Any:  # Any: what a layer above puts in the place of a Trainer
+    def _stand_in_for_trainer(self) -> Any:  # Any: what a layer above uses instead of a Trainer
         return None
 
     @property

@@ -120,7 +120,7 @@ def load_from_checkpoint(cls: type, checkpoint_path: Any, *args: Any, **kwargs: 
 
 
 class _FabricAsTrainer:
-    """A Fabric in the place of a module's Trainer: `self.trainer.device` and the like work."""
+    """A Fabric instead of a module's Trainer: `self.trainer.device` and the like work."""
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
