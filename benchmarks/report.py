@@ -198,6 +198,23 @@ def _saving(numbers: dict[str, Any]) -> list[str]:
                 )
             ),
         ),
+        *_stalls(numbers["stall"]),
+    ]
+
+
+def _stalls(numbers: dict[str, Any]) -> list[str]:
+    by_hand, background = numbers["torch"], numbers["background"]
+    return [
+        "How long a training waits for a save: `AsyncCheckpointIO` in the middle of it, with what it adds to the "
+        "next optimizer step, beside torch.save at the same place. CPU: of the thread that trains, without that step. "
+        f"Target: 5 %; measured: **{100 * background['cpu_s'] / by_hand['cpu_s']:.1f} %** of the CPU time.",
+        table(
+            ("", "CPU ms", "wall ms, median", "wall ms, least", "first save, wall ms"),
+            (
+                (name, *(f"{1e3 * row[key]:.0f}" for key in ("cpu_s", "wall_s", "least_s", "first_s")))
+                for name, row in (("torch.save and fsync", by_hand), ("AsyncCheckpointIO", background))
+            ),
+        ),
     ]
 
 

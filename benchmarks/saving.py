@@ -1,7 +1,7 @@
 """What a save costs: time and memory of `trainer.save_checkpoint` beside torch.save; run.py starts it and prints it.
 
-It runs as a process of its own (`python benchmarks/saving.py PARAMETERS ROUNDS`), because the peak of memory is a
-number of the whole process.
+It runs as a process of its own (`python benchmarks/saving.py speed PARAMETERS ROUNDS`, or `stall`), because the peak of
+memory is a number of the whole process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from variants import quiet
 import loopwright as lw
 
 WIDTH = 1000  # one layer has WIDTH * WIDTH parameters
+STEPS_BETWEEN = 4
 
 
 class Wide(lw.Module):
@@ -80,34 +81,90 @@ class SaveInTurns(lw.Callback):
                 self.runs["trainer"].append(ours)
 
     def _torch_save(self, trainer: lw.Trainer, module: nn.Module) -> None:
-        """Save as a program does when the file has to be on the disk: to a temporary name, fsync, rename."""
-        path = self.folder / "torch.ckpt.tmp"
-        with open(path, "wb") as file:
-            content = {"state_dict": module.state_dict(), "optimizer": trainer.optimizers[0].state_dict()}
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        path.replace(self.folder / "torch.ckpt")
+        save_by_torch(self.folder, trainer, module)
 
 
-def main() -> None:
-    num_parameters, rounds = int(sys.argv[1]), int(sys.argv[2])
-    torch.manual_seed(0)
+def save_by_torch(folder: Path, trainer: lw.Trainer, module: nn.Module) -> None:
+    """Save as a program does when the file has to be on the disk: to a temporary name, fsync, rename."""
+    path = folder / "torch.ckpt.tmp"
+    with open(path, "wb") as file:
+        content = {"state_dict": module.state_dict(), "optimizer": trainer.optimizers[0].state_dict()}
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    path.replace(folder / "torch.ckpt")
+
+
+class SaveBesideTraining(lw.Callback):
+    """Every few steps, saves in the background or with torch.save, in turns, and notes how long training waits.
+
+    That is the save itself, and what it adds to the optimizer step after it, which may have to wait for a copy.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.stalls: dict[str, list[dict[str, float]]] = {"torch": [], "background": []}
+        self.optimizer_s: list[float] = []
+        self._began_s = 0.0
+        self._saved: dict[str, float] | None = None
+
+    def on_train_start(self, trainer: lw.Trainer, pl_module: lw.Module) -> None:
+        trainer.optimizers[0].register_step_post_hook(self._note_step)
+
+    def on_before_optimizer_step(
+        self, trainer: lw.Trainer, pl_module: lw.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._began_s = time.perf_counter()
+
+    def _note_step(self, *_: object) -> None:
+        took_s = time.perf_counter() - self._began_s
+        if self._saved is None:
+            self.optimizer_s.append(took_s)
+        else:
+            self._saved["optimizer_s"] = took_s
+            self._saved = None
+
+    def on_train_batch_end(
+        self, trainer: lw.Trainer, pl_module: lw.Module, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        if batch_idx % STEPS_BETWEEN:
+            return
+        trainer.wait_for_save()
+        is_background = batch_idx // STEPS_BETWEEN % 2 == 1
+        began_s, cpu_s = time.perf_counter(), time.thread_time()
+        if is_background:
+            trainer.save_checkpoint(self.folder / "background.ckpt")
+        else:
+            save_by_torch(self.folder, trainer, pl_module)
+        found = {"wall_s": time.perf_counter() - began_s, "cpu_s": time.thread_time() - cpu_s}
+        self.stalls["background" if is_background else "torch"].append(found)
+        if is_background:
+            self._saved = found
+
+
+def print_stalls(num_parameters: int, rounds: int) -> None:
+    """Print how long training waits for a save in the background, and for torch.save."""
+    with tempfile.TemporaryDirectory() as folder:
+        saver = SaveBesideTraining(Path(folder))
+        train(
+            num_parameters, saver, folder, num_steps=2 * STEPS_BETWEEN * (rounds + 1), plugins=[lw.AsyncCheckpointIO()]
+        )
+    usual_s = statistics.median(saver.optimizer_s)
+    for stall in saver.stalls["background"]:
+        stall["wall_s"] += max(0.0, stall.pop("optimizer_s") - usual_s)
+    rows = {
+        name: {key: statistics.median(run[key] for run in runs[1:]) for key in runs[0]}
+        | {"first_s": runs[0]["wall_s"], "least_s": min(run["wall_s"] for run in runs[1:])}
+        for name, runs in saver.stalls.items()
+    }
+    print(json.dumps({"num_parameters": num_parameters, **rows}))
+
+
+def print_speed(num_parameters: int, rounds: int) -> None:
+    """Print what a save costs that training waits for, beside torch.save."""
     with tempfile.TemporaryDirectory() as folder:
         saver = SaveInTurns(Path(folder), rounds)
-        with quiet():
-            trainer = lw.Trainer(
-                max_steps=2,
-                accelerator="cpu",
-                devices=1,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                callbacks=[saver],
-                default_root_dir=folder,
-            )
-            trainer.fit(Wide(num_parameters), [torch.randn(8, WIDTH)] * 2)
+        train(num_parameters, saver, folder, num_steps=2)
         size_bytes = (Path(folder) / "trainer.ckpt").stat().st_size
     rows = {
         name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in saver.runs.items()
@@ -115,9 +172,32 @@ def main() -> None:
     print(json.dumps({"num_parameters": num_parameters, "size_bytes": size_bytes, **rows}))
 
 
+def train(num_parameters: int, saver: lw.Callback, folder: str, *, num_steps: int, plugins: Sequence[Any] = ()) -> None:
+    """Train with a callback that saves."""
+    torch.manual_seed(0)
+    with quiet():
+        trainer = lw.Trainer(
+            max_steps=num_steps,
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[saver],
+            plugins=list(plugins),
+            default_root_dir=folder,
+        )
+        trainer.fit(Wide(num_parameters), [torch.randn(8, WIDTH)] * num_steps)
+
+
 def time_saves(*, num_parameters: int, rounds: int) -> dict[str, Any]:
-    """Measure in a process of its own; times and memory are medians."""
-    command = [sys.executable, __file__, str(num_parameters), str(rounds)]
+    """Measure in processes of their own; times and memory are medians."""
+    return {**_run("speed", num_parameters, rounds), "stall": _run("stall", num_parameters, rounds)}
+
+
+def _run(program: str, num_parameters: int, rounds: int) -> dict[str, Any]:
+    command = [sys.executable, __file__, program, str(num_parameters), str(rounds)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     numbers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return numbers
@@ -154,6 +234,11 @@ def time_small_saves(*, num_tensors: int, rounds: int) -> dict[str, Any]:
     ratios = [ours / by_torch for ours, by_torch in zip(found["ours_s"], found["torch_s"], strict=True)]
     medians = {name: statistics.median(values) for name, values in found.items()}
     return {"num_tensors": num_tensors, **medians, "ratio": statistics.median(ratios)}
+
+
+def main() -> None:
+    program = {"speed": print_speed, "stall": print_stalls}[sys.argv[1]]
+    program(int(sys.argv[2]), int(sys.argv[3]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`AsyncCheckpointIO`: checkpoints that are written while training continues.
 
     save_checkpoint    main thread: waits for the previous save, copies the state to host memory, starts a thread
-    the thread         writes through the wrapped plugin; no other thread touches files
+    the thread         copies what may be copied later; writes through the wrapped plugin; no other thread touches files
     wait               main thread: returns when the file is complete, or raises the error of the save
 
 The Trainer decides when to wait; all ranks do so at the same points of the program.
@@ -36,7 +36,10 @@ _WORTH_SAYING_S = 1.0
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Saves in the background: `save_checkpoint` returns as soon as the state is copied, and a thread writes it.
+    """Saves in the background: `save_checkpoint` returns as soon as the state is safe, and a thread writes it.
+
+    Weights and buffers are copied. The state of optimizers on the CPU is copied by the thread; the next optimizer step
+    waits for that, and whatever writes to it earlier leaves what is saved as it was.
 
     At most one save is pending: the next one waits for it. The copy takes as much host memory as the state, from the
     first save to the end of the run.
@@ -102,8 +105,8 @@ class AsyncCheckpointIO(CheckpointIO):
         is_sharded = holds_sharded(checkpoint)
         if self._is_ours and not is_sharded:
             require_plain(checkpoint)  # here, where the caller is to blame, and not in the thread
-        taken = self._copies.take(checkpoint)
         arguments = self._group_argument() if is_sharded else {}
+        taken = self._copies.take(checkpoint)
         paths = [path, *also_to]
 
         def write() -> None:
@@ -127,6 +130,7 @@ class AsyncCheckpointIO(CheckpointIO):
         if write is None:
             return
         began_s = time.monotonic()
+        self._copies.release()
         write.join()  # Ctrl-C may interrupt this: then it is still pending
         waited_s = time.monotonic() - began_s
         self._write = None

@@ -5,14 +5,20 @@ from __future__ import annotations
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from ..protocols import BackgroundPlugin, CheckpointPlugin, MapLocation, StateDict, StorageOptions
 from . import storage
 
-__all__ = ["CheckpointIO", "TorchCheckpointIO", "load_through", "saves_in_background"]
+__all__ = ["CheckpointIO", "TorchCheckpointIO", "before_next_step", "load_through", "saves_in_background"]
+
+before_next_step: list[Callable[[], object]] = []
+"""What Fabric calls before an optimizer step: saves in the background that still copy what the step changes.
+
+Each removes itself when it is called.
+"""
 
 
 class CheckpointIO(ABC):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..protocols import StateDict
+from .deferred_copy import DeferredCopies
 from .plain import Trusted, Untrusted, WithObjects
 
 __all__ = ["HostCopy", "Taken"]
@@ -44,6 +45,12 @@ class HostCopy:
     For 200 MB on one core, new memory takes 130 ms, because the kernel clears each page at its first use; used memory
     takes 20 ms.
 
+    States of optimizers on the CPU are copied by `Taken.settle`, in the thread that writes: usually only the optimizer
+    step touches them, and Fabric waits for the copy before it. Whatever else writes to them earlier does not change
+    the copy, but has to copy itself; after a copy that was overtaken like this, all is copied at once. Weights and
+    buffers are copied at once: many a forward pass writes to them, and some of torch's own operations ask for memory
+    to write to where they only read.
+
     Args:
         keeps_memory: Whether `take` may overwrite the copy before; else each has new memory.
     """
@@ -51,6 +58,8 @@ class HostCopy:
     def __init__(self, *, keeps_memory: bool) -> None:
         self._keeps_memory = keeps_memory
         self._used: list[torch.UntypedStorage] = []
+        self._deferred: DeferredCopies | None = None
+        self._defers = True
 
     def take(self, checkpoint: StateDict) -> Taken:
         """Return a copy that does not change with the checkpoint; what shared memory or was one object still does.
@@ -58,23 +67,44 @@ class HostCopy:
         Raises:
             CheckpointError: An object in it cannot be copied.
         """
-        copier = _Copier(self._used)
+        self.release()
+        copier = _Copier(self._used, defers=self._defers)
         self._used = []
         copied = copier.copied(checkpoint)
         if self._keeps_memory:
             self._used = copier.used
-        return Taken(copied, copier.fence())
+        fence, finish = copier.fence(), copier.deferred.copy
+        if copier.deferred:
+            self._deferred = copier.deferred
+            self._deferred.start()
+
+        def settle() -> None:
+            finish()
+            fence()
+
+        return Taken(copied, settle)
+
+    def release(self) -> None:
+        """Share no memory with the training any more. Called in the thread that trains, when the copy is complete."""
+        if self._deferred is not None:
+            self._deferred.release()
+            self._defers = self._defers and not self._deferred.was_overtaken
+            self._deferred = None
 
     def forget(self) -> None:
         """Give the memory back."""
+        self.release()
         self._used = []
 
 
 class _Copier:
     """One copy under way."""
 
-    def __init__(self, free: list[torch.UntypedStorage]) -> None:
+    def __init__(self, free: list[torch.UntypedStorage], *, defers: bool) -> None:
         self.used: list[torch.UntypedStorage] = []
+        self.deferred = DeferredCopies()
+        self._defers = defers
+        self._is_in_optimizer = False
         self._free: dict[tuple[int, bool], list[torch.UntypedStorage]] = defaultdict(list)
         for storage in free:
             # A storage's own is_pinned warns in torch 2.9, of an argument that torch itself passes.
@@ -108,8 +138,13 @@ class _Copier:
         if isinstance(value, list):
             result.extend(self.copied(item) for item in value)
             return result
+        is_of_optimizer = self._defers and "state" in value and "param_groups" in value
         for key, item in value.items():
+            if is_of_optimizer and key == "state":
+                self._is_in_optimizer = True
             result[self.copied(key)] = self.copied(item)
+            if is_of_optimizer and key == "state":
+                self._is_in_optimizer = False
         if type(value) is OrderedDict:  # state_dict()._metadata
             vars(result).update(self.copied(vars(value)))
         return result
@@ -170,7 +205,9 @@ class _Copier:
             self._sources.append(source)
         else:
             memory = self._memory(source.nbytes(), is_pinned=False)
-            memory.copy_(source)
+            is_deferred = self._is_in_optimizer and source.device.type == "cpu" and self.deferred.add(source, memory)
+            if not is_deferred:
+                memory.copy_(source)
         self._storages[source._cdata] = memory
         self.used.append(memory)
         return memory

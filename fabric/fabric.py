@@ -22,6 +22,7 @@ from ..accelerators.matmul_precision import (
 )
 from ..accelerators.matmul_precision import State as MatmulState
 from ..checkpoint import TorchCheckpointIO
+from ..checkpoint.checkpoint_io import before_next_step
 from ..console import show_logs
 from ..data.hparams import without_omegaconf
 from ..data.move import move_to_device
@@ -619,6 +620,9 @@ class Fabric:
             Whether the step was made; False if a loss scale is used and a gradient is infinite or NaN.
         """
         optimizer = optimizer.__dict__.get("_without_fabric", optimizer)  # `bare`, without its call
+        if before_next_step:  # a save in the background still copies what the step changes
+            for finish in tuple(before_next_step):
+                finish()
         if self._precision_steps:
             return self.precision.optimizer_step(optimizer, closure=closure)
         return self.strategy.optimizer_step(optimizer, closure=closure)

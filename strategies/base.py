@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 # What torch.compile puts into the names of parameters; a checkpoint must not depend on it.
 _COMPILED = "_orig_mod."
+_LARGE = 1 << 18  # bytes of a tensor whose copy may be worth a delay
 
 
 @dataclass(frozen=True)
@@ -758,9 +759,28 @@ class Strategy(Capabilities):
                 f"{', '.join(lacking)}.",
                 fix="resume with the optimizer class that was saved, or load only the weights.",
             )
+        _own_memory(optimizer)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(device={str(self.device)!r})"
+
+
+def _own_memory(optimizer: Optimizer) -> None:
+    """Copy large tensors of an optimizer's state that torch.load has made, into memory of torch's allocator.
+
+    A save in the background can copy only such memory beside the training (checkpoint/deferred_copy.py).
+    """
+    copies: dict[int, Tensor] = {}
+    for values in optimizer.state.values():
+        if not isinstance(values, dict):
+            continue
+        for key, value in values.items():
+            if type(value) is not Tensor or value.layout is not torch.strided or value.device.type != "cpu":
+                continue
+            storage = value.untyped_storage()
+            is_alone = storage.nbytes() == value.numel() * value.element_size()  # no view: others may share it
+            if is_alone and storage.nbytes() >= _LARGE and not storage.resizable():
+                values[key] = copies.setdefault(id(value), value.clone())
 
 
 def non_finite_norm() -> NonFiniteError:
