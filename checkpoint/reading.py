@@ -89,9 +89,15 @@ class _Attempt:
         self._identify: Callable[[Any], str | None] = getattr(io, "identify", lambda path: None)
         self._path = path
         self._ranks = ranks
-        named, expected = ranks.gather((str(path), ranks.together(lambda: self._identify(path))))[0]
+        named, expected = ranks.gather((str(path), self._identity()))[0]
         self._expected = expected if named == str(path) else None
         self.is_other = False
+
+    def _identity(self) -> str | None:
+        try:
+            return self._identify(self._path)
+        except Exception:  # of a user's plugin: on this rank alone, it is raised when the ranks read together
+            return None
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Call a function on every rank; an error of one is raised on all.
