@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,9 @@ def read_on_all_ranks(io: CheckpointPlugin, path: str | Path, ranks: Ranks, *, i
         if saves_in_background(io):  # which rank writes depends on the format: on others nothing is pending
             ranks.together(lambda: io.wait_for(path))
         attempt = _Attempt(io, path, ranks)
-
-        def read() -> Any:
-            # Only the others' success makes this rank's share enough: an error of one is raised on all after this.
-            is_verified = share is not None and bool(share(path, ranks.rank, ranks.size))
-            return _read(io, path, is_safe=is_safe, by_parts=by_parts, is_verified=is_verified)
-
-        content = attempt.run(read)
+        # Only the others' success makes this rank's share enough.
+        is_verified = share is not None and bool(attempt.run(partial(share, path, ranks.rank, ranks.size)))
+        content = attempt.run(partial(_read, io, path, is_safe=is_safe, by_parts=by_parts, is_verified=is_verified))
         others = [rank for rank, is_other in enumerate(ranks.gather(attempt.is_other)) if is_other]
         if not others:
             return content
