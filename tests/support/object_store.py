@@ -1,4 +1,4 @@
-"""`ObjectStore`, a file system for fsspec that behaves like an object store: no folders, no append, whole puts."""
+"""File systems for fsspec: `ObjectStore` has no folders, no append and whole puts; `SharedDisk` is a disk at a URL."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import fsspec
 from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
-__all__ = ["ObjectStore"]
+__all__ = ["ObjectStore", "SharedDisk"]
 
 
 class ObjectStore(AbstractFileSystem):
@@ -107,3 +108,21 @@ class _Upload(io.BytesIO):
             ObjectStore.put_bytes += len(self.getvalue())
             ObjectStore.objects[self.path] = (self.getvalue(), datetime.now(UTC))
         super().close()
+
+
+class SharedDisk(LocalFileSystem):
+    """A disk with folders at `shared://`, where a file is seen while it is written."""
+
+    protocol = ("shared",)
+
+    @classmethod
+    def start(cls) -> None:
+        """Let URLs find it, in this process."""
+        fsspec.register_implementation("shared", cls, clobber=True)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(str(path).removeprefix("shared://"))
+
+    def unstrip_protocol(self, name: str) -> str:
+        return f"shared://{name}"

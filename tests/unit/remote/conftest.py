@@ -3,10 +3,8 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
-import fsspec
 import pytest
-from fsspec.implementations.local import LocalFileSystem
-from support.object_store import ObjectStore
+from support.object_store import ObjectStore, SharedDisk
 
 
 @pytest.fixture(autouse=True)
@@ -16,25 +14,12 @@ def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-class SharedDisk(LocalFileSystem):
-    """A disk with folders at `shared://`, where a file is seen while it is written."""
-
-    protocol = ("shared",)
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return super()._strip_protocol(str(path).removeprefix("shared://"))
-
-    def unstrip_protocol(self, name: str) -> str:
-        return f"shared://{name}"
-
-
 @pytest.fixture(params=["memory", "objects", "shared"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty folder: in memory, in a store that can only put objects, and on a disk with folders."""
     ObjectStore.start()
     if request.param == "shared":
-        fsspec.register_implementation("shared", SharedDisk, clobber=True)
+        SharedDisk.start()
         return f"shared://{tmp_path}/shared/logs"
     return f"{request.param}://{uuid.uuid4().hex}/logs"
 
