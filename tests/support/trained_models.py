@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,8 +67,13 @@ def open_adapter(base: Path, adapter: Path, **options: Any) -> Any:
 
 
 def chats(path: Path, count: int = 24) -> Path:
-    """Write a file of conversations."""
-    return write_jsonl(path, [chat(number) for number in range(count)])
+    """Write a file of conversations, once: a rank that wrote it again would change the time by which caches know it."""
+    if not path.exists():
+        draft = write_jsonl(path.with_name(f"{path.name}.{os.getpid()}"), [chat(number) for number in range(count)])
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+        draft.unlink()
+    return path
 
 
 def data_loader(data: Path, base: Path, cache: Path, **options: Any) -> DataLoader[Any]:
