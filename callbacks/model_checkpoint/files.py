@@ -290,7 +290,7 @@ def check_dirpath(dirpath: str) -> None:
     """
     if not is_local(dirpath):
         return
-    parent = dirpath
+    parent = os.path.abspath(dirpath)
     while not os.path.lexists(parent):
         parent = os.path.dirname(parent)
     if not os.path.isdir(parent):
