@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -22,6 +22,7 @@ from ....data.tree import is_collection
 from ....errors import DataError
 from ....protocols import Batch, Loaders, StateDict
 from ....trainer.trainer import Trainer
+from .switches import active
 from .within_windows import WindowEnded
 from .workers import seed_worker
 
@@ -116,7 +117,7 @@ class FetchedSource(Source):
             batch = next(self._fetched, _NOTHING)
             if batch is _NOTHING:
                 self._is_exhausted = True
-                raise WindowEnded(self.position)
+                self._end_window()
         elif self.length is None:
             batch, self._ahead = self._ahead, _NOTHING
             if self.position + 1 < self.most:
@@ -131,6 +132,15 @@ class FetchedSource(Source):
             )
         self.position += 1
         return batch
+
+    def _end_window(self) -> NoReturn:
+        if "within_windows" in active():
+            raise WindowEnded(self.position)
+        raise DataError(
+            f"Expected limit_train_batches={self._promised} batches from {type(self.loader).__name__}, got "
+            f"{self.position}.",
+            fix="lower limit_train_batches, or switch on 'within_windows' beside the parity switch 'reading'.",
+        )
 
     @override
     def count_ahead(self, upto: int) -> int | None:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from ....errors import DataError
 from ....trainer.hooks import Hook
 from ....trainer.run import Run
 from ....trainer.trainer import Trainer
@@ -16,7 +15,7 @@ from .windows import window_size
 __all__ = ["WindowEnded", "act_within_windows", "end_windows_early"]
 
 
-class WindowEnded(DataError):
+class WindowEnded(Exception):
     """The epoch ends after a micro-batch that does not complete a window; its gradients are not used.
 
     Args:
@@ -24,10 +23,7 @@ class WindowEnded(DataError):
     """
 
     def __init__(self, batches_in_epoch: int) -> None:
-        super().__init__(
-            f"the training data ended after {batches_in_epoch} batches of an epoch, before limit_train_batches.",
-            fix="set limit_train_batches to that number, or run the program with the parity switch 'within_windows'.",
-        )
+        super().__init__()
         self.batches_in_epoch = batches_in_epoch
 
 

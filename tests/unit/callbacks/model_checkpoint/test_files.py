@@ -157,6 +157,19 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
         files.check_dirpath(str(tmp_path / "file" / "checkpoints"))
 
 
+def test_a_relative_folder_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    files.check_dirpath("logs/checkpoints")
+    assert files.is_inside("logs/checkpoints/a.ckpt", "logs/checkpoints")
+    assert not files.is_inside("logs/a.ckpt", "logs/checkpoints")
+
+
+def test_all_digits_are_written_where_that_is_asked_for() -> None:
+    metrics = {"x": 0.123456789, "y": 3.0}
+    named = names.render_name("{x}-{y}-{z}", metrics, insert_names=True, equals="=", number_format="")
+    assert named == "x=0.123456789-y=3.0-z=0"
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
