@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,11 +40,16 @@ def tmux(*arguments: str) -> str:
 
 
 def terminal() -> None:
-    """Run `make train` in a terminal, and write what is on the screen at the end to docs/img/terminal.svg."""
+    """Run `make train` in a terminal, and write what is on the screen at the end to docs/img/terminal.svg.
+
+    The environment variable STEPS shortens the run.
+    """
     from rich.console import Console
     from rich.text import Text
 
-    tmux("new-session", "-d", "-x", str(WIDTH), "-y", str(HEIGHT), "make train; echo; sleep 3600")
+    steps = os.environ.get("STEPS")
+    command = f"make train STEPS={steps}" if steps else "make train"
+    tmux("new-session", "-d", "-x", str(WIDTH), "-y", str(HEIGHT), f"{command}; echo; sleep 3600")
     try:
         screen = ""
         while "Where to look" not in screen:
@@ -54,11 +60,12 @@ def terminal() -> None:
     finally:
         tmux("kill-server")
     # The interpreter's path is specific to this machine.
-    screen = screen.replace(f"{sys.executable} -m tensorboard.main", "tensorboard")
+    for module, program in (("tensorboard.main", "tensorboard"), ("loopwright", "loopwright")):
+        screen = re.sub(rf"\S*python\S* -m {module}", program, screen)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
-        console.print(Text.from_ansi("$ make train\n" + screen), soft_wrap=True)
-    console.save_svg(str(IMAGES / "terminal.svg"), title="make train")
+        console.print(Text.from_ansi(f"$ {command}\n{screen}"), soft_wrap=True)
+    console.save_svg(str(IMAGES / "terminal.svg"), title=command)
 
 
 def find_browser() -> str:

@@ -319,7 +319,7 @@ def _timeline(runs: Sequence[LoggedRun]) -> str:
         cells = []
         for run in runs:
             fraction_of = dict(_fractions(run.timeline)).get(name)
-            cells.append(_NONE if fraction_of is None else f"{run.timeline[name]:.3g} s, {fraction_of:.1%}")
+            cells.append(_NONE if fraction_of is None else f"{duration(run.timeline[name])}, {fraction_of:.1%}")
         rows.append([html.escape(name), *cells])
     table = _table(["phase", *(html.escape(run.name) for run in runs)], rows, numbers=range(1, len(runs) + 1))
     notes = "".join(

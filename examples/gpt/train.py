@@ -109,7 +109,8 @@ def report(state_key: str, args: argparse.Namespace) -> None:
     print(f"{' What it writes ':-^80}")
     print(sample.decode("utf-8", errors="replace"))
     print(f"{' Where to look ':-^80}")
-    print(f"  curves      {sys.executable} -m tensorboard.main --logdir {RUN_DIR}")
+    print(f"  curves      {sys.executable} -m loopwright report {RUN_DIR}")
+    print(f"  or          {sys.executable} -m tensorboard.main --logdir {RUN_DIR}")
     print(f"  numbers     {RUN_DIR / 'csv' / 'version_0' / 'metrics.csv'}")
     print(f"  best model  {path}")
 
