@@ -34,7 +34,7 @@ from peers_steps import measure_peers
 from rank_growth import measure_rank_growth
 from ranks import time_launches, time_steps_of_ranks
 from report import SECTIONS, describe
-from saving import time_saves, time_small_saves
+from saving import time_saves, time_small_saves, time_stalls
 from sharded_saves import measure_sharded_saves
 from startup import time_first_steps, time_imports
 from steps import count_calls, count_reads, time_steps
@@ -121,6 +121,8 @@ def measure(parts: Iterable[str], *, is_quick: bool) -> Iterator[tuple[str, Any,
             numbers = measure_loading(num_batches=20 if is_quick else 200, rounds=1 if is_quick else 7)
         elif part == "saving":
             numbers = time_saves(num_parameters=2_000_000 if is_quick else 50_000_000, rounds=1 if is_quick else 5)
+        elif part == "stalls":
+            numbers = time_stalls(num_parameters=2_000_000 if is_quick else 50_000_000, rounds=1 if is_quick else 5)
         elif part == "small-saves":
             numbers = time_small_saves(num_tensors=1_000 if is_quick else 100_000, rounds=1 if is_quick else 5)
         elif part == "logging":
