@@ -285,7 +285,9 @@ def test_after_an_error_of_one_rank_nothing_is_gathered_and_nobody_waits(tmp_pat
     everywhere = run_ranks(fail_alone, 2, tmp_path, failing, connect=False)
     assert max(took_s for _, took_s in everywhere) < 15
     lines = everywhere[0][0]
-    assert any("ModelCheckpoint: nothing is saved on" in line and "the model is sharded" in line for line in lines), lines
+    assert any("ModelCheckpoint: nothing is saved on" in line and "the model is sharded" in line for line in lines), (
+        lines
+    )
     assert any("OnExceptionCheckpoint: nothing" in line and "spread over all" in line for line in lines), lines
     assert names(tmp_path) == ["step=2.ckpt"]
     assert load(tmp_path / "step=2.ckpt")["global_step"] == 2
