@@ -114,6 +114,7 @@ class EvalLoop:
         self._step = step
         self._context = context
         self._log_every_n_steps = log_every_n_steps
+        self._log_step: Callable[[Run], None] = _log_step
 
     def run(self, run: Run, data: EvalLoader, *, keep: bool = False) -> list[list[StepOutput]]:
         """Evaluate.
@@ -163,7 +164,7 @@ class EvalLoop:
         )
         progress, run_signals, stop_coordination = run.progress, run.run_signals, run.stop_coordination
         logs_steps = stage != "predict" and not run.trainer.sanity_checking
-        every = self._log_every_n_steps
+        every, send = self._log_every_n_steps, self._log_step
         table = metrics.table_of(f"{stage}_step")
         several = len(data.loaders) > 1
         cpu = torch.device("cpu")
@@ -198,7 +199,7 @@ class EvalLoop:
                 if logs_steps:
                     progress.eval_batches += 1
                     if every and progress.eval_batches % every == 0 and metrics.has_step_values:
-                        _log_step(run)
+                        send(run)
                 if is_together:
                     pass  # a rank that stopped here would leave the others waiting; all stop after the evaluation
                 elif stop_coordination is not None:

@@ -130,20 +130,18 @@ def _counting_loop(make: Callable[..., EvalLoop], seen: _Seen, run: Run, stage: 
 
     def transfer_noting(batch: AnyBatch, dataloader_idx: int) -> AnyBatch:
         present[0] = dataloader_idx
+        if not run.trainer.sanity_checking:
+            counts[dataloader_idx] += 1
         return transfer(batch, dataloader_idx)
 
     def log_step(run: Run) -> None:
-        if run.trainer.sanity_checking:
-            return
-        run.progress.eval_batches += 1
-        if run.metrics.has_step_values:
-            row, _ = run.metrics.read_step(on_all_ranks=False)
-            if row:
-                note_row_of_validation(run)
-                run.trainer.log_metrics(row, step=counts[present[0]])
-        counts[present[0]] += 1
+        row, _ = run.metrics.read_step(on_all_ranks=False)
+        if row:
+            note_row_of_validation(run)
+            run.trainer.log_metrics(row, step=counts[present[0]] - 1)
 
     setattr(loop, "_transfer", transfer_noting)  # noqa: B010
+    setattr(loop, "_log_every_n_steps", 1)  # noqa: B010
     setattr(loop, "_log_step", log_step)  # noqa: B010
     return loop
 
