@@ -25,11 +25,22 @@ def port_owner(port: int) -> str | None:
         return None
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process has ended, or belongs to another user
-            for number in os.listdir(process / "fd"):
-                if os.readlink(process / "fd" / number) in inodes:
-                    command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                    return f"process {process.name} ({command[:120]})"
+            if not inodes.isdisjoint(_open_files(process)):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                return f"process {process.name} ({command[:120]})"
     return None
+
+
+def _open_files(process: Path) -> list[str]:
+    """Return what the descriptors of a process refer to, without those that it closes meanwhile.
+
+    In this process, the descriptor that lists the folder is one of them.
+    """
+    files = []
+    for number in os.listdir(process / "fd"):
+        with suppress(FileNotFoundError):
+            files.append(os.readlink(process / "fd" / number))
+    return files
 
 
 def _listening(table: Path, port: int) -> list[str]:

@@ -403,3 +403,12 @@ def test_the_owner_of_a_port_is_found_and_no_owner_is_none() -> None:
     assert owner is not None
     assert owner.startswith(f"process {os.getpid()} (")
     assert port_owner(port) is None
+
+
+def test_a_descriptor_that_vanishes_does_not_hide_the_owner() -> None:
+    with open(os.devnull) as earlier, socket.create_server(("127.0.0.1", 0)) as server:
+        assert earlier.fileno() < server.fileno()
+        earlier.close()  # the next descriptor, which lists the open ones and is then gone, comes before the socket's
+        owner = port_owner(server.getsockname()[1])
+    assert owner is not None
+    assert owner.startswith(f"process {os.getpid()} (")
