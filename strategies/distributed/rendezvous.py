@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ...errors import LaunchError, RankFailure
+from .gloo_threads import wait_for_gloo_threads
 from .port_owner import port_owner
 
 if TYPE_CHECKING:
@@ -332,6 +333,8 @@ def disconnect() -> None:
         destroying.join(_DESTROY_S)
         if destroying.is_alive():
             log.warning("Rank %d: the process group has pending operations and is not destroyed", world.rank)
+        elif not wait_for_gloo_threads(_DESTROY_S):
+            log.warning("Rank %d: a thread of gloo is still at work", world.rank)
     if world.must_linger:
         _wait_until_left(world)
 

@@ -268,3 +268,39 @@ def test_ctrl_c_ends_all(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in told
     for pid in pids:
         until(lambda: is_gone(pid))  # noqa: B023  the loop waits for it
+
+
+_FREES_LATE = """
+import threading, time, weakref
+import torch
+import torch.distributed as dist
+import loopwright as lw
+
+began = threading.Event()
+
+
+def free(reference):  # in the thread of gloo, which is the last to let go of the tensor
+    began.set()
+    ends = time.monotonic() + 0.5
+    while time.monotonic() < ends:
+        pass
+
+
+fabric = lw.Fabric(accelerator="cpu", devices=2, strategy="ddp")
+fabric.launch()
+held = dist.group.WORLD  # as a wrapped module holds it: the group's threads outlive destroy_process_group
+value = torch.ones(3)
+if fabric.global_rank == 1:
+    reference = weakref.ref(value, free)
+    dist.all_reduce(value, async_op=True)
+    del value
+    assert began.wait(30)
+else:
+    time.sleep(0.3)  # the other rank has let go by then
+    dist.all_reduce(value)
+"""
+
+
+def test_a_rank_ends_after_the_threads_of_gloo_have_freed_their_tensors(tmp_path: Path) -> None:
+    done = run(script(tmp_path, _FREES_LATE))
+    assert done.returncode == 0, done.stderr
