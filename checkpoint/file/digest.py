@@ -13,6 +13,7 @@ import hashlib
 import os
 import zlib
 from collections.abc import Callable
+from functools import cache
 from io import FileIO
 from typing import IO
 
@@ -24,6 +25,7 @@ __all__ = [
     "Verification",
     "append_digest",
     "compare_checksums",
+    "crc32",
     "has_digest",
     "read_file_digest",
 ]
@@ -154,8 +156,22 @@ def _crc(file: IO[bytes], size: int, buffer: memoryview, advance: Callable[[int]
         count = file.readinto(buffer[: min(size, len(buffer))])  # type: ignore[attr-defined]  # typeshed's IO lacks it
         if not count:
             raise Damaged(f"it ends {size} bytes too early")
-        crc = zlib.crc32(buffer[:count], crc)
+        crc = crc32(buffer[:count], crc)
         size -= count
         if advance is not None:
             advance(count)
     return crc
+
+
+def crc32(content: bytes | memoryview, value: int = 0) -> int:
+    """Return the CRC-32 of bytes, continued from that of earlier bytes. isal takes a fifth of zlib's time for it."""
+    return _crc32()(content, value)
+
+
+@cache
+def _crc32() -> Callable[[bytes | memoryview, int], int]:
+    try:
+        from isal.isal_zlib import crc32
+    except ImportError:  # there is no wheel for this platform
+        return zlib.crc32
+    return crc32

@@ -11,7 +11,6 @@ import errno
 import math
 import mmap
 import sys
-import zlib
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..file.digest import crc32
 from .shard_file import bytes_of
 
 __all__ = ["MappedFile", "map_file"]
@@ -54,7 +54,7 @@ class MappedFile:
         for begin in range(start, start + size, _PIECE):
             end = min(begin + _PIECE, start + size)
             self.bring_in(self._content[begin:end])
-            crc = zlib.crc32(content[begin:end], crc)
+            crc = crc32(content[begin:end], crc)
         return crc
 
     def bring_in(self, part: Tensor) -> None:

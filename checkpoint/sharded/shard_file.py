@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from ..file.digest import crc32
 
 __all__ = ["NAMES", "Layout", "Part", "Sink", "bytes_of", "encode_header", "lay_out", "write_tensor"]
 
@@ -116,7 +117,7 @@ def write_tensor(tensor: Tensor, sink: Sink) -> int:
     crc = 0
     for start in range(0, len(content), _PIECE):
         piece = content[start : start + _PIECE]  # small enough to be in the cache still when it is written
-        crc = zlib.crc32(piece, crc)
+        crc = crc32(piece, crc)
         sink.write(piece)
     return crc
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import IO, TypeVar
 
+from ..file.digest import crc32
 from .backends import LocalBackend, RemoteBackend
 from .manifest import FILE_DIGEST_SIZE, Chunk, Manifest, digest_of
 from .mapping import MappedFile, map_file
@@ -232,5 +232,5 @@ def _crc_of(file: IO[bytes], start: int, size: int) -> int:
     for begin in range(0, size, len(buffer)):
         piece = buffer[: min(len(buffer), size - begin)]
         fill(file, piece)
-        crc = zlib.crc32(piece, crc)
+        crc = crc32(piece, crc)
     return crc

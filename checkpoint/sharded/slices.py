@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import zlib
 from itertools import product
 from typing import IO
 
 import torch
 from torch import Tensor
 
+from ..file.digest import crc32
 from ..tensors import narrow
 from .manifest import Chunk
 from .shard_file import bytes_of
@@ -77,7 +77,7 @@ def _fill_checked(file: IO[bytes], target: memoryview, crc: int = 0) -> int:
     for start in range(0, len(target), _PIECE):
         piece = target[start : start + _PIECE]
         fill(file, piece)
-        crc = zlib.crc32(piece, crc)
+        crc = crc32(piece, crc)
     return crc
 
 
