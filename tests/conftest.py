@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
-from collections.abc import Iterator
 
 import pytest
+
+# Tests fork: with several threads, OpenMP hangs in a fork. `make test` sets it, too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell's background job ignores Ctrl-C, and so would all programs that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -14,9 +17,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.fixture(scope="module")
-def few_objects() -> Iterator[None]:
+def few_objects() -> None:
     """Let the garbage collector leave alone what is there: it takes a second for all that tests have imported."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()

@@ -80,6 +80,7 @@ print(torch._dynamo is sys.modules["torch._dynamo"], torch._dynamo.utils.get_opt
     ]
 
 
+@pytest.mark.slow
 def test_once_it_is_imported_torch_excludes_the_functions_by_itself() -> None:
     program = """
 from loopwright.deferred_compiler import defer_compiler_of_optimizers, own_step

@@ -154,6 +154,7 @@ def wait_in_c(seconds: int) -> None:
     libc.pthread_mutex_timedlock(mutex, (ctypes.c_long * 2)(int(time.time()) + seconds, 0))
 
 
+@pytest.mark.slow
 def test_c_code_that_keeps_python_from_running_is_named() -> None:
     def fault(rank: int, step: int) -> None:
         if (rank, step) == (1, 5):

@@ -122,6 +122,7 @@ Path(f"rank{cluster.global_rank()}.json").write_text(json.dumps([attempt, total.
 """
 
 
+@pytest.mark.slow
 def test_after_a_restart_all_processes_meet_again(tmp_path: Path) -> None:
     # torchrun's store remembers the addresses of the processes that died.
     (tmp_path / "restarted.py").write_text(RESTARTED)

@@ -85,7 +85,10 @@ def difference(found: State, case: Case) -> float:
 
 
 TABLE: list[Any] = [
-    pytest.param(entry, precision, id=f"{entry}-{precision}") for entry in STRATEGIES for precision in entry.precisions
+    # Fresh interpreters for each case take long; that they start is tested with the launchers.
+    pytest.param(entry, precision, id=f"{entry}-{precision}", marks=[pytest.mark.slow] * (entry.launcher == "spawn"))
+    for entry in STRATEGIES
+    for precision in entry.precisions
 ]
 
 

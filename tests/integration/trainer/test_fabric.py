@@ -377,6 +377,7 @@ def slow_first(rank: int, size: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_rank_zero_may_take_longer_than_a_collective() -> None:
     assert run_ranks(slow_first, 2, connect=False) == [True, True]
 

@@ -15,6 +15,8 @@ from toys import ValidatedNet, adam, loader, net, quiet
 import loopwright as lw
 from loopwright.loggers.json_lines import read_json_lines
 
+pytestmark = pytest.mark.usefixtures("few_objects")  # a search collects garbage after each trial
+
 OF_THE_CLOCK = ("totals", "summary")
 
 

@@ -25,6 +25,8 @@ from loopwright.compat.lightning.parity.rank_logs import tell_all_ranks
 from loopwright.errors import ConfigError
 from loopwright.trainer.metrics.log_output import LogOutput
 
+pytestmark = pytest.mark.usefixtures("few_objects")  # a search collects garbage after each trial
+
 FOLDER = Path(__file__).parents[2] / "fixtures" / "parity"
 EXPECTED: dict[str, dict[str, Any]] = json.loads((FOLDER / "expected.json").read_text())
 IN_CHILDREN = {"augmentation_in_workers"}

@@ -18,6 +18,8 @@ from loopwright.data.rng import capture_rng, kinds_that_moved
 from loopwright.tuner import Tuner
 from loopwright.tuner.lr_curve import LearningRateCurve
 
+pytestmark = pytest.mark.usefixtures("few_objects")  # a search collects garbage after each trial
+
 
 def test_the_rate_rises_as_planned_and_the_suggestion_is_set() -> None:
     module = net(Searched)

@@ -10,6 +10,8 @@ from searched import Searched
 import loopwright as lw
 from loopwright.tuner import Tuner
 
+pytestmark = pytest.mark.usefixtures("few_objects")  # a search collects garbage after each trial
+
 
 def test_trials_tell_nothing_of_themselves(caplog: pytest.LogCaptureFixture) -> None:
     module = Searched()
