@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from ..messages import warn
-from ..remote import real_place
+from ..remote import real_place, why_unwritable
 from .base import Logger, RunLogger
 
 if TYPE_CHECKING:
@@ -88,6 +88,21 @@ class FolderLogger(RunLogger):
         self._folder = self._folder.with_version(version)
         self._is_resumed = self._owns_hparams_file = False
         self._step = -1
+
+    def check_folder(self) -> None:
+        """Refuse a folder that cannot be made or written to, before a training whose results it is for.
+
+        Raises:
+            ConfigError: Its place is a file, or there is no permission.
+        """
+        folder = self._folder.path if self._folder.is_resolved else self._folder.root_dir
+        why = why_unwritable(folder)
+        if why:
+            raise ConfigError(
+                f"{type(self).__name__}: no logs can be written to {folder}: {why}.",
+                fix="choose another save_dir of the logger (or default_root_dir), change its permissions, or pass "
+                "logger=False.",
+            )
 
     def set_rank(self, rank: int) -> None:
         """Set the rank of this process, for this logger and its folder."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["absolute_place", "is_url", "names_in", "real_place"]
+__all__ = ["absolute_place", "is_url", "names_in", "real_place", "why_unwritable"]
 
 _LOCAL_SCHEMES = ("file://", "local://")
 
@@ -38,3 +38,15 @@ def real_place(path: str) -> str:
 def absolute_place(path: str) -> str:
     """Return a path absolute; a URL as it is."""
     return path if is_url(path) else os.path.abspath(path)
+
+
+def why_unwritable(folder: str) -> str:
+    """Return why a folder on this machine, there or not yet, cannot be written to; "" if it can, or is at a URL."""
+    if is_url(folder):
+        return ""
+    parent = os.path.abspath(folder)  # the parent of a relative one may be ""
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent):
+        return f"{parent} is a file, not a folder"
+    return "" if os.access(parent, os.W_OK | os.X_OK) else f"there is no permission to write to {parent}"

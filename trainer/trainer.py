@@ -782,7 +782,7 @@ class Trainer(TrainerAttributes):
 
     def _synchronize_folders(self, verb: str, run: Run) -> None:
         """Let all ranks know where loggers write, and the profiler where it reports."""
-        self.output.agree(self.strategy)
+        self.output.agree(self.strategy, checks=verb == "fit")
         profiler = self._measuring_profiler
         if profiler is not None:
             rank = self.global_rank if self.world_size > 1 else None

@@ -15,7 +15,7 @@ from ...checkpoint import sharded, verified
 from ...checkpoint.file.disk import open_temporary, remove_quietly, remove_stale, sync_file, sync_folder
 from ...checkpoint.sharded.copying import copy as copy_folder
 from ...errors import ConfigError
-from ...remote import is_url, names_in
+from ...remote import is_url, names_in, why_unwritable
 
 if TYPE_CHECKING:
     from ...trainer.trainer import Trainer
@@ -302,17 +302,11 @@ def check_dirpath(dirpath: str) -> None:
     Raises:
         ConfigError: The path is a file, or there is no permission.
     """
-    if not is_local(dirpath):
-        return
-    parent = os.path.abspath(dirpath)  # the parent of a relative one may be ""
-    while not os.path.lexists(parent):
-        parent = os.path.dirname(parent)
-    if not os.path.isdir(parent):
-        raise ConfigError(f"ModelCheckpoint: {parent} is a file, not a folder.", fix="choose another dirpath.")
-    if not os.access(parent, os.W_OK | os.X_OK):
+    why = why_unwritable(dirpath) if is_local(dirpath) else ""
+    if why:
         raise ConfigError(
-            f"ModelCheckpoint: no permission to write checkpoints to {dirpath} (checked at {parent}).",
-            fix="choose another dirpath or default_root_dir, or change the permissions.",
+            f"ModelCheckpoint: no checkpoints can be written to {dirpath}: {why}.",
+            fix="choose another dirpath or default_root_dir, or change its permissions.",
         )
 
 

@@ -108,23 +108,39 @@ class LogOutput:
             if isinstance(logger, Logger):
                 logger.set_rank(rank)
 
-    def agree(self, strategy: Strategy) -> None:
+    def agree(self, strategy: Strategy, *, checks: bool = False) -> None:
         """Let every rank know in which folders rank 0 writes; there are folders from then on.
 
         Called by the Trainer on every rank when a verb begins, after a resumed run has taken its earlier folders back.
         With one process a folder is taken when something is written.
+
+        Args:
+            strategy: Connects the ranks.
+            checks: Whether a folder that cannot be written to is an error; else its rows wait until it can.
+
+        Raises:
+            ConfigError: A folder cannot be written to.
         """
         self._is_running = True
         self._clock_s = time.monotonic()
         if strategy.world_size == 1:
+            if checks:
+                self._check_folders()
             return
         from ...callbacks.rank_zero import decided_on_rank_zero
 
-        versions = decided_on_rank_zero(strategy, self._take_folders)
+        versions = decided_on_rank_zero(strategy, lambda: self._take_folders(checks=checks))
         if self.is_silent:
             self.join_versions(versions)
 
-    def _take_folders(self) -> list[int | str | None]:
+    def _check_folders(self) -> None:
+        for logger in self._loggers:
+            if isinstance(logger, FolderLogger):
+                logger.check_folder()
+
+    def _take_folders(self, *, checks: bool) -> list[int | str | None]:
+        if checks:
+            self._check_folders()
         for logger in self._loggers:
             self.tell(logger, lambda logger=logger: logger.version)  # type: ignore[misc]
         return self.versions()

@@ -348,6 +348,20 @@ def test_a_summary_is_shown_on_rank_zero_and_its_error_is_known_to_all(tmp_path:
 # --- loggers ---------------------------------------------------------------------------------------------------------
 
 
+def begin_without_a_folder(rank: int, size: int, root: Path) -> str:
+    output = LogOutput(CSVLogger(root / "file" / "logs"), root=str(root), is_trial=False)
+    output.set_rank(rank)
+    with pytest.raises(ConfigError, match="no logs can be written") as caught:
+        output.agree(GlooStrategy(rank, size), checks=True)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file")
+    first, second = run_ranks(begin_without_a_folder, 2, tmp_path)
+    assert first == second
+
+
 def log_rows(rank: int, size: int, root: Path, claims_first: int) -> Any:
     logger = CSVLogger(root, name="runs")
     output = LogOutput(logger, root=str(root), is_trial=False)

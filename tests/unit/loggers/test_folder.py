@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from toys import loader, net, quiet
 
 from loopwright.errors import ConfigError
 from loopwright.loggers import CSVLogger, DummyLogger, TensorBoardLogger, share_version
@@ -205,3 +206,29 @@ def test_a_logger_that_moves_finishes_its_rows_and_begins_again(tmp_path: Path) 
     logger.save()
     assert (tmp_path / "first" / "metrics.csv").read_text() == "loss,step\n1.0,4\n"
     assert (tmp_path / "second" / "metrics.csv").read_text() == "loss,step\n2.0,0\n"
+
+
+@BOTH
+@pytest.mark.parametrize("version", [None, 3])
+def test_a_folder_that_cannot_be_made_is_refused_before_the_training(
+    kind: type[FolderLogger], version: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("a file")
+    trainer = quiet(max_epochs=1, logger=kind(tmp_path / "file" / "logs", version=version))
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}: no logs can be written to .*is a file, not a folder"):
+        trainer.fit(net(), loader())
+    assert trainer.global_step == 0
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="no permission"):
+        CSVLogger(tmp_path / "logs").check_folder()
+
+
+def test_a_check_makes_no_folder(tmp_path: Path) -> None:
+    CSVLogger(tmp_path / "a" / "b").check_folder()
+    CSVLogger("memory://a/b").check_folder()
+    assert not list(tmp_path.iterdir())
