@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..data.hparams import HyperParameters, save_hyperparameters
+from ..data.hparams import HyperParameters, class_only, save_hyperparameters
 from ..data.move import move_to_device
 from ..errors import ModuleError
 from ..messages import warn
@@ -588,7 +588,7 @@ class Module(nn.Module):
         """Copy of the hyperparameters as they were saved."""
         return self._hparams_initial
 
-    @classmethod
+    @class_only
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path | IO[bytes],

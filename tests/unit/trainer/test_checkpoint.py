@@ -448,3 +448,15 @@ def test_fewer_epochs_than_are_done_is_an_error(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.ckpt", max_epochs=3)
     with pytest.raises(ConfigError, match="has finished 3 epochs, and max_epochs=2"):
         quiet(max_epochs=2).fit(net(), loader(), ckpt_path=path)
+
+
+def test_loading_on_an_instance_is_an_error_except_within_the_class() -> None:
+    class Own(Net):
+        @classmethod
+        def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Any:
+            return super().load_from_checkpoint(*args, **kwargs)
+
+    with pytest.raises(lw.ModuleError, match=r"leave as it is(?s:.*)Net.load_from_checkpoint"):
+        Net().load_from_checkpoint("x.ckpt")
+    with pytest.raises(CheckpointError, match="missing.ckpt"):
+        Own.load_from_checkpoint("missing.ckpt")
