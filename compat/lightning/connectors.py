@@ -16,7 +16,7 @@ from ...callbacks import Callback
 from ...checkpoint import storage
 from ...checkpoint.content import OWN_KEY
 from ...errors import ModuleError
-from ...strategies import ParallelStrategy, Strategy
+from ...strategies import DDPStrategy, ParallelStrategy, Strategy
 from ...trainer import trainer as core
 from ...trainer.checkpointing import snapshot
 from ...trainer.setup import assemble
@@ -96,6 +96,10 @@ Strategy.optimizers = property(_get_optimizers, _set_optimizers)  # type: ignore
 Strategy.lr_scheduler_configs = property(_get_schedules, _set_schedules)  # type: ignore[attr-defined]
 Strategy._lightning_module = property(  # type: ignore[attr-defined]
     lambda strategy: _of_trainer(strategy, "lightning_module"), _set_module
+)
+
+DDPStrategy._ddp_kwargs = property(  # type: ignore[attr-defined]
+    lambda strategy: strategy.ddp_kwargs, lambda strategy, kwargs: setattr(strategy, "ddp_kwargs", kwargs)
 )
 
 

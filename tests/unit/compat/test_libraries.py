@@ -892,3 +892,36 @@ def test_an_evaluation_returns_what_is_logged_for_loggers() -> None:
     trainer = L.Trainer(**QUIET)
     assert trainer.validate(Model(), verbose=False) == [{"score": 2.0}]
     assert float(trainer.callback_metrics["shown"]) == 3
+
+
+def test_what_a_summary_and_a_strategy_say() -> None:
+    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.utilities.model_summary import LayerSummary, ModelSummary
+
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3))
+    text = str(ModelSummary(module))
+    assert text.splitlines()[0].split(" | ") == [" ", "Name", "Type  ", "Params", "Mode ", "FLOPs"]
+    assert [line[10:] for line in text.splitlines()[-7:]] == [
+        "Trainable params",
+        "Non-trainable params",
+        "Total params",
+        "Total estimated model params size (MB)",
+        "Modules in train mode",
+        "Modules in eval mode",
+        "Total Flops",
+    ]
+    layer = LayerSummary(module[0])
+    assert (layer.layer_type, layer.num_parameters, layer.training, layer.in_size) == ("Linear", 9, True, "?")
+    assert DDPStrategy(find_unused_parameters=True)._ddp_kwargs == {"find_unused_parameters": True}
+
+
+def test_a_combined_loader_is_asked_for_its_next_batch() -> None:
+    from lightning.fabric.utilities import move_data_to_device
+    from lightning.pytorch.utilities import CombinedLoader
+
+    loader = CombinedLoader([range(2), "ab"], "min_size")
+    assert (loader._mode, loader._iterator) == ("min_size", None)
+    iter(loader)
+    assert next(loader) == ([0, "a"], 0, 0)
+    assert loader._iterator is not None
+    assert move_data_to_device({"x": torch.ones(1)}, "cpu")["x"].device == torch.device("cpu")
