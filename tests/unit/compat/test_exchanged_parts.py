@@ -420,3 +420,37 @@ def test_a_module_on_fabric_finds_it_in_place_of_its_trainer() -> None:
     assert (module.trainer.world_size, module.trainer.is_global_zero) == (1, True)
     with pytest.raises(AttributeError, match="max_epochs"):
         _ = module.trainer.max_epochs
+
+
+def test_a_module_steps_and_logs_by_its_fabric(tmp_path: Path) -> None:
+    import lightning as L
+    from lightning.pytorch.loggers import CSVLogger
+
+    module = make_module()
+    module.inner = make_module()
+    fabric = L.Fabric(accelerator="cpu", devices=1, loggers=CSVLogger(str(tmp_path)))
+    fabric.setup(module)
+    assert module.fabric is module.inner.fabric is fabric
+    assert (module.logger, module.loggers) == (fabric.loggers[0], fabric.loggers)
+    module.manual_backward(module.layer(batches()[0]).sum())
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(module.layer.parameters(), lr=0.1))
+    module.clip_gradients(optimizer, 0.25)
+    norm = nn.utils.get_total_norm([one.grad for one in module.layer.parameters() if one.grad is not None])
+    assert norm.item() == pytest.approx(0.25, abs=1e-6)
+    module.clip_gradients(optimizer, 0.1, "value")
+    assert max(one.grad.abs().max().item() for one in module.layer.parameters()) <= 0.1001
+
+
+def test_deepspeeds_precision_of_fabric_calls_the_engine() -> None:
+    from lightning.fabric.plugins import DeepSpeedPrecision as OfFabric
+    from lightning.pytorch.plugins import DeepSpeedPrecision
+
+    class Engine:
+        def backward(self, *args: Any, **kwargs: Any) -> None:
+            self.got = args, kwargs
+
+    engine, loss = Engine(), torch.ones(())
+    precision = OfFabric("32-true")
+    precision.backward(loss, engine, 1, scale=2)
+    assert engine.got == ((loss, 1), {"scale": 2})
+    assert isinstance(precision, DeepSpeedPrecision)
