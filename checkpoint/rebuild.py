@@ -106,6 +106,9 @@ def _build(
 
         return make(cls, {**settings, **overrides})
     hparams = checkpoint.get(f"{prefix}hyper_parameters") or {}
+    former = {} if prefix else {**(checkpoint.get("module_arguments") or {}), **(checkpoint.get("hparams") or {})}
+    if former:  # of Lightning before 1.0
+        hparams = {**former, **hparams}
     if hparams_file is not None:
         hparams = read_hparams_file(hparams_file)
     return cls(**constructor_arguments(cls, hparams, checkpoint.get(f"{prefix}hparams_name"), overrides))

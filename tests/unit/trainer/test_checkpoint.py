@@ -460,3 +460,14 @@ def test_loading_on_an_instance_is_an_error_except_within_the_class() -> None:
         Net().load_from_checkpoint("x.ckpt")
     with pytest.raises(CheckpointError, match="missing.ckpt"):
         Own.load_from_checkpoint("missing.ckpt")
+
+
+@pytest.mark.parametrize("key", ["hparams", "module_arguments"])
+def test_hyperparameters_under_a_former_key_of_lightning_are_read(key: str, tmp_path: Path) -> None:
+    class Described(Net):
+        def __init__(self, width: int = 1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    torch.save({"state_dict": Described().state_dict(), key: {"width": 5}}, tmp_path / "old.ckpt")
+    assert Described.load_from_checkpoint(tmp_path / "old.ckpt").hparams == {"width": 5}
