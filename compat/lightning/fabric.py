@@ -43,8 +43,6 @@ class Fabric(fabric.Fabric):
         if len(args) < _NUM_BEFORE_CALLBACKS + 1:  # the names of a call may come by position
             kwargs["callbacks"] = with_external(kwargs.get("callbacks"), "fabric")
         super().__init__(*args, **kwargs)
-        if "convert_input" in find_own(self.precision):
-            self.precision.converts_input = True
         for change in switches.functions("fabric"):
             change(self)
 
@@ -61,6 +59,8 @@ class Fabric(fabric.Fabric):
             if found is not None:
                 return found
         call = super()._bind_call(module, name)
+        if "convert_input" in find_own(self.precision):
+            return self._converting(call)
         if self.precision.precision != "64-true":
             return call
 
@@ -69,6 +69,17 @@ class Fabric(fabric.Fabric):
             return cast_floats(call(*args, **kwargs), torch.get_default_dtype())
 
         return in_default_dtype
+
+    def _converting(self, call: Callable[..., object]) -> Callable[..., object]:
+        """Return a method whose arguments go through the `convert_input` of the program, all of them at once."""
+        convert: Any = self.precision.convert_input  # Any: a method of the program
+
+        @wraps(call)
+        def run(*args: Any, **kwargs: Any) -> object:
+            args, kwargs = convert((args, kwargs))
+            return call(*args, **kwargs)
+
+        return run
 
     @property
     def _precision(self) -> Precision:

@@ -454,3 +454,45 @@ def test_deepspeeds_precision_of_fabric_calls_the_engine() -> None:
     precision.backward(loss, engine, 1, scale=2)
     assert engine.got == ((loss, 1), {"scale": 2})
     assert isinstance(precision, DeepSpeedPrecision)
+
+
+def test_a_precision_of_the_program_converts_the_batch_or_all_arguments_at_once(tmp_path: Path) -> None:
+    import lightning as L
+    from lightning.pytorch.plugins import Precision
+
+    class Halving(Precision):
+        def convert_input(self, data: Any) -> Any:
+            got.append(data)
+            return data / 2 if isinstance(data, Tensor) else data
+
+    got: list[Any] = []
+    seen: list[Tensor] = []
+    module = make_module()
+    step = module.training_step
+    module.training_step = lambda batch, batch_idx: seen.append(batch) or step(batch, batch_idx)
+    fit(tmp_path, module=module, plugins=[Halving()], max_steps=1, enable_checkpointing=False)
+    assert len(got) == 1
+    assert torch.equal(got[0], batches()[0])
+    assert torch.equal(seen[0], batches()[0] / 2)
+
+    got.clear()
+    linear = L.Fabric(accelerator="cpu", devices=1, plugins=[Halving()]).setup(nn.Linear(2, 1))
+    one = torch.ones(1, 2)
+    linear(one)
+    linear(input=one)
+    assert got == [((one,), {}), ((), {"input": one})]
+
+
+def test_a_checkpoint_callback_of_the_program_says_what_it_has_saved(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Own(ModelCheckpoint):
+        def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+            Path(filepath).mkdir()
+            self._last_global_step_saved = trainer.global_step
+            self._last_checkpoint_saved = filepath
+
+    callback: Any = Own(dirpath=tmp_path, filename="{epoch}", save_top_k=-1)
+    fit(tmp_path, callback, max_epochs=2)
+    assert (callback._last_global_step_saved, Path(callback._last_checkpoint_saved).name) == (6, "epoch=1.ckpt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch=0.ckpt", "epoch=1.ckpt"]
