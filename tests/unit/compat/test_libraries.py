@@ -896,7 +896,8 @@ def test_an_evaluation_returns_what_is_logged_for_loggers() -> None:
 
 
 def test_what_a_summary_and_a_strategy_say() -> None:
-    from lightning.pytorch.strategies import DDPStrategy
+    import lightning as L
+    from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
     from lightning.pytorch.utilities.model_summary import LayerSummary, ModelSummary
 
     module = torch.nn.Sequential(torch.nn.Linear(2, 3))
@@ -913,7 +914,13 @@ def test_what_a_summary_and_a_strategy_say() -> None:
     ]
     layer = LayerSummary(module[0])
     assert (layer.layer_type, layer.num_parameters, layer.training, layer.in_size) == ("Linear", 9, True, "?")
+    L.Trainer(**QUIET)  # completes the strategies
     assert DDPStrategy(find_unused_parameters=True)._ddp_kwargs == {"find_unused_parameters": True}
+    for name in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"):
+        assert FSDPStrategy(sharding_strategy=name).sharding_strategy.name == name
+    assert FSDPStrategy(cpu_offload=True).cpu_offload.offload_params
+    with pytest.raises(AttributeError, match="sharding_strategy"):
+        _ = DDPStrategy().sharding_strategy
 
 
 def test_a_combined_loader_is_asked_for_its_next_batch() -> None:
