@@ -86,6 +86,10 @@ class Fabric(fabric.Fabric):
         return self.precision
 
     @property
+    def _launched(self) -> bool:
+        return self._is_set_up
+
+    @property
     def _strategy(self) -> Strategy:
         return self.strategy
 
@@ -105,6 +109,11 @@ class Fabric(fabric.Fabric):
         """Write a checkpoint, in which objects stay objects; in the folder of a sharded one they are marked."""
         is_folder = self.strategy.saves_shards("sharded")
         super()._write(trust_objects(content) if is_folder else with_objects(content), path)
+
+
+# Libraries look into a wrapped module: at what the strategy made of it, and at the user's own.
+FabricModule._forward_module = property(lambda module: module._without_fabric)  # type: ignore[attr-defined]
+FabricModule._original_module = property(lambda module: module.module)  # type: ignore[attr-defined]
 
 
 def find_free_network_port() -> int:

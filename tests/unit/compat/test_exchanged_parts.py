@@ -496,3 +496,13 @@ def test_a_checkpoint_callback_of_the_program_says_what_it_has_saved(tmp_path: P
     fit(tmp_path, callback, max_epochs=2)
     assert (callback._last_global_step_saved, Path(callback._last_checkpoint_saved).name) == (6, "epoch=1.ckpt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch=0.ckpt", "epoch=1.ckpt"]
+
+
+def test_libraries_look_into_a_fabric_and_its_modules() -> None:
+    import lightning as L
+
+    fabric, own = L.Fabric(accelerator="cpu", devices=1), nn.Linear(2, 1)
+    assert not fabric._launched
+    fabric.launch()
+    module: Any = fabric.setup(own)
+    assert (fabric._launched, module._forward_module, module._original_module) == (True, own, own)

@@ -187,7 +187,7 @@ def test_load_from_checkpoint_on_an_instance_is_an_error() -> None:
 
 def test_load_from_checkpoint_names_a_missing_argument(tmp_path: Path) -> None:
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
-    with pytest.raises(ConfigError, match="root"):
+    with pytest.raises(TypeError, match="root"):
         Saved.load_from_checkpoint(tmp_path / "x.ckpt")
 
 
