@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ArgumentTypeError
 from ..protocols import StateDict
 from .omegaconf_containers import restore_containers
 from .plain import Untrusted, to_plain
@@ -93,7 +93,7 @@ def require_passed(
         source: Path, for the error.
 
     Raises:
-        ConfigError: Arguments are missing; lists them with descriptions, and shows the call.
+        ArgumentTypeError: Arguments are missing; lists them with descriptions, and shows the call.
     """
     to_pass = checkpoint.get(to_pass_key(prefix)) or {}
     hparams = checkpoint.get(f"{prefix}hyper_parameters") or {}
@@ -105,7 +105,7 @@ def require_passed(
         return
     call = ", ".join(f"{name}=..." for name in missing)
     trust = "; or weights_only=False, only if you trust whoever wrote the file" if trusted else ""
-    raise ConfigError(
+    raise ArgumentTypeError(
         f"{source} does not hold all arguments of {cls.__name__}: "
         + ", ".join(f"{name} was {what}" for name, what in missing.items())
         + ".",

@@ -13,7 +13,7 @@ from typing import IO, TypeVar
 import torch
 from torch import nn
 
-from ..errors import ConfigError
+from ..errors import ArgumentTypeError, ConfigError
 from ..protocols import MapLocation, StateDict
 from ..strategies.load_weights import load_weights
 from . import arguments_to_pass, content, storage
@@ -106,6 +106,9 @@ def _build(
 
         return make(cls, {**settings, **overrides})
     hparams = checkpoint.get(f"{prefix}hyper_parameters") or {}
+    former = {} if prefix else {**(checkpoint.get("module_arguments") or {}), **(checkpoint.get("hparams") or {})}
+    if former:  # of Lightning before 1.0
+        hparams = {**former, **hparams}
     if hparams_file is not None:
         hparams = read_hparams_file(hparams_file)
     return cls(**constructor_arguments(cls, hparams, checkpoint.get(f"{prefix}hparams_name"), overrides))
@@ -133,7 +136,7 @@ def constructor_arguments(
         overrides: The caller's arguments; they win.
 
     Raises:
-        ConfigError: A required argument is missing.
+        ArgumentTypeError: A required argument is missing.
     """
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -158,7 +161,7 @@ def constructor_arguments(
         and name not in arguments
     ]
     if missing:
-        raise ConfigError(
+        raise ArgumentTypeError(
             f"{cls.__name__}.load_from_checkpoint: __init__ needs {', '.join(missing)}, which the checkpoint does not "
             f"have; it has the hyperparameters {sorted(map(str, hparams))}.",
             fix=f"pass {', '.join(f'{n}=...' for n in missing)}, or call self.save_hyperparameters() in __init__.",

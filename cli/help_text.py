@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import PurePath
 from types import MappingProxyType
@@ -66,7 +66,11 @@ def overview(program: str, title: str, groups: Mapping[str, Any], values: Iterab
 
 
 def describe_class(
-    target: Callable[..., object], key: str, annotations: Mapping[str, object] = MappingProxyType({})
+    target: Callable[..., object],
+    key: str,
+    annotations: Mapping[str, object] = MappingProxyType({}),
+    *,
+    without: Collection[str] = (),
 ) -> str:
     """Return the parameters of a class with types, defaults and descriptions.
 
@@ -74,10 +78,11 @@ def describe_class(
         target: The class, or a function.
         key: Prefix of its parameters; empty for none.
         annotations: Parameter types that are more precise than the signature's.
+        without: Parameters to leave out.
     """
     known = parameters_of(target)
     lines = [f"{target.__module__}.{target.__qualname__}", *([f"  {known.title}"] if known.title else []), ""]
-    for one in known.named.values():
+    for one in (one for one in known.named.values() if one.name not in without):
         wanted = annotations.get(one.name, one.annotation)
         lines += describe_parameter(replace(one, annotation=wanted), f"{key}." if key else "")
     if known.is_open:

@@ -57,6 +57,7 @@ class CombinedLoader:
         self._limits: int | float | list[int | float | None] | None = None
         self._is_begun = False
         self._iterators: list[Iterator[Any]] = []
+        self._latest: Iterator[tuple[Any, int, int]] | None = None  # the iteration that was begun last
 
     @property
     def iterables(self) -> AnyLoaders:
@@ -131,9 +132,17 @@ class CombinedLoader:
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
         self._is_begun = True
         if self.mode == "sequential":
-            return self._sequential()
-        self._iterators = [_batches(loader) for loader in self._flattened]  # now, as a DataLoader draws when it begins
-        return self._parallel(self._iterators)
+            self._latest = self._sequential()
+        else:
+            self._iterators = [_batches(loader) for loader in self._flattened]  # now: a DataLoader draws when it begins
+            self._latest = self._parallel(self._iterators)
+        return self._latest
+
+    def __next__(self) -> tuple[Any, int, int]:
+        """Return the next triple of the iteration that was begun last."""
+        if self._latest is None:
+            raise StopIteration
+        return next(self._latest)
 
     def _sequential(self) -> Iterator[tuple[object, int, int]]:
         for dataloader_idx, (loader, limit) in enumerate(zip(self._flattened, self._all_limits(), strict=True)):
@@ -175,9 +184,13 @@ class CombinedLoader:
             yield unflatten(self._iterables, items), batch_idx, 0
             batch_idx += 1
 
+    def __getstate__(self) -> StateDict:
+        return {**self.__dict__, "_iterators": [], "_latest": None}  # they cannot be copied or pickled
+
     def reset(self) -> None:
         """Drop the iterators, so that worker processes end."""
         self._iterators = []
+        self._latest = None
         self._is_begun = False
         for loader in self._flattened:
             if getattr(loader, "_iterator", None) is not None:

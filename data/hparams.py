@@ -1,4 +1,7 @@
-"""Hyperparameters: a constructor's arguments, kept for checkpoints and loggers; for `Module` and `DataModule`."""
+"""Hyperparameters: a constructor's arguments, kept for checkpoints and loggers; for `Module` and `DataModule`.
+
+Also `class_only`, for their methods that build an object of these arguments.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
+from functools import wraps
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, ModuleError, nearest
 from ..messages import warn
 
-__all__ = ["AttributeDict", "HyperParameters", "given_to", "save_hyperparameters", "without_omegaconf"]
+__all__ = ["AttributeDict", "HyperParameters", "class_only", "given_to", "save_hyperparameters", "without_omegaconf"]
 
 
 class AttributeDict(dict[str, Any]):
@@ -238,3 +242,30 @@ def _copy(hparams: Any) -> object:
         except Exception:  # any error in a value's __deepcopy__: the value is then shared instead
             copied[name] = value
     return copied
+
+
+if TYPE_CHECKING:
+    class_only = classmethod  # type checkers know this one
+else:
+
+    class class_only(classmethod):  # lower case, as classmethod and property are
+        """A `classmethod` whose call on an instance raises a ModuleError; torch.jit may read it there.
+
+        `model.load_from_checkpoint(path)` would return another module and leave `model` as it is.
+        """
+
+        def __get__(self, instance: object, owner: type | None = None) -> Any:  # Any: the method
+            """Return the method of the class, on an instance one that raises."""
+            method = super().__get__(instance, owner)
+            if instance is None:
+                return method
+            cls, name = type(instance).__name__, method.__name__
+
+            @wraps(method)
+            def refuse(*args: object, **kwargs: object) -> None:
+                raise ModuleError(
+                    f"{name} makes a new {cls}; it was called on an instance, which it would leave as it is.",
+                    fix=f"call it on the class: new = {cls}.{name}(...).",
+                )
+
+            return refuse

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import ConfigError
 from ..protocols import AnyBatch, AnyLoaders, MapLocation, StateDict
-from .hparams import AttributeDict, save_hyperparameters
+from .hparams import AttributeDict, class_only, save_hyperparameters
 from .move import move_to_device
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class DataModule:
         """A copy of the hyperparameters from when they were saved."""
         return AttributeDict() if self._hparams_initial is None else self._hparams_initial
 
-    @classmethod
+    @class_only
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path | IO[bytes],

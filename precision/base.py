@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -250,7 +252,7 @@ def take_step(optimizer: Optimizer) -> None:
     ):
         step = own_step(wrapped.__wrapped__)
         if step is None:
-            wrapped.__wrapped__(optimizer)
+            wrapped.__wrapped__(optimizer, *_closure_for(wrapped))
             return
         before = torch.is_grad_enabled()
         torch.set_grad_enabled(optimizer.defaults["differentiable"])
@@ -259,7 +261,20 @@ def take_step(optimizer: Optimizer) -> None:
         finally:
             torch.set_grad_enabled(before)
     else:
-        optimizer.step()
+        optimizer.step(*_closure_for(wrapped))
+
+
+@cache
+def _closure_for(step: Any) -> tuple[Callable[[], Any], ...]:  # Any: a function, and the loss that is not there
+    """Return a closure that computes nothing, for a `step` of the user that requires one; else no argument."""
+    if step.__module__.startswith("torch."):
+        return ()
+    closure = inspect.signature(step).parameters.get("closure")
+    return () if closure is None or closure.default is not inspect.Parameter.empty else (_compute_nothing,)
+
+
+def _compute_nothing() -> None:
+    """Stand for a closure where gradients are there already."""
 
 
 def _counts_calls_of(own: Any, wrapped: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..data.hparams import HyperParameters, save_hyperparameters
+from ..data.hparams import HyperParameters, class_only, save_hyperparameters
 from ..data.move import move_to_device
 from ..errors import ModuleError
 from ..messages import warn
@@ -494,13 +494,18 @@ class Module(nn.Module):
         return schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass in manual optimization, through strategy and precision.
+        """Run the backward pass in manual optimization or in a handwritten loop, through strategy and precision.
 
         Raises:
-            ModuleError: Optimization is automatic.
+            ModuleError: Optimization is automatic, by a Trainer.
         """
+        trainer = self._trainer
+        if trainer is None:
+            fabric = self._fabric if self._fabric is not None else self.trainer.fabric  # as in `all_gather`
+            fabric.backward(loss, *args, **kwargs)
+            return
         self._require_manual("manual_backward")
-        self.trainer.manual_backward(loss, *args, **kwargs)
+        trainer.manual_backward(loss, *args, **kwargs)
 
     def clip_gradients(
         self,
@@ -518,6 +523,10 @@ class Module(nn.Module):
         Returns:
             The norm before clipping by norm: shape (), on the device; None otherwise.
         """
+        if self._trainer is None and self._fabric is not None:
+            if gradient_clip_algorithm == "value":
+                return self._fabric.clip_gradients(self, optimizer, clip_val=gradient_clip_val)
+            return self._fabric.clip_gradients(self, optimizer, max_norm=gradient_clip_val)
         return self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
@@ -588,7 +597,7 @@ class Module(nn.Module):
         """Copy of the hyperparameters as they were saved."""
         return self._hparams_initial
 
-    @classmethod
+    @class_only
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path | IO[bytes],
@@ -715,7 +724,9 @@ class Module(nn.Module):
 
     @fabric.setter
     def fabric(self, fabric: Fabric | None) -> None:
-        self.__dict__["_fabric"] = fabric
+        for module in self.modules():
+            if isinstance(module, Module):
+                module.__dict__["_fabric"] = fabric
 
     @property
     def current_epoch(self) -> int:
@@ -739,13 +750,15 @@ class Module(nn.Module):
 
     @property
     def logger(self) -> Logger | None:
-        """First logger of the trainer, or None."""
-        return self._trainer.logger if self._trainer is not None else None
+        """First logger of the trainer, or of the Fabric; None without any."""
+        return next(iter(self.loggers), None) if self._trainer is None else self._trainer.logger
 
     @property
     def loggers(self) -> list[Logger]:
-        """All loggers of the trainer."""
-        return self._trainer.loggers if self._trainer is not None else []
+        """All loggers of the trainer, or of the Fabric."""
+        if self._trainer is not None:
+            return self._trainer.loggers
+        return [] if self._fabric is None else self._fabric.loggers
 
     @property
     def device(self) -> torch.device:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ...accelerators import Accelerator
     from ...precision import Precision
     from ...protocols import Cluster, StateDict
+    from ...strategies.fsdp.plan import ShardingPlan
     from ...trainer.loop.schedule import LRSchedulerConfig
     from ...trainer.trainer import Trainer
 
@@ -54,6 +55,9 @@ def _of_trainer(strategy: Strategy, name: str) -> Any:  # what the trainer has
         return getattr(trainer, _OF_TRAINER[name])
     if trainer is not None and name in _OF_STRATEGY:
         return _OF_STRATEGY[name](trainer)
+    own, make = _OF_ONE.get(name, ("", None))
+    if make is not None and own in strategy.__dict__:
+        return make(strategy.__dict__[own])
     raise AttributeError(f"{type(strategy).__name__!r} object has no attribute {name!r}")
 
 
@@ -97,6 +101,25 @@ Strategy.lr_scheduler_configs = property(_get_schedules, _set_schedules)  # type
 Strategy._lightning_module = property(  # type: ignore[attr-defined]
     lambda strategy: _of_trainer(strategy, "lightning_module"), _set_module
 )
+
+
+def _sharding_strategy(plan: ShardingPlan) -> object:
+    """Return the member of torch's ShardingStrategy that says how parameters are sharded."""
+    from torch.distributed.fsdp import ShardingStrategy  # not imported where nothing is sharded
+
+    if plan.is_replicated:
+        return ShardingStrategy.NO_SHARD
+    if plan.is_hybrid:
+        return ShardingStrategy.HYBRID_SHARD if plan.reshard_after_forward else ShardingStrategy._HYBRID_SHARD_ZERO2
+    return ShardingStrategy.FULL_SHARD if plan.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
+
+
+# Name in a strategy of Lightning -> name in that of Loopwright, and what is made of its value.
+_OF_ONE: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "_ddp_kwargs": ("ddp_kwargs", lambda kwargs: kwargs),
+    "sharding_strategy": ("plan", _sharding_strategy),
+    "cpu_offload": ("plan", lambda plan: SimpleNamespace(offload_params=plan.offload)),
+}
 
 
 def _connect(trainer: Trainer) -> Callable[[nn.Module], None]:

@@ -43,8 +43,6 @@ class Fabric(fabric.Fabric):
         if len(args) < _NUM_BEFORE_CALLBACKS + 1:  # the names of a call may come by position
             kwargs["callbacks"] = with_external(kwargs.get("callbacks"), "fabric")
         super().__init__(*args, **kwargs)
-        if "convert_input" in find_own(self.precision):
-            self.precision.converts_input = True
         for change in switches.functions("fabric"):
             change(self)
 
@@ -61,6 +59,8 @@ class Fabric(fabric.Fabric):
             if found is not None:
                 return found
         call = super()._bind_call(module, name)
+        if "convert_input" in find_own(self.precision):
+            return self._converting(call)
         if self.precision.precision != "64-true":
             return call
 
@@ -70,9 +70,24 @@ class Fabric(fabric.Fabric):
 
         return in_default_dtype
 
+    def _converting(self, call: Callable[..., object]) -> Callable[..., object]:
+        """Return a method whose arguments go through the `convert_input` of the program, all of them at once."""
+        convert: Any = self.precision.convert_input  # Any: a method of the program
+
+        @wraps(call)
+        def run(*args: Any, **kwargs: Any) -> object:
+            args, kwargs = convert((args, kwargs))
+            return call(*args, **kwargs)
+
+        return run
+
     @property
     def _precision(self) -> Precision:
         return self.precision
+
+    @property
+    def _launched(self) -> bool:
+        return self._is_set_up
 
     @property
     def _strategy(self) -> Strategy:
@@ -94,6 +109,11 @@ class Fabric(fabric.Fabric):
         """Write a checkpoint, in which objects stay objects; in the folder of a sharded one they are marked."""
         is_folder = self.strategy.saves_shards("sharded")
         super()._write(trust_objects(content) if is_folder else with_objects(content), path)
+
+
+# Libraries look into a wrapped module: at what the strategy made of it, and at the user's own.
+FabricModule._forward_module = property(lambda module: module._without_fabric)  # type: ignore[attr-defined]
+FabricModule._original_module = property(lambda module: module.module)  # type: ignore[attr-defined]
 
 
 def find_free_network_port() -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn, Self
 
 from ...data import DataModule
+from ...data.hparams import class_only
 from ...data.tree import flatten_loaders, is_collection
 from ...trainer.module import Module
 from .imports.absent import refuse
@@ -43,7 +44,7 @@ class LightningModule(Module):
     def _stand_in_for_trainer(self) -> Any:  # Any: attributes of the Fabric
         return None if self._fabric is None else _FabricAsTrainer(self._fabric)
 
-    @classmethod
+    @class_only
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path | IO[bytes],
@@ -90,7 +91,7 @@ class LightningDataModule(DataModule):
     CHECKPOINT_HYPER_PARAMS_NAME = "datamodule_hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE = "datamodule_hparams_type"
 
-    @classmethod
+    @class_only
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path | IO[bytes],

@@ -30,8 +30,6 @@ def check_overrides(part: object, kind: str) -> None:
     own = find_own(part)
     if not own:
         return
-    if kind == "precision" and "convert_input" in own:
-        part.converts_input = True  # type: ignore[attr-defined]  # a precision
     if kind == "precision" and "forward_context" in own:
         part.has_forward_context = True  # type: ignore[attr-defined]  # a precision
     vain = sorted(_NOT_CALLED[kind] & own.keys())

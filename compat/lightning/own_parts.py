@@ -54,6 +54,8 @@ def serve_overrides(trainer: Trainer) -> None:
             trainer.fabric._precision_steps = False
     if own.keys() & set(_STEPS):
         strategy.__dict__["bind_step"] = partial(_bind_step, strategy, own.keys())
+    if "convert_input" in of_precision:
+        strategy.__dict__["bind_step"] = partial(_bind_converting, strategy.bind_step, precision)
     if _OF_PRECISION & of_precision.keys():
         strategy.__dict__["_precision_of_program"] = precision
         if not own:
@@ -139,6 +141,18 @@ def _bind_step(strategy: Strategy, own: Any, module: nn.Module, name: str) -> St
         return bound
     strategy.__dict__.setdefault("_bound_steps", {})[name] = bound
     step: StepFunction = getattr(strategy, name)
+    return step
+
+
+def _bind_converting(bind: Any, precision: Any, module: nn.Module, name: str) -> StepFunction:
+    """Bind a step whose batch, and nothing else, goes through the program's `convert_input`."""
+    bound: StepFunction = bind(module, name)
+    if name not in _STEPS:
+        return bound
+
+    def step(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return bound(precision.convert_input(batch), *args, **kwargs)
+
     return step
 
 

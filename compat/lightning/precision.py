@@ -21,7 +21,15 @@ from ...trainer.module import Module
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as ShardedDtypes
 
-__all__ = ["DeepSpeedPrecision", "DoublePrecision", "FSDPPrecision", "HalfPrecision", "MixedPrecision", "Precision"]
+__all__ = [
+    "DeepSpeedPrecision",
+    "DoublePrecision",
+    "FSDPPrecision",
+    "FabricDeepSpeedPrecision",
+    "HalfPrecision",
+    "MixedPrecision",
+    "Precision",
+]
 
 # Any in this file: a precision, and what a program passes on.
 
@@ -164,6 +172,18 @@ class DeepSpeedPrecision(deepspeed.DeepSpeedPrecision):
         return DefaultDtype(self.dtype) if self._is_true else nullcontext()
 
     tensor_init_context = module_init_context
+
+
+class FabricDeepSpeedPrecision(DeepSpeedPrecision):
+    """`DeepSpeedPrecision` of Fabric, whose program may run the backward pass by it.
+
+    Args:
+        precision: See `loopwright.strategies.deepspeed.precision`.
+    """
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass of the engine."""
+        model.backward(tensor, *args, **kwargs)
 
 
 class _MadeBy(type):

@@ -40,6 +40,7 @@ from .callbacks import model_checkpoint  # noqa: F401  # completes a class of th
 from .callbacks.external import with_external
 from .enums import TrainerFn, TrainerState
 from .imports.finder import VERSION, LightningFinder
+from .iterating_steps import taking_batches
 from .loggers import TensorBoardLogger
 from .loops import LoopView, TrainLoop, count_evaluations, refuse_own_loop
 from .module import LightningDataModule, LightningModule
@@ -99,6 +100,8 @@ class Trainer(trainer.Trainer):
         self._callback_connector = connectors._CallbackConnector(self)
         self._accelerator_connector = connectors._AcceleratorConnector(self)
         self._has_parity = False
+        self._around_run = ExitStack()  # left when a verb ends
+        self._has_fitted = False
         for curve in switches.functions("search"):
             self.learning_rate_curve = curve
         for change in switches.functions("tuning"):
@@ -129,6 +132,11 @@ class Trainer(trainer.Trainer):
     def num_test_batches(self) -> list[int | float]:
         """Test batches of each loader, also of those that are combined into one."""
         return self._batches_of_each("test", super().num_test_batches)
+
+    @property
+    def num_sanity_val_batches(self) -> list[int | float]:
+        """Batches of the sanity check of each loader; empty before the first fit."""
+        return super().num_sanity_val_batches if self._has_fitted else []
 
     def _batches_of_each(self, stage: str, counts: list[int | float]) -> list[int | float]:
         data = self.loaders.eval.get(stage)
@@ -195,6 +203,7 @@ class Trainer(trainer.Trainer):
             for around in switches.functions("around"):
                 stack.enter_context(around(self, verb))
             stack.enter_context(super()._running(verb))
+            self._around_run = stack
             yield
 
     def _begin_fit(
@@ -231,6 +240,8 @@ class Trainer(trainer.Trainer):
         return run
 
     def _begin(self, verb: str, model: nn.Module, datamodule: DataModule | None, given: dict[str, Any]) -> Run:
+        self._has_fitted |= verb == "fit"
+        self._around_run.enter_context(taking_batches(model))
         run = super()._begin(verb, model, datamodule, given)
         run.module.zero_grad()  # gradients of an earlier run must not enter manual optimization
         return run

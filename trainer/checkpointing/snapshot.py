@@ -15,6 +15,7 @@ from ...checkpoint import content as contents
 from ...checkpoint.content import Content
 from ...data.rng import capture_rng, restore_rng
 from ...errors import CheckpointError
+from ...messages import warn
 from ...protocols import StateDict
 from ..hooks import find_override
 from ..loop import manual
@@ -406,6 +407,9 @@ def restore_training(run: Run, content: Content, path: str) -> Callable[[], None
     if is_untrained:
         states = {**states, "optimizers": [one.state_dict() for one in run.optimizers]}
         states["schedulers"] = [config.scheduler.state_dict() for config in run.schedulers]
+    if content.is_foreign and run.schedulers and not states.get("schedulers"):
+        warn(f"{path} has no states of schedules: those of configure_optimizers begin from scratch")
+        states = {**states, "schedulers": [config.scheduler.state_dict() for config in run.schedulers]}
     for what, have in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
         saved = states.get(what, [])
         if len(saved) != len(have):

@@ -108,9 +108,20 @@ for _name, _assign in _ASSIGNED.items():
     setattr(ModelCheckpoint, _name, _assignable(_name, _assign))
 for _function in (_monitor_candidates, _save, _save_topk_checkpoint, _save_last_checkpoint):
     setattr(ModelCheckpoint, _function.__name__, _function)
+
+
+def _last_step(callback: Any) -> Any:
+    return max(callback._written_step, 0)
+
+
+def _last_path(callback: Any) -> Any:
+    return callback.__dict__.get("_own_last_path") or callback.last_model_path or callback.best_model_path
+
+
+# A program that saves by itself assigns them.
 ModelCheckpoint._last_global_step_saved = property(  # type: ignore[attr-defined]
-    lambda callback: max(callback._written_step, 0)
+    _last_step, lambda callback, step: setattr(callback, "_written_step", step)
 )
 ModelCheckpoint._last_checkpoint_saved = property(  # type: ignore[attr-defined]
-    lambda callback: callback.last_model_path or callback.best_model_path
+    _last_path, lambda callback, path: callback.__dict__.update(_own_last_path=path)
 )

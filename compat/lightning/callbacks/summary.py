@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ....callbacks.summary.summary import LayerSummary as LayerSummary
-from ....callbacks.summary.summary import Summary, human_count
+from ....callbacks.summary.summary import Summary, format_table, human_count
 from ....callbacks.summary.summary import summarize as measure
 
 __all__ = [
@@ -23,6 +22,26 @@ UNKNOWN_SIZE = "?"
 NOT_APPLICABLE = "n/a"
 LEFTOVER_PARAMS_NAME = "other params"
 PARAMETER_NUM_UNITS = [" ", "K", "M", "B", "T"]
+
+
+class LayerSummary:
+    """Type, size and mode of one module, which has not run yet.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        layer_type: Its class.
+        num_parameters: Parameters in it, without uninitialized ones.
+        training: Its mode.
+        in_size: "?", because it has not run.
+        out_size: As `in_size`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        row = measure(nn.ModuleDict({"module": module})).layers[0]
+        self.layer_type, self.num_parameters, self.training = row.layer_type, row.num_parameters, row.training
+        self.in_size = self.out_size = UNKNOWN_SIZE
 
 
 class ModelSummary:
@@ -61,9 +80,27 @@ class ModelSummary:
         return [(name, found[name]) for name in self.layer_names]
 
     def __str__(self) -> str:
-        return str(self._summary)
+        """Return the table, in Lightning's words."""
+        summary = self._summary
+        counts = [
+            (human_count(summary.trainable_parameters), "Trainable params"),
+            (human_count(summary.total_parameters - summary.trainable_parameters), "Non-trainable params"),
+            (human_count(summary.total_parameters), "Total params"),
+            (get_formatted_model_size(summary.model_size), "Total estimated model params size (MB)"),
+            (str(summary.total_training_modes["train"]), "Modules in train mode"),
+            (str(summary.total_training_modes["eval"]), "Modules in eval mode"),
+            (human_count(summary.total_flops), "Total Flops"),
+        ]
+        return format_table(self._columns(), counts)
 
     __repr__ = __str__
+
+    def _columns(self) -> list[tuple[str, list[str]]]:
+        columns = self._summary.columns()
+        if self._summary.has_example:
+            return columns
+        rows = self._summary.layers
+        return [*columns, ("FLOPs", [NOT_APPLICABLE if one.training is None else human_count(0) for one in rows])]
 
 
 def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, cast
 
 from .absent import make_absent
@@ -27,6 +27,13 @@ __all__ = ["ROOTS", "VERSION", "LightningFinder"]
 
 # The version whose names and signatures the tables follow.
 VERSION = "2.6.6"
+
+# Module that is run with `python -m` -> the module here whose `main` does it.
+RUN = {
+    "pytorch.utilities.upgrade_checkpoint": "utilities.upgrade",
+    "pytorch.utilities.consolidate_checkpoint": "utilities.consolidate",
+    "fabric.utilities.consolidate_checkpoint": "utilities.consolidate",
+}
 
 # Package that a program imports -> its place in the tables.
 ROOTS = {"lightning": "", "pytorch_lightning": "pytorch", "lightning_fabric": "fabric"}
@@ -96,6 +103,12 @@ class LightningFinder:
             __all__=[name for name in served if not name.startswith("_")],
             __version__=VERSION,
         )
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return what `python -m` runs."""
+        run = RUN.get(_place(fullname))
+        text = "" if run is None else f"from {__package__.rpartition('.')[0]}.{run} import main\nmain()\n"
+        return compile(text, fullname, "exec")
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
         """Give the metadata of the packages, to programs that ask for one of them by name."""

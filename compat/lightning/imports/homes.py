@@ -20,7 +20,7 @@ _HOMES = {
     "StochasticWeightAveraging TQDMProgressBar ThroughputMonitor Timer TrainingSpikeException WeightAveraging",
     "callbacks.finetuning": "multiplicative",
     "checkpoint": "AsyncCheckpointIO CheckpointIO TorchCheckpointIO XLACheckpointIO=TorchCheckpointIO",
-    "data": "AttributeDict CombinedLoader move_data_to_device=move_to_device",
+    "data": "AttributeDict",
     "fabric": "ClusterEnvironment KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment "
     "SLURMEnvironment TorchElasticEnvironment is_wrapped isolate_rng pl_worker_init_function reset_seed "
     "seed_everything",
@@ -102,7 +102,9 @@ _HOMES = {
     "FLOAT32_EPSILON "
     "FLOAT64_EPSILON FRAMEWORK_NAME LOCAL_FILE_URI_PREFIX _runif_reasons call_register_accelerators "
     "max_seed_value min_seed_value "
-    "cli_lightning_logo migrate_checkpoint pl_legacy_patch",
+    "cli_lightning_logo",
+    f"{_OWN}.utilities.migration": "migrate_checkpoint pl_legacy_patch",
+    f"{_OWN}.utilities.combined": "CombinedLoader move_data_to_device",
 }  # fmt: skip
 
 # Why a name has no meaning here -> the names.
@@ -138,6 +140,7 @@ _LOCAL = {
         "TensorBoardLogger": f"{_OWN}.loggers:FabricTensorBoardLogger",
     },
     "pytorch.loggers": {"Logger": f"{_OWN}.loggers:Logger"},
+    "fabric.plugins": {"DeepSpeedPrecision": f"{_OWN}.precision:FabricDeepSpeedPrecision"},
     "fabric.strategies": {"ModelParallelStrategy": f"{_OWN}.strategies:FabricModelParallelStrategy"},
     "fabric.utilities": {"ThroughputMonitor": "fabric.throughput:ThroughputMonitor"},
     "pytorch.utilities.model_summary": {"ModelSummary": f"{_OWN}.callbacks.summary:ModelSummary"},

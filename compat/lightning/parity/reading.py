@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NoReturn
 
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from ....data.combined import CombinedLoader
@@ -24,7 +20,7 @@ from ....protocols import Batch, Loaders, StateDict
 from ....trainer.trainer import Trainer
 from .switches import active
 from .within_windows import WindowEnded
-from .workers import seed_worker
+from .workers import seeded
 
 __all__ = ["FetchedSource", "FetchedStream", "fetch_batches"]
 
@@ -52,12 +48,12 @@ class FetchedSource(Source):
             loader = CombinedLoader(loader, mode="max_size_cycle")
         if isinstance(loader, CombinedLoader):
             combined = CombinedLoader(loader.iterables, mode=loader.mode)
-            combined.flattened = [_seeded(member) for member in loader.flattened]
+            combined.flattened = [seeded(member) for member in loader.flattened]
             lengths = [find_length(member) for member in combined.flattened]
             if None not in lengths:
                 self._combined_length = combined_length([resolve_limit(limit, n, name) for n in lengths], loader.mode)
             loader = combined
-        self._iterable: Any = _seeded(loader)  # Any: anything that can be iterated
+        self._iterable: Any = seeded(loader)  # Any: anything that can be iterated
         self._ahead: Any = _NOTHING
         self._fetched: Iterator[Batch] = iter(())
         self._promised = limit if isinstance(limit, int) else None  # batches, where the loader does not know
@@ -224,13 +220,3 @@ def _is_placed(loader: Loaders) -> bool:
         loader = CombinedLoader(loader)
     members = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
     return all(is_rank_aware(member) for member in members)
-
-
-def _seeded(loader: Any) -> Any:  # Any: anything that can be iterated
-    """Return the loader with seeded workers, where `seed_everything(workers=True)` asked for it."""
-    is_asked = int(os.environ.get("PL_SEED_WORKERS") or 0)
-    if not is_asked or not isinstance(loader, DataLoader) or loader.worker_init_fn is not None:
-        return loader
-    loader = copy.copy(loader)
-    loader.worker_init_fn = partial(seed_worker, rank=int(os.environ.get("RANK") or 0))
-    return loader

@@ -55,7 +55,7 @@ SWITCHES = (
         "generators of training. A run that is resumed in mid-epoch begins the loader again.",
         "A loader's own generator is drawn from as in a plain loop, iterable data and workers have random numbers of "
         "their own, and a run that is resumed continues with the next batch.",
-        ("trainer:reading.fetch_batches",),
+        ("trainer:reading.fetch_batches", "fabric:workers.seed_workers"),
     ),
     Switch(
         "means",

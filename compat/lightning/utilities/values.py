@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from .versions import package_available
 
-__all__ = ["call_register_accelerators", "cli_lightning_logo", "migrate_checkpoint", "pl_legacy_patch"]
+__all__ = ["call_register_accelerators", "cli_lightning_logo"]
 
 CHECKPOINT_PAST_HPARAMS_KEYS = ("hparams", "module_arguments")
 CPU_DEVICE = torch.device("cpu")
@@ -35,23 +34,6 @@ def call_register_accelerators(registry: object, base_module: str) -> None:
 
 def cli_lightning_logo() -> None:
     """Print nothing."""
-
-
-def migrate_checkpoint(
-    checkpoint: dict[str, Any], target_version: str | None = None
-) -> tuple[dict[str, object], dict[str, list[str]]]:
-    """Return the checkpoint as it is, and that nothing was migrated: reading does it."""
-    return checkpoint, {}
-
-
-class pl_legacy_patch:  # Lightning's name
-    """A context in which nothing is changed: objects of old modules are not unpickled."""
-
-    def __enter__(self) -> None:
-        """Begin."""
-
-    def __exit__(self, *error: object) -> None:
-        """End."""
 
 
 def _runif_reasons(

@@ -172,7 +172,10 @@ def test_what_does_not_fit_is_reported_together(capsys: pytest.CaptureFixture[st
 
 
 def test_help_shows_what_is_declared(capsys: pytest.CaptureFixture[str]) -> None:
-    for line, expected in ((["--help"], "model: "), (["--help", "model"], "model.lr: float (default 0.1)")):
+    for line, expected in (
+        (["--help"], "--model.lr: float (default 0.1)"),
+        (["--help", "model"], "model.lr: float (default 0.1)"),
+    ):
         with pytest.raises(SystemExit) as ended:
             make_cli(*line)
         assert ended.value.code == 0

@@ -420,3 +420,89 @@ def test_a_module_on_fabric_finds_it_in_place_of_its_trainer() -> None:
     assert (module.trainer.world_size, module.trainer.is_global_zero) == (1, True)
     with pytest.raises(AttributeError, match="max_epochs"):
         _ = module.trainer.max_epochs
+
+
+def test_a_module_steps_and_logs_by_its_fabric(tmp_path: Path) -> None:
+    import lightning as L
+    from lightning.pytorch.loggers import CSVLogger
+
+    module = make_module()
+    module.inner = make_module()
+    fabric = L.Fabric(accelerator="cpu", devices=1, loggers=CSVLogger(str(tmp_path)))
+    fabric.setup(module)
+    assert module.fabric is module.inner.fabric is fabric
+    assert (module.logger, module.loggers) == (fabric.loggers[0], fabric.loggers)
+    module.manual_backward(module.layer(batches()[0]).sum())
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(module.layer.parameters(), lr=0.1))
+    module.clip_gradients(optimizer, 0.25)
+    norm = nn.utils.get_total_norm([one.grad for one in module.layer.parameters() if one.grad is not None])
+    assert norm.item() == pytest.approx(0.25, abs=1e-6)
+    module.clip_gradients(optimizer, 0.1, "value")
+    assert max(one.grad.abs().max().item() for one in module.layer.parameters()) <= 0.1001
+
+
+def test_deepspeeds_precision_of_fabric_calls_the_engine() -> None:
+    from lightning.fabric.plugins import DeepSpeedPrecision as OfFabric
+    from lightning.pytorch.plugins import DeepSpeedPrecision
+
+    class Engine:
+        def backward(self, *args: Any, **kwargs: Any) -> None:
+            self.got = args, kwargs
+
+    engine, loss = Engine(), torch.ones(())
+    precision = OfFabric("32-true")
+    precision.backward(loss, engine, 1, scale=2)
+    assert engine.got == ((loss, 1), {"scale": 2})
+    assert isinstance(precision, DeepSpeedPrecision)
+
+
+def test_a_precision_of_the_program_converts_the_batch_or_all_arguments_at_once(tmp_path: Path) -> None:
+    import lightning as L
+    from lightning.pytorch.plugins import Precision
+
+    class Halving(Precision):
+        def convert_input(self, data: Any) -> Any:
+            got.append(data)
+            return data / 2 if isinstance(data, Tensor) else data
+
+    got: list[Any] = []
+    seen: list[Tensor] = []
+    module = make_module()
+    step = module.training_step
+    module.training_step = lambda batch, batch_idx: seen.append(batch) or step(batch, batch_idx)
+    fit(tmp_path, module=module, plugins=[Halving()], max_steps=1, enable_checkpointing=False)
+    assert len(got) == 1
+    assert torch.equal(got[0], batches()[0])
+    assert torch.equal(seen[0], batches()[0] / 2)
+
+    got.clear()
+    linear = L.Fabric(accelerator="cpu", devices=1, plugins=[Halving()]).setup(nn.Linear(2, 1))
+    one = torch.ones(1, 2)
+    linear(one)
+    linear(input=one)
+    assert got == [((one,), {}), ((), {"input": one})]
+
+
+def test_a_checkpoint_callback_of_the_program_says_what_it_has_saved(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Own(ModelCheckpoint):
+        def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+            Path(filepath).mkdir()
+            self._last_global_step_saved = trainer.global_step
+            self._last_checkpoint_saved = filepath
+
+    callback: Any = Own(dirpath=tmp_path, filename="{epoch}", save_top_k=-1)
+    fit(tmp_path, callback, max_epochs=2)
+    assert (callback._last_global_step_saved, Path(callback._last_checkpoint_saved).name) == (6, "epoch=1.ckpt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch=0.ckpt", "epoch=1.ckpt"]
+
+
+def test_libraries_look_into_a_fabric_and_its_modules() -> None:
+    import lightning as L
+
+    fabric, own = L.Fabric(accelerator="cpu", devices=1), nn.Linear(2, 1)
+    assert not fabric._launched
+    fabric.launch()
+    module: Any = fabric.setup(own)
+    assert (fabric._launched, module._forward_module, module._original_module) == (True, own, own)

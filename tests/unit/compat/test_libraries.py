@@ -16,7 +16,7 @@ from torch import nn
 from loopwright.cli.yaml_file import parse
 from loopwright.compat import lightning as compat
 from loopwright.compat.lightning.imports.absent import NotServed
-from loopwright.errors import ConfigError
+from loopwright.errors import ConfigError, ModuleError
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -604,7 +604,8 @@ def test_parts_of_fabric_get_what_lightning_gives_them() -> None:
 
     class Doubles(Precision):
         def convert_input(self, data: Any) -> Any:
-            return tuple(2 * item for item in data) if isinstance(data, tuple) else data
+            arguments, keywords = data
+            return tuple(2 * item for item in arguments), keywords
 
     fabric = Fabric(strategy=Steps(device=torch.device("cpu")), plugins=[Doubles()])
     own = nn.Linear(2, 1, bias=False)
@@ -892,3 +893,100 @@ def test_an_evaluation_returns_what_is_logged_for_loggers() -> None:
     trainer = L.Trainer(**QUIET)
     assert trainer.validate(Model(), verbose=False) == [{"score": 2.0}]
     assert float(trainer.callback_metrics["shown"]) == 3
+
+
+def test_what_a_summary_and_a_strategy_say() -> None:
+    import lightning as L
+    from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+    from lightning.pytorch.utilities.model_summary import LayerSummary, ModelSummary
+
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3))
+    text = str(ModelSummary(module))
+    assert text.splitlines()[0].split(" | ") == [" ", "Name", "Type  ", "Params", "Mode ", "FLOPs"]
+    assert [line[10:] for line in text.splitlines()[-7:]] == [
+        "Trainable params",
+        "Non-trainable params",
+        "Total params",
+        "Total estimated model params size (MB)",
+        "Modules in train mode",
+        "Modules in eval mode",
+        "Total Flops",
+    ]
+    layer = LayerSummary(module[0])
+    assert (layer.layer_type, layer.num_parameters, layer.training, layer.in_size) == ("Linear", 9, True, "?")
+    L.Trainer(**QUIET)  # completes the strategies
+    assert DDPStrategy(find_unused_parameters=True)._ddp_kwargs == {"find_unused_parameters": True}
+    for name in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"):
+        assert FSDPStrategy(sharding_strategy=name).sharding_strategy.name == name
+    assert FSDPStrategy(cpu_offload=True).cpu_offload.offload_params
+    with pytest.raises(AttributeError, match="sharding_strategy"):
+        _ = DDPStrategy().sharding_strategy
+
+
+def test_a_combined_loader_is_asked_for_its_next_batch() -> None:
+    from lightning.fabric.utilities import move_data_to_device
+    from lightning.pytorch.utilities import CombinedLoader
+
+    loader = CombinedLoader([range(2), "ab"], "min_size")
+    assert (loader._mode, loader._iterator) == ("min_size", None)
+    iter(loader)
+    assert next(loader) == ([0, "a"], 0, 0)
+    assert loader._iterator is not None
+    assert move_data_to_device({"x": torch.ones(1)}, "cpu")["x"].device == torch.device("cpu")
+
+
+def test_the_boring_data_are_those_of_the_verb() -> None:
+    from lightning.pytorch.demos.boring_classes import BoringDataModule
+
+    data = BoringDataModule()
+    data.setup("fit")
+    assert str(data).splitlines()[1:3] == ["{Validation dataloader: size=64}", "{Test dataloader: None}"]
+    assert torch.equal(data.val_dataloader().dataset[0], data.random_full[64])
+
+
+def make_fetching() -> Any:
+    import lightning as L
+
+    class Fetching(L.LightningModule):
+        fetched = 1
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+            self.seen: list[tuple[str, int]] = []
+
+        def _fetch(self, kind: str, dataloader_iter: Iterator[Any]) -> torch.Tensor:
+            for _ in range(self.fetched):
+                batch, batch_idx, _ = next(dataloader_iter)
+            self.seen.append((kind, batch_idx))
+            loss: torch.Tensor = self.layer(batch).sum()
+            return loss
+
+        def training_step(self, dataloader_iter: Iterator[Any]) -> torch.Tensor:
+            return self._fetch("train", dataloader_iter)
+
+        def validation_step(self, dataloader_iter: Iterator[Any]) -> None:
+            self._fetch("val", dataloader_iter)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Fetching()
+
+
+def test_steps_may_fetch_their_batch() -> None:
+    import lightning as L
+
+    module, data = make_fetching(), [torch.ones(1, 2)] * 2
+    trainer = L.Trainer(max_epochs=1, num_sanity_val_steps=0, enable_checkpointing=False, **QUIET)
+    trainer.fit(module, data, data)
+    assert module.seen == [("train", 0), ("train", 1), ("val", 0), ("val", 1)]
+    assert trainer.global_step == 2
+    assert "training_step" not in vars(module)
+    module.fetched = 2
+    with pytest.raises(ModuleError, match=r"one next\(dataloader_iter\) in validation_step"):
+        trainer.validate(module, data)
+    trainer = L.Trainer(enable_checkpointing=False, **QUIET)
+    module.fetched = 1
+    trainer.validate(module, data, verbose=False)
+    assert trainer.num_sanity_val_batches == []

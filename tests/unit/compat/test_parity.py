@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import runpy
 import subprocess
@@ -13,8 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from loopwright import CSVLogger, Trainer
 from loopwright.cli.commands.run_lightning import run_lightning
@@ -22,6 +25,7 @@ from loopwright.compat.lightning import install, uninstall
 from loopwright.compat.lightning.parity import switches
 from loopwright.compat.lightning.parity.process import exit_on_interrupt
 from loopwright.compat.lightning.parity.rank_logs import tell_all_ranks
+from loopwright.compat.lightning.parity.workers import seed_worker
 from loopwright.errors import ConfigError
 from loopwright.trainer.metrics.log_output import LogOutput
 
@@ -178,3 +182,36 @@ def test_of_equal_scores_the_earliest_is_replaced(parity: list[str], kept: list[
     finally:
         uninstall()
     assert seen[3:] == kept
+
+
+def test_workers_are_seeded_as_lightning_seeds_them() -> None:
+    state, numbers = (torch.get_rng_state(), random.getstate(), numpy.random.get_state()), []
+    try:
+        for worker, rank in ((0, 0), (2, 1)):
+            torch.manual_seed(7_000_000_000_005 + worker)
+            seed_worker(worker, rank=rank)
+            numbers += [torch.rand(1).item(), random.random(), numpy.random.rand()]
+    finally:
+        torch.set_rng_state(state[0])
+        random.setstate(state[1])
+        numpy.random.set_state(state[2])
+    # printed by pl_worker_init_function of Lightning 2.6.6
+    assert numbers == [
+        0.7897089123725891, 0.47937908448669964, 0.018936649225957503,
+        0.6287057399749756, 0.6681957336818645, 0.5221482860523841,
+    ]  # fmt: skip
+
+
+def test_a_fabric_reads_loaders_with_workers_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    install(children=False, parity=["reading"])
+    try:
+        import lightning as L
+
+        fabric = L.Fabric(accelerator="cpu", devices=1)
+        plain, working = fabric.setup_dataloaders(DataLoader(range(3)), DataLoader(range(3), num_workers=1))
+    finally:
+        uninstall()
+    assert plain.worker_init_fn.func is working.worker_init_fn.func is seed_worker
+    assert [batch.item() for batch in working] == [batch.item() for batch in plain] == [0, 1, 2]
+    assert len(working) == 3

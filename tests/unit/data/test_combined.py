@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -144,3 +145,20 @@ def test_errors_name_what_is_wrong() -> None:
 )
 def test_collections_of_loaders_differ_from_lists_of_batches(data: Any, expected: bool) -> None:
     assert is_collection(data) is expected
+
+
+def test_the_next_triple_is_that_of_the_iteration_begun_last() -> None:
+    loader = CombinedLoader({"a": [1, 2, 3], "b": [4, 5]})
+    with pytest.raises(StopIteration):
+        next(loader)
+    for mode in ("min_size", "sequential"):
+        loader = CombinedLoader({"a": [1, 2, 3], "b": [4, 5]}, mode)
+        first = iter(loader)
+        assert next(first) == next(iter(loader))
+        assert next(loader) == next(first)
+        copied = copy.deepcopy(loader)
+        with pytest.raises(StopIteration):
+            next(copied)
+        loader.reset()
+        with pytest.raises(StopIteration):
+            next(loader)

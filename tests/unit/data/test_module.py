@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
 from loopwright.data import AttributeDict, DataModule
-from loopwright.errors import ConfigError
+from loopwright.errors import ConfigError, ModuleError
 
 
 class Base(DataModule):
@@ -180,9 +180,14 @@ def test_load_from_checkpoint_builds_the_module_and_loads_its_state(tmp_path: Pa
     assert (module.hparams, module.seen) == ({"root": "r", "size": 9}, 4)
 
 
+def test_load_from_checkpoint_on_an_instance_is_an_error() -> None:
+    with pytest.raises(ModuleError, match=r"it would leave as it is(?s:.*)new = Saved.load_from_checkpoint"):
+        Saved("r", size=1).load_from_checkpoint("x.ckpt")
+
+
 def test_load_from_checkpoint_names_a_missing_argument(tmp_path: Path) -> None:
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
-    with pytest.raises(ConfigError, match="root"):
+    with pytest.raises(TypeError, match="root"):
         Saved.load_from_checkpoint(tmp_path / "x.ckpt")
 
 

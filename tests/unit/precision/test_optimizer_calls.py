@@ -222,3 +222,20 @@ def test_what_says_that_it_is_an_optimizer_is_called() -> None:
     assert engine.called == ["zero_grad", "step"]
     assert all(one.grad is not None for one in module.parameters())
     assert all(torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True))
+
+
+class Demanding(torch.optim.SGD):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+        super().step()
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_a_step_that_requires_a_closure_gets_one_that_computes_nothing(is_hooked: bool) -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = Demanding([parameter], lr=0.5)
+    if is_hooked:
+        optimizer.register_step_post_hook(lambda *_: None)
+    parameter.grad = torch.ones(1)
+    take_step(optimizer)
+    assert parameter.item() == 0.5

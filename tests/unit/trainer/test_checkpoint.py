@@ -448,3 +448,26 @@ def test_fewer_epochs_than_are_done_is_an_error(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.ckpt", max_epochs=3)
     with pytest.raises(ConfigError, match="has finished 3 epochs, and max_epochs=2"):
         quiet(max_epochs=2).fit(net(), loader(), ckpt_path=path)
+
+
+def test_loading_on_an_instance_is_an_error_except_within_the_class() -> None:
+    class Own(Net):
+        @classmethod
+        def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Any:
+            return super().load_from_checkpoint(*args, **kwargs)
+
+    with pytest.raises(lw.ModuleError, match=r"leave as it is(?s:.*)Net.load_from_checkpoint"):
+        Net().load_from_checkpoint("x.ckpt")
+    with pytest.raises(CheckpointError, match="missing.ckpt"):
+        Own.load_from_checkpoint("missing.ckpt")
+
+
+@pytest.mark.parametrize("key", ["hparams", "module_arguments"])
+def test_hyperparameters_under_a_former_key_of_lightning_are_read(key: str, tmp_path: Path) -> None:
+    class Described(Net):
+        def __init__(self, width: int = 1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    torch.save({"state_dict": Described().state_dict(), key: {"width": 5}}, tmp_path / "old.ckpt")
+    assert Described.load_from_checkpoint(tmp_path / "old.ckpt").hparams == {"width": 5}
