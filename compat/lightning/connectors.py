@@ -54,6 +54,8 @@ def _of_trainer(strategy: Strategy, name: str) -> Any:  # what the trainer has
         return getattr(trainer, _OF_TRAINER[name])
     if trainer is not None and name in _OF_STRATEGY:
         return _OF_STRATEGY[name](trainer)
+    if _RENAMED.get(name) in strategy.__dict__:
+        return strategy.__dict__[_RENAMED[name]]
     raise AttributeError(f"{type(strategy).__name__!r} object has no attribute {name!r}")
 
 
@@ -121,6 +123,9 @@ def _state_of_module(trainer: Trainer) -> Callable[[], StateDict]:
 
     return lightning_module_state_dict
 
+
+# Name in Lightning's strategies -> attribute of the strategy.
+_RENAMED = {"_ddp_kwargs": "ddp_kwargs"}
 
 # Name in Lightning's strategy -> name in the trainer.
 _OF_TRAINER = {

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ... import loggers
 from ...loggers.folder import FolderLogger
 
-__all__ = ["CSVLogger", "CometLogger", "Logger", "TensorBoardLogger", "WandbLogger", "merge_dicts"]
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+__all__ = ["CSVLogger", "CometLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger", "merge_dicts"]
 
 DEFAULT_NAME = "lightning_logs"
 
@@ -118,6 +121,31 @@ class WandbLogger(loggers.WandbLogger):
     """`lw.WandbLogger` with Lightning's default project."""
 
     default_project = DEFAULT_NAME
+
+
+class MLFlowLogger(loggers.MLFlowLogger):
+    """`lw.MLFlowLogger` with Lightning's default experiment.
+
+    Args:
+        experiment_name: Name of the experiment; created if necessary.
+        args: See `lw.MLFlowLogger`.
+        kwargs: See `lw.MLFlowLogger`.
+    """
+
+    def __init__(self, experiment_name: str = DEFAULT_NAME, *args: Any, **kwargs: Any) -> None:
+        super().__init__(experiment_name, *args, **kwargs)
+
+    @property
+    def _tracking_uri(self) -> str:
+        return self._uri
+
+    @property
+    def _run_id(self) -> str | None:
+        return self._id
+
+    @property
+    def _mlflow_client(self) -> MlflowClient:
+        return self._store()
 
 
 # Former name of an argument -> its present name.

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,10 +36,12 @@ from ...trainer.metrics.accumulators import with_suffix
 from ...trainer.metrics.metrics import Metrics
 from ...trainer.setup import begin
 from . import connectors, optimizer  # noqa: F401  # the latter completes classes of the core
+from .actions import STEP, MeasuredLifecycle
 from .attached import collect_attached
-from .callbacks import model_checkpoint  # noqa: F401  # completes a class of the core
+from .callbacks import attributes, model_checkpoint  # noqa: F401  # complete classes of the core
 from .callbacks.external import with_external
 from .enums import TrainerFn, TrainerState
+from .errors import NotAttached
 from .imports.finder import VERSION, LightningFinder
 from .loggers import TensorBoardLogger
 from .loops import LoopView, TrainLoop, count_evaluations, refuse_own_loop
@@ -86,6 +89,7 @@ class Trainer(trainer.Trainer):
         check_overrides(self.fabric.accelerator, "accelerator")
         connectors.bind_strategy(self)
         serve_overrides(self)
+        self.profiler.STEP_ACTION = STEP
         self.state = TrainerState()
         self.evaluated: dict[str, list[int]] = {}
         self._own_loops: dict[str, LoopView] = {}
@@ -220,7 +224,7 @@ class Trainer(trainer.Trainer):
 
     def make_run(self, plan: begin.Plan, module: nn.Module, datamodule: DataModule | None) -> Run:
         """Return the run, whose accelerator is set up."""
-        run = super().make_run(plan, module, datamodule)
+        run = super().make_run(replace(plan, lifecycle=MeasuredLifecycle), module, datamodule)
         count_evaluations(self, run)
         call_strategy_hooks(run)
         for change in switches.functions("run"):
@@ -240,10 +244,15 @@ class Trainer(trainer.Trainer):
     ) -> None:
         """Write one checkpoint to several paths, also that of a module that is attached outside of a run."""
         module = self.lightning_module
-        if self.latest_run() is not None or self._spawned_checkpoint is not None or module is None:
+        if self.latest_run() is None and self._spawned_checkpoint is None and module is None:
+            raise NotAttached(
+                "trainer.save_checkpoint was called before a module was attached.", fix="call trainer.fit first."
+            )
+        if self.latest_run() is not None or self._spawned_checkpoint is not None:
             super().save_checkpoint_to(filepaths, weights_only, storage_options)
             return
         if self.is_global_zero:
+            assert module is not None
             checkpoint = collect_attached(self, module, is_weights_only=bool(weights_only))
             self.saving.write(checkpoint, filepaths, storage_options)
 
