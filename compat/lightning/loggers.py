@@ -31,6 +31,13 @@ def _set_version(logger: FolderLogger, version: int | str | None) -> None:
         logger.move_to(version)
 
 
+def _filesystem(logger: FolderLogger) -> object:  # fsspec is not annotated
+    from .utilities.files import get_filesystem  # fsspec takes its time, and local runs do without
+
+    return get_filesystem(logger.save_dir or ".")
+
+
+FolderLogger._fs = property(_filesystem)  # type: ignore[attr-defined]
 # In place: libraries assign it to start the next run of a logger.
 FolderLogger._version = property(lambda logger: logger.taken_version, _set_version)  # type: ignore[attr-defined]
 
@@ -66,6 +73,10 @@ class CSVLogger(loggers.CSVLogger):
         self, save_dir: str | os.PathLike[str], name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(save_dir, name, *args, **kwargs)
+
+    @property
+    def _flush_logs_every_n_steps(self) -> int:
+        return self._flush_every
 
     def _is_flush_due(self, step: int) -> bool:
         return (step + 1) % self._flush_every == 0

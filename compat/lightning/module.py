@@ -33,7 +33,17 @@ class LightningModule(Module):
     CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
     _compiler_ctx: dict[str, Any] | None = None  # set where a compiled module was unpacked, which is not done here
-    __jit_unused_properties__ = [*Module.__jit_unused_properties__, "_current_fx_name"]
+    _strict_loading: bool | None = None
+    __jit_unused_properties__ = [*Module.__jit_unused_properties__, "_current_fx_name", "strict_loading"]
+
+    @property
+    def strict_loading(self) -> bool:  # type: ignore[override]  # the base class has an attribute
+        """Whether the keys of a loaded checkpoint must match those of the module exactly; None is assigned as True."""
+        return self._strict_loading is not False
+
+    @strict_loading.setter
+    def strict_loading(self, is_strict: bool | None) -> None:
+        self._strict_loading = is_strict
 
     @property
     def _current_fx_name(self) -> str | None:

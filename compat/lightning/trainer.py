@@ -206,6 +206,9 @@ class Trainer(trainer.Trainer):
     ) -> Callable[[], None] | None:
         for change in switches.functions("before"):
             before = change(self, before)
+        every = self.check_val_every_n_epoch or 1
+        is_checked = bool(self.num_sanity_val_steps) or ckpt_path is not None
+        self.loaders.waits_for_validation = not is_checked and bool((self.current_epoch + 1) % every)
         restore = super()._begin_fit(run, ckpt_path, is_trusted=is_trusted, before=before)
         set_strategy_up(self)
         for change in switches.functions("step"):
@@ -235,6 +238,10 @@ class Trainer(trainer.Trainer):
         return run
 
     def _begin(self, verb: str, model: nn.Module, datamodule: DataModule | None, given: dict[str, Any]) -> Run:
+        if verb == "fit":
+            loop = self.fit_loop
+            loop.max_epochs = loop.epoch_limit
+            loop.min_epochs = int(loop.min_steps is not None) if loop.min_epochs is None else loop.min_epochs
         run = super()._begin(verb, model, datamodule, given)
         run.module.zero_grad()  # gradients of an earlier run must not enter manual optimization
         return run
@@ -410,13 +417,14 @@ def _find_override(owner: object, name: str, bases: tuple[type, ...]) -> Hook | 
     if name not in _OF_A_LOADER:
         return hook
     count = _OF_A_LOADER[name] + (2 if isinstance(owner, Callback) else 0)
-    signature = inspect.signature(hook)
+    signature = inspect.signature(hook, follow_wrapped=False)  # what can be called
     try:
         signature.bind(*range(count))
     except TypeError:
         return lambda *arguments: hook(*arguments[:-1])
-    if not any(one.kind is one.VAR_POSITIONAL for one in signature.parameters.values()):
-        return hook  # its default is that of a single loader
+    positional = [one for one in signature.parameters.values() if one.kind in (one.POSITIONAL_ONLY, _POSITIONAL)]
+    if len(positional) >= count and positional[count - 1].default in (0, inspect.Parameter.empty):
+        return hook  # its default is the number of a single loader, or it has to get one
     stage = name.split("_")[1]
 
     def with_loader(*arguments: Any) -> object:
@@ -443,6 +451,7 @@ def _hyperparameters(owner: object, prefix: str) -> dict[str, Any]:  # Any: see 
 
 _plain_hyperparameters = snapshot.hyperparameters
 
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 # Hook of an evaluation's batch -> how many arguments it gets, beside a callback's trainer and module.
 _OF_A_LOADER = {
     f"on_{stage}_batch_{when}": count

@@ -457,7 +457,8 @@ def open_loop(
     from .global_batch import report_global_batch
 
     trainer = run.trainer
-    run.loaders.open_validation()
+    if not run.loaders.waits_for_validation:
+        run.loaders.open_validation()
     if content is not None:
         run.loaders.restore_generators(content.states.get("validation_generators", {}))
     _place_stream(run, content, path, stream_state)

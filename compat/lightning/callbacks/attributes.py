@@ -11,11 +11,21 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from ....callbacks import RichProgressBar, SpikeDetection, StochasticWeightAveraging, Timer, WeightAveraging
+from ....callbacks import (
+    ProgressBar,
+    RichProgressBar,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
 from ....callbacks.averaging.weights import tensors_of, write
+from .progress import get_standard_metrics
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
+
+    from ....trainer.trainer import Trainer
 
 __all__: list[str] = []
 
@@ -59,6 +69,16 @@ def _averaged_model(callback: WeightAveraging) -> AveragedModel | None:
     return average
 
 
+_get_metrics = ProgressBar.get_metrics
+
+
+def _metrics_of_bar(bar: ProgressBar, trainer: Trainer, pl_module: nn.Module) -> dict[str, float | int | str]:
+    """Return what is shown beside the bar; to subclasses of the program with `v_num`, which they may take out."""
+    shown = _get_metrics(bar, trainer, pl_module)
+    is_own = not type(bar).__module__.startswith(ProgressBar.__module__.partition(".")[0] + ".")
+    return {**get_standard_metrics(trainer), **shown} if is_own else shown
+
+
 _DETECTOR = ("mode", "warmup", "atol", "rtol", "finite_only")
 
 # Class -> name -> function of the callback.
@@ -80,3 +100,4 @@ _ATTRIBUTES: dict[type, dict[str, Callable[[Any], object]]] = {
 for _class, _readable in _ATTRIBUTES.items():
     for _name, _compute in _readable.items():
         setattr(_class, _name, _Readable(_compute))
+ProgressBar.get_metrics = _metrics_of_bar  # type: ignore[method-assign]

@@ -129,3 +129,106 @@ def test_a_dummy_logger_is_the_only_one_of_a_list() -> None:
     logger = DummyLogger()
     assert list(logger) == [logger]
     assert logger[3] is logger
+
+
+def test_hooks_of_a_batch_keep_the_default_of_their_last_argument_with_one_loader() -> None:
+    import lightning as L
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    seen: list[Any] = []
+
+    class Listener(L.Callback):
+        def on_validation_batch_end(self, *arguments: Any, dataloader_idx: Any = None) -> None:
+            seen.append(len(arguments))
+
+    class Model(BoringModel):
+        loaders = 1
+
+        def val_dataloader(self) -> Any:
+            return [super().val_dataloader()] * self.loaders
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: Any = None) -> None:
+            pass
+
+        def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: Any = None) -> None:
+            seen.append(dataloader_idx)
+
+    trainer = L.Trainer(limit_val_batches=1, callbacks=[Listener()], **QUIET)
+    trainer.validate(Model(), verbose=False)
+    assert seen == [None, 5]
+    seen.clear()
+    model = Model()
+    model.loaders = 2
+    trainer.validate(model, verbose=False)
+    assert seen == [0, 6, 1, 6]
+
+
+def test_strict_loading_of_none_is_true() -> None:
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    model = BoringModel()
+    assert model.strict_loading is True
+    model.strict_loading = None
+    assert model.strict_loading is True
+    model.strict_loading = False
+    assert model.strict_loading is False
+
+    class Loose(BoringModel):
+        strict_loading = False
+
+    assert Loose().strict_loading is False
+
+
+def test_a_bar_of_the_program_may_take_out_the_version() -> None:
+    import lightning as L
+
+    seen: list[dict[str, Any]] = []
+
+    class Bar(L.pytorch.callbacks.TQDMProgressBar):
+        def get_metrics(self, *arguments: Any) -> Any:
+            shown = super().get_metrics(*arguments)
+            seen.append({"v_num": shown.pop("v_num")})
+            return shown
+
+    fit(callbacks=[Bar()], enable_progress_bar=True, logger=L.pytorch.loggers.CSVLogger("."))
+    assert seen[0] == {"v_num": 0}
+
+
+def test_loggers_have_a_file_system_and_summaries_their_columns(tmp_path: Path) -> None:
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.utilities.model_summary import ModelSummary
+
+    logger = CSVLogger(tmp_path)
+    logger._fs.makedirs(logger.log_dir, exist_ok=True)
+    assert Path(logger.log_dir).is_dir()
+    assert ModelSummary(BoringModel())._get_summary_data()[1] == ("Name", ["layer"])
+
+
+def test_limits_are_known_in_fit() -> None:
+    import lightning as L
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    limits = []
+    for given in ({"max_steps": 2}, {"min_steps": 1, "max_epochs": 1}):
+        trainer = L.Trainer(limit_train_batches=1, limit_val_batches=0, enable_checkpointing=False, **given, **QUIET)
+        assert trainer.max_epochs == given.get("max_epochs")
+        trainer.fit(BoringModel())
+        limits.append((trainer.min_epochs, trainer.max_epochs))
+    assert limits == [(0, -1), (1, 1)]
+
+
+@pytest.mark.parametrize(("reload", "expected"), [(0, [1]), (2, [1, 3])])
+def test_loaders_are_asked_for_by_the_first_validation_of_a_later_epoch(reload: int, expected: list[int]) -> None:
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    asked = []
+
+    class Model(BoringModel):
+        def val_dataloader(self) -> Any:
+            asked.append(self.current_epoch)
+            return super().val_dataloader()
+
+    arguments = {"max_epochs": 5, "check_val_every_n_epoch": 2, "reload_dataloaders_every_n_epochs": reload}
+    fit(Model(), num_sanity_val_steps=0, **arguments)
+    assert asked == expected
