@@ -64,7 +64,7 @@ class LiveProgressBar(ProgressBar):
         self._is_watched = False
         self._open: set[str] = set()
         self._under_way: set[str] = set()
-        self._past: dict[str, tuple[str, int, int | float]] = {}  # stages that nobody has read: as they ended
+        self._past: dict[str, tuple[str, int, int | float]] = {}  # stages whose bar was not read, as they ended
         self._began: dict[str, tuple[float, int]] = {}  # stage -> when, and after how many batches
         self._eval_start_s = 0.0
         self._has_lined = False

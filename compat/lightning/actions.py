@@ -33,7 +33,7 @@ _DEFAULTS = {
 
 
 class MeasuredLifecycle(Lifecycle):
-    """A lifecycle whose profiler is notified of Lightning's names, also of hooks that nobody overrides.
+    """A lifecycle whose profiler is notified of Lightning's names, also of hooks that are not overridden.
 
     Args:
         arguments: See `Lifecycle`.

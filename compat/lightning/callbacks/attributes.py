@@ -1,4 +1,4 @@
-"""What programs read of callbacks under Lightning's names, some of which begin with an underscore."""
+"""What programs read of callbacks under Lightning's names, also those with a leading underscore."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ....trainer.trainer import Trainer
 
-__all__ = ["Tqdm", "convert_inf", "get_standard_metrics"]
+__all__ = ["convert_inf", "get_standard_metrics"]
+
 
 def __getattr__(name: str) -> object:
     if name != "Tqdm":

@@ -41,7 +41,12 @@ def measure(verb: str, **arguments: Any) -> Counter[str]:
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             pass
 
-    given = {"callbacks": [Stopper("x", strict=False)], "max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 2}
+    given = {
+        "callbacks": [Stopper("x", strict=False)],
+        "max_epochs": 2,
+        "limit_train_batches": 4,
+        "limit_val_batches": 2,
+    }
     trainer = L.Trainer(profiler=Count(), enable_checkpointing=False, **{**given, **arguments}, **QUIET)
     getattr(trainer, verb)(BoringModel())
     return found
