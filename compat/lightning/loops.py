@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 from torch import Tensor
 
@@ -246,7 +246,7 @@ class LoopView:
             if self._stage == "predict":
                 del counts["is_last_batch"]
             return {f"{prefix}state_dict": {}, f"{prefix}batch_progress": counts}
-        every = self._trainer.fit_loop.state_dict()
+        every = cast("TrainLoop", self._trainer.fit_loop).state_dict()
         own = {key.partition(".")[2]: value for key, value in every.items() if key.startswith("epoch_loop.")}
         return {f"{prefix}{key}": value for key, value in own.items()}
 
@@ -381,6 +381,11 @@ class TrainLoop(FitLoop):
     def done(self) -> bool:
         """Whether no further step is to be taken."""
         return self.is_done
+
+    @property
+    def skip(self) -> bool:
+        """Whether there is nothing to train on."""
+        return self.is_done or self._trainer.limit_train_batches == 0
 
     def _should_accumulate(self) -> bool:
         return self.epoch_loop._should_accumulate()

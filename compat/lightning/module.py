@@ -37,7 +37,7 @@ class LightningModule(Module):
     __jit_unused_properties__ = [*Module.__jit_unused_properties__, "_current_fx_name", "strict_loading"]
 
     @property
-    def strict_loading(self) -> bool:  # type: ignore[override]  # the base class has an attribute
+    def strict_loading(self) -> bool:
         """Whether the keys of a loaded checkpoint must match those of the module exactly; None is assigned as True."""
         return self._strict_loading is not False
 

@@ -28,6 +28,7 @@ from ...checkpoint.tools.convert import lightning_loop
 from ...data.limit import find_length, resolve_limit
 from ...data.move import find_batch_size
 from ...errors import ModuleError
+from ...fabric.world import checks_deferred
 from ...trainer import lifecycle, trainer
 from ...trainer.checkpointing import snapshot
 from ...trainer.checkpointing.saving import Saving
@@ -41,7 +42,7 @@ from .attached import collect_attached
 from .callbacks import attributes, model_checkpoint  # noqa: F401  # complete classes of the core
 from .callbacks.external import with_external
 from .enums import TrainerFn, TrainerState
-from .errors import NotAttached
+from .errors import NotAttached, PossibleUserWarning
 from .imports.finder import VERSION, LightningFinder
 from .loggers import TensorBoardLogger
 from .loops import LoopView, TrainLoop, count_evaluations, refuse_own_loop
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Trainer"]
 
+_LIMITS_OF_BATCHES = {f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")}
 _ENVIRONMENT_LOGGER = "PL_TRAINER_LOGGER"
 
 
@@ -83,7 +85,8 @@ class Trainer(trainer.Trainer):
         arguments["callbacks"] = with_external(arguments.get("callbacks"), "pytorch")
         for change in switches.functions("arguments"):
             change(arguments)
-        super().__init__(**arguments)
+        with checks_deferred() as self._deferred_checks:
+            super().__init__(**arguments)
         check_overrides(self.fabric.strategy, "strategy")
         check_overrides(self.fabric.precision, "precision")
         check_overrides(self.fabric.accelerator, "accelerator")
@@ -110,6 +113,10 @@ class Trainer(trainer.Trainer):
 
     __init__.__signature__ = inspect.signature(trainer.Trainer.__init__)  # type: ignore[attr-defined]
 
+    def __getattr__(self, name: str) -> Any:  # Any: arguments differ in type
+        found = super().__getattr__(name)
+        return 1.0 if found is None and name in _LIMITS_OF_BATCHES else found
+
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """Values for the bar: of a key that was logged by step and by epoch, the two."""
@@ -123,6 +130,13 @@ class Trainer(trainer.Trainer):
         """Latest value of everything logged, without single batches of an evaluation."""
         left_out = self._metrics.keys_of_evaluated_batches
         return {name: value for name, value in super().callback_metrics.items() if name not in left_out}
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the present training batch is the epoch's last; after fit, whether its last batch was."""
+        return super().is_last_batch or (
+            self._run is None and self.fit_loop.epoch_loop.batch_progress.is_last_batch  # type: ignore[attr-defined]
+        )
 
     @property
     def num_val_batches(self) -> list[int | float]:
@@ -195,11 +209,21 @@ class Trainer(trainer.Trainer):
             self._has_parity = True
             for change in switches.functions("trainer"):
                 change(self)
+        self._check_world()
         with ExitStack() as stack:
             for around in switches.functions("around"):
                 stack.enter_context(around(self, verb))
             stack.enter_context(super()._running(verb))
             yield
+
+    def _check_world(self) -> None:
+        """Compare the processes with the arguments: configurations for other machines may be made, not run."""
+        while self._deferred_checks:
+            self._deferred_checks.pop()()
+
+    def _launch(self, verb: str, model: nn.Module | None, **arguments: object) -> Any:  # Any: what the verb returns
+        self._check_world()
+        return super()._launch(verb, model, **arguments)
 
     def _begin_fit(
         self, run: Run, ckpt_path: str | Path | None, *, is_trusted: bool, before: StateDict | None
@@ -210,6 +234,10 @@ class Trainer(trainer.Trainer):
         is_checked = bool(self.num_sanity_val_steps) or ckpt_path is not None
         self.loaders.waits_for_validation = not is_checked and bool((self.current_epoch + 1) % every)
         restore = super()._begin_fit(run, ckpt_path, is_trusted=is_trusted, before=before)
+        resting = sum(not module.training for module in run.module.modules())
+        if resting:
+            text = f"{resting} modules are in eval mode when training begins; call .train() on them unless it is wanted"
+            warnings.warn(text, PossibleUserWarning, stacklevel=2)
         set_strategy_up(self)
         for change in switches.functions("step"):
             change(run)

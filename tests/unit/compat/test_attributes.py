@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from loopwright.compat import lightning as compat
+from loopwright.errors import ConfigError
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -232,3 +233,31 @@ def test_loaders_are_asked_for_by_the_first_validation_of_a_later_epoch(reload: 
     arguments = {"max_epochs": 5, "check_val_every_n_epoch": 2, "reload_dataloaders_every_n_epochs": reload}
     fit(Model(), num_sanity_val_steps=0, **arguments)
     assert asked == expected
+
+
+def test_limits_that_were_not_passed_are_all_batches() -> None:
+    import lightning as L
+
+    trainer = L.Trainer(limit_val_batches=3, **QUIET)
+    assert (trainer.limit_train_batches, trainer.limit_val_batches, trainer.limit_test_batches) == (1.0, 3, 1.0)
+
+
+def test_a_trainer_for_other_machines_can_be_made_and_is_refused_when_it_runs() -> None:
+    import lightning as L
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    trainer = L.Trainer(devices=2, num_nodes=2, strategy="ddp", max_steps=1, **QUIET)
+    assert trainer.world_size == 4
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        trainer.fit(BoringModel())
+
+
+def test_modules_in_eval_mode_are_hinted_at() -> None:
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    model = BoringModel()
+    model.layer.eval()
+    with pytest.warns(UserWarning, match="1 modules are in eval mode"):
+        trainer = fit(model)
+    assert trainer.is_last_batch
+    assert trainer.fit_loop.skip
