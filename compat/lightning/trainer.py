@@ -36,6 +36,7 @@ from ...trainer.hooks import Hook, check_hook_names, find_override
 from ...trainer.metrics.accumulators import with_suffix
 from ...trainer.metrics.metrics import Metrics
 from ...trainer.setup import begin
+from ...tuner.batch_size import Search, Trials, search_sizes
 from . import connectors, optimizer  # noqa: F401  # the latter completes classes of the core
 from .actions import STEP, MeasuredLifecycle
 from .attached import collect_attached
@@ -106,6 +107,7 @@ class Trainer(trainer.Trainer):
         self._callback_connector = connectors._CallbackConnector(self)
         self._accelerator_connector = connectors._AcceleratorConnector(self)
         self._has_parity = False
+        self.batch_size_rule = _search_sizes
         for curve in switches.functions("search"):
             self.learning_rate_curve = curve
         for change in switches.functions("tuning"):
@@ -406,6 +408,12 @@ def _first_size(batch: object) -> int | None:
         return int(batch.shape[0]) if batch.ndim else 1
     items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
     return next((size for item in items if (size := _first_size(item)) is not None), None)
+
+
+def _search_sizes(search: Search, most: int, trials: Trials) -> int:
+    """Search for a batch size as Loopwright does, and go on if the loaders do not use it."""
+    trials.refuses_unused = False
+    return search_sizes(search, most, trials)
 
 
 def _take_level() -> None:

@@ -261,3 +261,15 @@ def test_modules_in_eval_mode_are_hinted_at() -> None:
         trainer = fit(model)
     assert trainer.is_last_batch
     assert trainer.fit_loop.skip
+
+
+def test_a_batch_size_search_goes_on_where_loaders_do_not_use_the_size() -> None:
+    import lightning as L
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from lightning.pytorch.tuner import Tuner
+
+    model = BoringModel()
+    model.batch_size = 2
+    with pytest.warns(UserWarning, match="does not use batch_size"):
+        size = Tuner(L.Trainer(max_epochs=1, **QUIET)).scale_batch_size(model, max_trials=3, steps_per_trial=1)
+    assert model.batch_size == size == 8
