@@ -273,3 +273,38 @@ def test_a_batch_size_search_goes_on_where_loaders_do_not_use_the_size() -> None
     with pytest.warns(UserWarning, match="does not use batch_size"):
         size = Tuner(L.Trainer(max_epochs=1, **QUIET)).scale_batch_size(model, max_trials=3, steps_per_trial=1)
     assert model.batch_size == size == 8
+
+
+def test_strategies_move_save_load_and_remove(tmp_path: Path) -> None:
+    trainer = fit()
+    strategy, model, path = trainer.strategy, trainer.lightning_module, tmp_path / "own.ckpt"
+    batch = [torch.ones(2)]
+    assert torch.equal(strategy.batch_to_device(batch)[0], batch[0])
+    strategy.save_checkpoint({"state_dict": model.state_dict()}, path)
+    with torch.no_grad():
+        model.layer.weight.zero_()
+    strategy.load_model_state_dict(strategy.load_checkpoint(path))
+    assert model.layer.weight.any()
+    strategy.remove_checkpoint(path)
+    assert not path.exists()
+    strategy.model_to_device()
+
+
+def test_modules_transfer_batches_and_take_hyperparameters() -> None:
+    from argparse import Namespace
+
+    from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+    class Model(BoringModel):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch + dataloader_idx
+
+    model = Model()
+    moved = model._apply_batch_transfer_handler(torch.ones(2), torch.device("cpu"), 3)
+    assert torch.equal(moved, torch.full((2,), 4.0))
+    for owner in (model, BoringDataModule()):
+        owner._set_hparams({"a": 1})
+        owner._set_hparams(Namespace(b=2))
+        assert dict(owner.hparams) == {"a": 1, "b": 2}
+        with pytest.raises(TypeError):
+            owner._set_hparams(3)

@@ -89,3 +89,12 @@ def test_steps_to_be_profiled_are_counted_under_lightnings_name() -> None:
         BoringModel()
     )
     assert len(profiler.recorded_durations["run_training_batch"]) == 2
+
+
+def test_profilers_of_programs_make_reports_and_names_of_files() -> None:
+    from lightning.pytorch.profilers import SimpleProfiler
+
+    profiler = SimpleProfiler(filename="mine")
+    profiler.setup("fit", local_rank=1)
+    assert profiler._stats_to_str({"a": "b"}) == "FIT Profiler Report\nProfile stats for: a rank: 1\nb"
+    assert profiler._prepare_filename("x/y", ".json") == "fit-mine-1-x_y.json"
