@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from tqdm import tqdm
+
 if TYPE_CHECKING:
     from ....trainer.trainer import Trainer
 
-__all__ = ["convert_inf", "get_standard_metrics"]
+__all__ = ["Tqdm", "convert_inf", "get_standard_metrics"]
 
 
-def __getattr__(name: str) -> object:
-    if name != "Tqdm":
-        raise AttributeError(name)
-    from tqdm import tqdm  # takes its time, and is needed by nothing else here
-
-    return tqdm
+Tqdm = tqdm
 
 
 def convert_inf(x: int | float | None) -> int | float | None:
