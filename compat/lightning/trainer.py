@@ -129,9 +129,16 @@ class Trainer(trainer.Trainer):
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Latest value of everything logged, without single batches of an evaluation."""
+        """Latest value of everything logged, without single batches of an evaluation: in torch's default dtype.
+
+        Loopwright adds up numbers in float64. With precision="64-true", values stay as they are.
+        """
         left_out = self._metrics.keys_of_evaluated_batches
-        return {name: value for name, value in super().callback_metrics.items() if name not in left_out}
+        found = {name: value for name, value in super().callback_metrics.items() if name not in left_out}
+        if self.precision == "64-true":
+            return found
+        dtype = torch.get_default_dtype()
+        return {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}
 
     @property
     def is_last_batch(self) -> bool:

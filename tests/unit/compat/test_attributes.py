@@ -308,3 +308,18 @@ def test_modules_transfer_batches_and_take_hyperparameters() -> None:
         assert dict(owner.hparams) == {"a": 1, "b": 2}
         with pytest.raises(TypeError):
             owner._set_hparams(3)
+
+
+def test_metrics_have_the_default_dtype() -> None:
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    class Model(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("number", 0.1)
+            self.log("mean", 0.1, on_step=False, on_epoch=True)
+            self.log("half", torch.tensor(0.5, dtype=torch.float16))
+            return super().training_step(batch, batch_idx)
+
+    found = fit(Model()).callback_metrics
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    assert found["number"] == found["mean"] == torch.tensor(0.1)
