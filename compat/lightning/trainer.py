@@ -418,7 +418,7 @@ def _first_size(batch: object) -> int | None:
 
 
 def _search_sizes(search: Search, most: int, trials: Trials) -> int:
-    """Search for a batch size as Loopwright does, and go on if the loaders do not use it."""
+    """Search for a batch size as Loopwright does, and continue if the loaders do not use it."""
     trials.refuses_unused = False
     return search_sizes(search, most, trials)
 

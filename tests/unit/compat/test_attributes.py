@@ -323,3 +323,18 @@ def test_metrics_have_the_default_dtype() -> None:
     found = fit(Model()).callback_metrics
     assert {value.dtype for value in found.values()} == {torch.float32}
     assert found["number"] == found["mean"] == torch.tensor(0.1)
+
+
+def test_optimizers_of_manual_optimization_have_the_one_that_was_returned() -> None:
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    class Model(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            managed = self.optimizers()
+            assert managed._optimizer is managed.optimizer is self.optimizers(use_pl_optimizer=False)
+
+    fit(Model(), max_epochs=1)
