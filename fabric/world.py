@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "auto_strategy",
     "check_world",
+    "checks_deferred",
     "choose_launcher",
     "detect",
     "infer_num_nodes",
@@ -148,8 +152,29 @@ def check_world(cluster: Cluster, variables: Mapping[str, str], num_devices: int
     """Compare the existing processes with those that the arguments request.
 
     Raises:
-        ConfigError: The numbers differ; the message contains both.
+        ConfigError: The numbers differ; the message contains both. Within `checks_deferred`, the check itself is kept.
     """
+    deferred = _DEFERRED.get()
+    if deferred is not None:
+        deferred.append(partial(_check_world, cluster, variables, num_devices, num_nodes))
+    else:
+        _check_world(cluster, variables, num_devices, num_nodes)
+
+
+_DEFERRED: ContextVar[list[Callable[[], None]] | None] = ContextVar("deferred checks", default=None)
+
+
+@contextmanager
+def checks_deferred() -> Iterator[list[Callable[[], None]]]:
+    """Collect the checks of the existing processes, so that the caller makes them before the launch."""
+    token = _DEFERRED.set([])
+    try:
+        yield cast("list[Callable[[], None]]", _DEFERRED.get())
+    finally:
+        _DEFERRED.reset(token)
+
+
+def _check_world(cluster: Cluster, variables: Mapping[str, str], num_devices: int, num_nodes: int) -> None:
     size = variables.get("WORLD_SIZE", "")
     if cluster.creates_processes_externally and variables.get("LOOPWRIGHT_STORE") == "hosted" and size.isdecimal():
         if int(size) != num_devices * num_nodes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from .base import DummyExperiment, Logger, Metrics
 
@@ -38,7 +38,9 @@ class DummyLogger(Logger):
         """Return itself, as the only one of a list of loggers."""
         return self
 
-    __iter__ = None  # it has no end, and is not a sequence
+    def __iter__(self) -> Iterator[DummyLogger]:
+        """Yield itself, once."""
+        yield self
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_"):  # copy and pickle ask for these, and must hear that they are absent

@@ -150,7 +150,9 @@ class TrainerAttributes:
     def enable_validation(self) -> bool:
         """Whether fit validates."""
         data = self.loaders.eval.get("validation")
-        return data is not None and data.num_batches > 0
+        if data is None:
+            return self.loaders.waits_for_validation and self.loaders.may_validate()
+        return data.num_batches > 0
 
     @property
     def current_epoch(self) -> int:

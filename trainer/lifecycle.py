@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..callbacks import Callback
     from ..data.module import DataModule
     from ..profilers import Profiler
+    from ..protocols import Batch
     from .metrics.metrics import Metrics
     from .trainer import Trainer
 
@@ -312,10 +313,10 @@ class Lifecycle:
         label = ""
         if "datamodule" in event.listeners and self._datamodule is not None:
             hook = find_override(self._datamodule, name, data_bases())
-            label = f"[DataModule]{type(self._datamodule).__name__}.{name}"
+            label = self.name_of("DataModule", self._datamodule, name)
         if hook is None and "module" in event.listeners:
             hook = find_override(self._module, name, module_bases())
-            label = f"[Module]{type(self._module).__name__}.{name}"
+            label = self.name_of("Module", self._module, name)
         if hook is None:
             return None
         hook = self.bracketed(hook, label)
@@ -357,6 +358,16 @@ class Lifecycle:
                 hooks.append(find_override(self._module, name, module_bases()))
         return [hook for hook in hooks if hook is not None]
 
+    def name_of(self, kind: str, owner: object, hook: str) -> str:
+        """Return the name under which a profiler is notified of a listener's hook.
+
+        Args:
+            kind: "Module", "DataModule" or "Callback".
+            owner: The listener.
+            hook: Name of the hook.
+        """
+        return f"[{kind}]{type(owner).__name__}.{hook}"
+
     def bracketed(self, function: Hook, activity: str) -> Hook:
         """Return the function inside the profiler's bracket for the activity; itself without a profiler."""
         profiler = self._profiler
@@ -368,6 +379,16 @@ class Lifecycle:
                 return function(*args, **kwargs)
 
         return measured
+
+    def bracketed_items(self, items: Iterator[Batch], activity: str) -> Iterator[Batch]:
+        """Return an iterator in which getting each item is an activity; itself without a profiler."""
+        return items if self._profiler is None else self._measured_items(items, activity)
+
+    def _measured_items(self, items: Iterator[Batch], activity: str) -> Iterator[Batch]:
+        end = object()
+        get = self.bracketed(partial(next, items, end), activity)
+        while (item := get()) is not end:
+            yield item
 
     def _announced(self, name: str, hook: Hook) -> Hook:
         metrics = self._metrics
@@ -499,12 +520,12 @@ class Lifecycle:
             hook = find_override(callback, name, callback_bases())
             if hook is not None:
                 bound = partial(hook, self._trainer, self._module)
-                hooks.append(self.bracketed(bound, f"[Callback]{type(callback).__name__}.{name}"))
+                hooks.append(self.bracketed(bound, self.name_of("Callback", callback, name)))
         return hooks
 
     def _single(self, owner: object, name: str, bases: tuple[type, ...], kind: str) -> list[Hook]:
         hook = find_override(owner, name, bases)
-        return [] if hook is None else [self.bracketed(hook, f"[{kind}]{type(owner).__name__}.{name}")]
+        return [] if hook is None else [self.bracketed(hook, self.name_of(kind, owner, name))]
 
 
 def markdown() -> str:

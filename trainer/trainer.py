@@ -1010,7 +1010,10 @@ class Trainer(TrainerAttributes):
         run.metrics.batch = run.metrics.sized = None  # the last training batch is not kept during the validation
         self.state.stage = "validate"
         self._reload_validation_if_due()
-        data = self.loaders.eval["validation"]
+        data = self.loaders.open_validation()
+        if data is None or not data.num_batches:
+            self.state.stage = "train"
+            return
         before = run.before_validation = snapshot.before_validation(run)
         self.free_gradients(run)
         validate = run.lifecycle.bracketed(self._eval_loop(run, "validation", data).run, "[EvalLoop].validation")

@@ -18,6 +18,7 @@ from ..accelerators.out_of_memory import is_out_of_memory
 from ..data.combined import CombinedLoader
 from ..data.tree import flatten_loaders, is_collection
 from ..errors import ConfigError, ModuleError, RankFailure
+from ..messages import warn
 from ..trainer.setup.begin import build_optimizers
 from .setting import find_setting, write_setting
 from .trial import Subject, free_memory, isolated, kept_weights, make_trainer, single_device_fabric
@@ -186,6 +187,7 @@ class Trials:
 
     Attributes:
         before: The size before the search.
+        refuses_unused: Whether a loader that does not use the size is an error; otherwise there is a warning.
         most_samples: Samples that each rank has at most in a batch, once a loader is known; None before, and if no
             loader has a length.
     """
@@ -197,6 +199,8 @@ class Trials:
         self._search = search
         self._tried: dict[int, list[object]] = {}  # size -> batch sizes of the loaders
         self.most_samples: int | None = None
+        self.refuses_unused = True
+        self._has_warned = False
 
     def fits(self, size: int) -> bool:
         """Whether this size fits, on all ranks.
@@ -269,11 +273,15 @@ class Trials:
         tried = self._tried.setdefault(size, built)
         if any(built) and any(earlier == tried for other, earlier in self._tried.items() if other != size):
             name = self._search.batch_arg_name
-            raise ModuleError(
+            what = (
                 f"{_LOADER[self._method]}_dataloader does not use {name}: its batch size is {built[0]}, whatever "
-                f"{name} is ({size} was tried).",
-                fix=f"build the loader with batch_size=self.{name}.",
+                f"{name} is ({size} was tried)"
             )
+            if self.refuses_unused:
+                raise ModuleError(f"{what}.", fix=f"build the loader with batch_size=self.{name}.")
+            if not self._has_warned:
+                self._has_warned = True
+                warn(f"{what}. The search finds nothing out: build the loader with batch_size=self.{name}")
 
 
 def _fabric_for(subject: Subject) -> Fabric:

@@ -10,7 +10,7 @@ from ...fabric.peak_flops import get_available_flops
 from ...fabric.throughput import Throughput
 from ...messages import warn
 from ..base import Callback
-from .measuring import Counts, LogSteps, is_evaluation_due, require_logger
+from .measuring import Counts, LogSteps, is_evaluation_due
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +36,7 @@ class ThroughputMonitor(Callback):
         separator: Text between the parts of a key.
 
     Raises:
-        ConfigError: The window is too small; at the beginning, the trainer has no logger.
+        ConfigError: The window is too small.
         ModuleError: A function returned something else than a positive integer.
     """
 
@@ -67,9 +67,10 @@ class ThroughputMonitor(Callback):
         return self._generate_state_key(window_size=self.window_size, separator=self.separator)
 
     def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
-        """Find the device's peak; refuse a run without a logger."""
-        require_logger(trainer, self)
-        self._is_on = trainer.is_global_zero and bool(trainer.log_every_n_steps)
+        """Find the device's peak; warn of a run without a logger."""
+        if not trainer.loggers and not trainer.fast_dev_run:
+            warn("ThroughputMonitor has no logger to write to, and does nothing: pass Trainer(logger=...)")
+        self._is_on = trainer.is_global_zero and bool(trainer.loggers) and bool(trainer.log_every_n_steps)
         precision = trainer.precision_plugin
         self.available_flops = get_available_flops(trainer.fabric.device, precision.policy.compute_dtype)
         self._stages = {}

@@ -64,6 +64,7 @@ class LiveProgressBar(ProgressBar):
         self._is_watched = False
         self._open: set[str] = set()
         self._under_way: set[str] = set()
+        self._past: dict[str, tuple[str, int, int | float]] = {}  # stages whose bar was not read, as they ended
         self._began: dict[str, tuple[float, int]] = {}  # stage -> when, and after how many batches
         self._eval_start_s = 0.0
         self._has_lined = False
@@ -137,7 +138,7 @@ class LiveProgressBar(ProgressBar):
         """Keep the trainer, and look where the output goes."""
         super().setup(trainer, pl_module, stage)
         self._lines = None if can_draw(sys.stdout) else PlainLines(self._write)
-        self._open, self._under_way = set(), set()
+        self._open, self._under_way, self._past = set(), set(), {}
         # A subclass of the user may look at its bar after each batch; on a terminal that would cost too much.
         self._is_watched = self._lines is not None and not type(self).__module__.startswith(_OWN_PACKAGE)
         self._arm(0.0)
@@ -304,17 +305,27 @@ class LiveProgressBar(ProgressBar):
         return self._lines is not None and not self._is_watched
 
     def _make_bar(self, stage: str) -> None:
-        """Make the bar of a stage that is under way, unless there is one."""
-        if stage not in self._under_way or stage in self._open or self._has_failed:
+        """Make the bar of a stage that is under way or over, unless there is one."""
+        if stage in self._open or self._has_failed:
             return
-        self._open.add(stage)
-        if stage == "train":
-            description, done = self._epoch_of(self.trainer), self.trainer.progress.batches_in_epoch
-            total = self.total_train_batches
+        if stage in self._under_way:
+            self._open.add(stage)
+            description, done, total = self._state_of(stage)
+        elif stage in self._past:
+            description, done, total = self._past.pop(stage)
         else:
-            batches = self._eval_batches("validation" if stage == "sanity" else stage)
-            description, done, total = self._description_of(stage), 0, batches[0] if batches else math.inf
+            return
         self._safely(self._show, stage, description, done, None if math.isinf(total) else int(total), {})
+
+    def _state_of(self, stage: str, *, is_over: bool = False) -> tuple[str, int, int | float]:
+        """Return the description of a stage that is under way, the batches that are done, and their total."""
+        if stage == "train":
+            progress, total = self.trainer.progress, self.total_train_batches
+            done = total if is_over and not progress.epoch_open and not math.isinf(total) else progress.batches_in_epoch
+            return self._epoch_of(self.trainer), int(done), total
+        batches = self._eval_batches("validation" if stage == "sanity" else stage)
+        total = batches[0] if batches else math.inf
+        return self._description_of(stage), int(total) if is_over and not math.isinf(total) else 0, total
 
     def _begin_evaluation(self, stage: str) -> None:
         self.reset_dataloader_idx_tracker()
@@ -395,6 +406,8 @@ class LiveProgressBar(ProgressBar):
             self._draw(trainer, module, stage, description, int(batches[last]), batches[last])
 
     def _finish(self, stage: str, *, keep: bool = False) -> None:
+        if stage in self._under_way and stage not in self._open and self._waits_for_reader:
+            self._past[stage] = self._state_of(stage, is_over=True)
         self._under_way.discard(stage)
         if stage in self._open:
             self._open.discard(stage)

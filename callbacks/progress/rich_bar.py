@@ -59,9 +59,6 @@ class RichProgressBar(LiveProgressBar):
         console_kwargs: Arguments for rich's Console.
         plain_interval_s: Seconds between two lines if the output is not a terminal.
 
-    Attributes:
-        progress: rich's object that has the bars; None before there was one.
-
     Raises:
         MissingDependency: rich is not installed.
         ConfigError: `refresh_rate` is negative.
@@ -87,7 +84,7 @@ class RichProgressBar(LiveProgressBar):
         self._leave = leave
         self.theme = theme or RichProgressBarTheme()
         self._console_kwargs = console_kwargs or {}
-        self.progress: Progress | None = None
+        self._progress: Progress | None = None
         self._has_stopped = False
         self._tasks: dict[str, TaskID] = {}
         self._ended: set[str] = set()
@@ -98,12 +95,23 @@ class RichProgressBar(LiveProgressBar):
             self._draw_interval_s = max(0.1, 1.0 / refresh_rate)
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"progress": None, "_tasks": {}, "_kept": [], "_open": set(), "_trainer": None}
+        return self.__dict__ | {"_progress": None, "_tasks": {}, "_kept": [], "_open": set(), "_trainer": None}
 
     @property
     def refresh_rate(self) -> int:
         """Drawings per second, at most."""
         return self._refresh_rate
+
+    @property
+    def progress(self) -> Progress | None:
+        """rich's object that has the bars; None before the first run, and if the bar is disabled."""
+        if self._progress is None and self._trainer is not None and self._is_enabled:
+            return self._started()
+        return self._progress
+
+    @progress.setter
+    def progress(self, progress: Progress | None) -> None:
+        self._progress = progress
 
     @property
     def train_progress_bar(self) -> Task | None:
@@ -132,8 +140,8 @@ class RichProgressBar(LiveProgressBar):
 
     def refresh(self, hard: bool = False) -> None:
         """Draw now. `hard` is accepted for the field's sake: every drawing is."""
-        if self.progress is not None:
-            self.progress.refresh()
+        if self._progress is not None:
+            self._progress.refresh()
 
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
         """Return rich's columns; may be overridden. The task's fields are `metrics` (text) and `speed` (text)."""
@@ -161,12 +169,12 @@ class RichProgressBar(LiveProgressBar):
 
     def _task(self, stage: str) -> Task | None:
         self._make_bar(stage)
-        if self.progress is None or stage not in self._tasks:
+        if self._progress is None or stage not in self._tasks:
             return None
-        return next((task for task in self.progress.tasks if task.id == self._tasks[stage]), None)
+        return next((task for task in self._progress.tasks if task.id == self._tasks[stage]), None)
 
     def _started(self) -> Progress:
-        if self.progress is None or self._has_stopped:
+        if self._progress is None or self._has_stopped:
             from rich.console import Console
 
             from .rich_fitting import FittingProgress
@@ -174,15 +182,15 @@ class RichProgressBar(LiveProgressBar):
             console = Console(**self._console_kwargs)
             columns = self.configure_columns(self.trainer)
             is_drawn = self._is_drawn
-            self.progress = FittingProgress(
+            self._progress = FittingProgress(
                 *columns, console=console, auto_refresh=False, expand=False, disable=not is_drawn
             )
-            self.progress.delimiter = self.theme.metrics_text_delimiter
+            self._progress.delimiter = self.theme.metrics_text_delimiter
             self._has_stopped, self._tasks, self._ended = False, {}, set()
             if is_drawn:
-                self.progress.start()
+                self._progress.start()
                 console.show_cursor(True)  # rich hides it, and a process that is killed could not bring it back
-        return self.progress
+        return self._progress
 
     def _make_bar(self, stage: str) -> None:
         if self._is_enabled:
@@ -239,26 +247,26 @@ class RichProgressBar(LiveProgressBar):
 
     def _close(self, stage: str, *, keep: bool) -> None:
         task = self._task(stage)
-        if self.progress is None or task is None:
+        if self._progress is None or task is None:
             return
         if stage == "validation" and "train" in self._open:
             train = self._task("train")
             if train is not None and train.start_time is not None:  # speed is that of training
                 train.start_time += time.monotonic() - self._eval_start_s
         if keep:
-            self.progress.stop_task(task.id)
+            self._progress.stop_task(task.id)
             self._ended.add(stage)
         else:
-            self.progress.update(task.id, visible=False)
-        if not self._open and not self.progress.disable:
-            self.progress.refresh()
-            self.progress.stop()
+            self._progress.update(task.id, visible=False)
+        if not self._open and not self._progress.disable:
+            self._progress.refresh()
+            self._progress.stop()
             self._has_stopped = True
 
     def _write_above(self, text: str) -> None:
         # Through the console: rich clears the bars, writes, and draws them again.
-        assert self.progress is not None  # a bar is open
-        self.progress.console.out(text, end="", highlight=False)
+        assert self._progress is not None  # a bar is open
+        self._progress.console.out(text, end="", highlight=False)
 
 
 def _clock(elapsed_s: float, left_s: float | None) -> str:

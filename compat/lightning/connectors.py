@@ -145,6 +145,59 @@ def _state_of_module(trainer: Trainer) -> Callable[[], StateDict]:
     return lightning_module_state_dict
 
 
+def _move_batch(trainer: Trainer) -> Callable[..., object]:
+    def batch_to_device(batch: object, device: torch.device | None = None, dataloader_idx: int = 0) -> object:
+        return trainer.fabric.move_batch(batch, trainer.fabric.device if device is None else device)
+
+    return batch_to_device
+
+
+def _save(trainer: Trainer) -> Callable[..., None]:
+    """Return a function that writes a checkpoint on rank zero."""
+
+    def save_checkpoint(checkpoint: StateDict, filepath: str | Path, storage_options: object = None) -> None:
+        if trainer.is_global_zero:
+            trainer.fabric.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    return save_checkpoint
+
+
+def _load(trainer: Trainer) -> Callable[..., StateDict]:
+    def load_checkpoint(checkpoint_path: str | Path, weights_only: bool | None = None) -> StateDict:
+        return storage.load(checkpoint_path, weights_only=weights_only is not False)
+
+    return load_checkpoint
+
+
+def _remove(trainer: Trainer) -> Callable[[str | Path], None]:
+    """Return a function that removes a checkpoint on rank zero."""
+
+    def remove_checkpoint(filepath: str | Path) -> None:
+        if trainer.is_global_zero:
+            trainer.fabric.checkpoint_io.remove_checkpoint(filepath)
+
+    return remove_checkpoint
+
+
+def _load_weights(trainer: Trainer) -> Callable[..., None]:
+    def load_model_state_dict(checkpoint: StateDict, strict: bool = True) -> None:
+        module = trainer.lightning_module
+        if module is None:
+            raise ModuleError("There is no module yet.", fix="call trainer.fit first.")
+        module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    return load_model_state_dict
+
+
+def _place_module(trainer: Trainer) -> Callable[[], None]:
+    def model_to_device() -> None:
+        if trainer.lightning_module is not None:
+            trainer.fabric.strategy.module_to_device(trainer.lightning_module)
+
+    return model_to_device
+
+
+# Name in Lightning's strategies -> attribute of the strategy.
 # Name in Lightning's strategy -> name in the trainer.
 _OF_TRAINER = {
     "lightning_module": "lightning_module",
@@ -161,6 +214,12 @@ _OF_STRATEGY: dict[str, Callable[[Trainer], object]] = {
     "handles_gradient_accumulation": lambda trainer: False,
     "restore_checkpoint_after_setup": lambda trainer: False,
     "connect": _connect,
+    "batch_to_device": _move_batch,
+    "model_to_device": _place_module,
+    "load_model_state_dict": _load_weights,
+    "save_checkpoint": _save,
+    "load_checkpoint": _load,
+    "remove_checkpoint": _remove,
     "lightning_module_state_dict": _state_of_module,
 }
 

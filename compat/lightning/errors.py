@@ -26,6 +26,10 @@ class _TunerExitException(Exception):
     """Ends a search of the tuner; raised by nothing here."""
 
 
+class NotAttached(errors.ModuleError, AttributeError):
+    """A Trainer has no module yet, for which Lightning raises an AttributeError."""
+
+
 class PossibleUserWarning(UserWarning):
     """A warning that may be none."""
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ... import loggers
 from ...loggers.folder import FolderLogger
 
-__all__ = ["CSVLogger", "CometLogger", "Logger", "TensorBoardLogger", "WandbLogger", "merge_dicts"]
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+__all__ = ["CSVLogger", "CometLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger", "merge_dicts"]
 
 DEFAULT_NAME = "lightning_logs"
 
@@ -28,6 +31,13 @@ def _set_version(logger: FolderLogger, version: int | str | None) -> None:
         logger.move_to(version)
 
 
+def _filesystem(logger: FolderLogger) -> object:  # fsspec is not annotated
+    from .utilities.files import get_filesystem  # fsspec takes its time, and local runs do without
+
+    return get_filesystem(logger.save_dir or ".")
+
+
+FolderLogger._fs = property(_filesystem)  # type: ignore[attr-defined]
 # In place: libraries assign it to start the next run of a logger.
 FolderLogger._version = property(lambda logger: logger.taken_version, _set_version)  # type: ignore[attr-defined]
 
@@ -63,6 +73,10 @@ class CSVLogger(loggers.CSVLogger):
         self, save_dir: str | os.PathLike[str], name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(save_dir, name, *args, **kwargs)
+
+    @property
+    def _flush_logs_every_n_steps(self) -> int:
+        return self._flush_every
 
     def _is_flush_due(self, step: int) -> bool:
         return (step + 1) % self._flush_every == 0
@@ -118,6 +132,31 @@ class WandbLogger(loggers.WandbLogger):
     """`lw.WandbLogger` with Lightning's default project."""
 
     default_project = DEFAULT_NAME
+
+
+class MLFlowLogger(loggers.MLFlowLogger):
+    """`lw.MLFlowLogger` with Lightning's default experiment.
+
+    Args:
+        experiment_name: Name of the experiment; created if necessary.
+        args: See `lw.MLFlowLogger`.
+        kwargs: See `lw.MLFlowLogger`.
+    """
+
+    def __init__(self, experiment_name: str = DEFAULT_NAME, *args: Any, **kwargs: Any) -> None:
+        super().__init__(experiment_name, *args, **kwargs)
+
+    @property
+    def _tracking_uri(self) -> str:
+        return self._uri
+
+    @property
+    def _run_id(self) -> str | None:
+        return self._id
+
+    @property
+    def _mlflow_client(self) -> MlflowClient:
+        return self._store()
 
 
 # Former name of an argument -> its present name.

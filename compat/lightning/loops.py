@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 from torch import Tensor
 
+from ...checkpoint.tools.convert import lightning_loop
 from ...data.tree import flatten_loaders, is_collection
 from ...trainer.hooks import Hook, data_bases, find_override, module_bases
 from ...trainer.loop.fit_loop import FitLoop
@@ -183,6 +184,13 @@ class LoopView:
         return SimpleNamespace(optim_progress=SimpleNamespace(optimizer_steps=steps, optimizer=optimizer))
 
     @property
+    def scheduler_progress(self) -> SimpleNamespace:
+        """Counts of steps of schedules: `scheduler_progress.total.completed`."""
+        configs = self._trainer.lr_scheduler_configs
+        steps = sum(getattr(config.scheduler, "last_epoch", 0) for config in configs)
+        return SimpleNamespace(total=Counts(ready=steps, completed=steps))
+
+    @property
     def manual_optimization(self) -> SimpleNamespace:
         """Counts of steps in manual optimization: `optim_step_progress.total.completed`."""
         steps = 0 if self._is_automatic else self._trainer.global_step
@@ -226,6 +234,21 @@ class LoopView:
             stage: "validate" or "test".
         """
         print(_table_of(results, stage))  # noqa: T201  # as Lightning does
+
+    def state_dict(self, prefix: str = "") -> StateDict:
+        """Return the loop's counts in the form of Lightning's checkpoints.
+
+        Args:
+            prefix: Text before each key.
+        """
+        if self._stage != "train":
+            counts = self.batch_progress.state_dict()
+            if self._stage == "predict":
+                del counts["is_last_batch"]
+            return {f"{prefix}state_dict": {}, f"{prefix}batch_progress": counts}
+        every = cast("TrainLoop", self._trainer.fit_loop).state_dict()
+        own = {key.partition(".")[2]: value for key, value in every.items() if key.startswith("epoch_loop.")}
+        return {f"{prefix}{key}": value for key, value in own.items()}
 
     def load_state_dict(self, state_dict: StateDict, prefix: str = "") -> NoReturn:
         """Raise an error, because a run restores its counts at its beginning."""
@@ -309,6 +332,9 @@ class TrainLoop(FitLoop):
 
     restarting = False
 
+    def _epoch(self, run: Run) -> None:
+        run.lifecycle.bracketed(super()._epoch, "run_training_epoch")(run)
+
     @property
     def epoch_loop(self) -> LoopView:
         """The batches of an epoch."""
@@ -356,6 +382,11 @@ class TrainLoop(FitLoop):
         """Whether no further step is to be taken."""
         return self.is_done
 
+    @property
+    def skip(self) -> bool:
+        """Whether there is nothing to train on."""
+        return self.is_done or self._trainer.limit_train_batches == 0
+
     def _should_accumulate(self) -> bool:
         return self.epoch_loop._should_accumulate()
 
@@ -364,6 +395,17 @@ class TrainLoop(FitLoop):
         run = self._trainer._run
         if run is not None:
             self._trainer.open_training(run)
+
+    def state_dict(self, prefix: str = "") -> StateDict:
+        """Return the counts of training in the form of Lightning's checkpoints.
+
+        Args:
+            prefix: Text before each key.
+        """
+        counts = lightning_loop(self._trainer.progress.state_dict())
+        for key, loop in (("epoch_loop", self.epoch_loop), ("epoch_loop.val_loop", self.epoch_loop.val_loop)):
+            counts[f"{key}.batch_progress"] = loop.batch_progress.state_dict()
+        return {f"{prefix}{key}": value for key, value in counts.items()}
 
     def load_state_dict(self, state_dict: StateDict, prefix: str = "") -> NoReturn:
         """Raise an error, because a run restores its counts at its beginning."""

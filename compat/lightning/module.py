@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from argparse import Namespace
+from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn, Self
 
@@ -11,9 +12,11 @@ from ...data.hparams import class_only
 from ...data.tree import flatten_loaders, is_collection
 from ...trainer.module import Module
 from .imports.absent import refuse
-from .utilities.hparams import accepted, existing, remove_ignored
+from .utilities.hparams import accepted, existing, remove_ignored, set_hparams
 
 if TYPE_CHECKING:
+    import torch
+
     from ...fabric import Fabric
     from ...protocols import MapLocation
 
@@ -34,12 +37,34 @@ class LightningModule(Module):
     CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
     _compiler_ctx: dict[str, Any] | None = None  # set where a compiled module was unpacked, which is not done here
-    __jit_unused_properties__ = [*Module.__jit_unused_properties__, "_current_fx_name"]
+    _strict_loading: bool | None = None
+    __jit_unused_properties__ = [*Module.__jit_unused_properties__, "_current_fx_name", "strict_loading"]
+
+    @property
+    def strict_loading(self) -> bool:
+        """Whether the keys of a loaded checkpoint must match those of the module exactly; None is assigned as True."""
+        return self._strict_loading is not False
+
+    @strict_loading.setter
+    def strict_loading(self, is_strict: bool | None) -> None:
+        self._strict_loading = is_strict
 
     @property
     def _current_fx_name(self) -> str | None:
         """Name of the hook that runs, None outside of one."""
         return self._trainer._metrics.table.hook or None if self._trainer is not None else None
+
+    def _apply_batch_transfer_handler(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:  # Any: a batch of any form
+        """Return a batch on the device, through the three hooks of a transfer."""
+        device = self.device if device is None else device
+        batch = self.on_before_batch_transfer(batch, dataloader_idx)
+        batch = self.transfer_batch_to_device(batch, device, dataloader_idx)
+        return self.on_after_batch_transfer(batch, dataloader_idx)
+
+    def _set_hparams(self, hp: Mapping[str, Any] | Namespace) -> None:
+        set_hparams(self, hp)
 
     def _stand_in_for_trainer(self) -> Any:  # Any: attributes of the Fabric
         return None if self._fabric is None else _FabricAsTrainer(self._fabric)
@@ -74,6 +99,9 @@ class LightningModule(Module):
 
 class LightningDataModule(DataModule):
     """`lw.DataModule` under Lightning's name."""
+
+    def _set_hparams(self, hp: Mapping[str, Any] | Namespace) -> None:
+        set_hparams(self, hp)
 
     def __str__(self) -> str:
         """Return a line for each kind of loader, with the sizes of its data sets; None where it is not available."""

@@ -89,3 +89,4 @@ ManagedOptimizer.__repr__ = _shown  # type: ignore[method-assign]  # programs pr
 
 for _name in ("_on_before_step", "_on_after_step"):
     setattr(ManagedOptimizer, _name, _around_step(_name))
+ManagedOptimizer._optimizer = property(lambda managed: managed.optimizer)  # type: ignore[attr-defined]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -19,8 +21,27 @@ _KINDS = {"fit": "train", "validate": "validation"}
 _STEPS_OF_WINDOW = 5
 _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
-# Libraries ask for the file that Lightning's profilers hold open while they write; here none is.
+
+def _stats_to_str(profiler: profilers.Profiler, stats: Mapping[str, str]) -> str:
+    """Return a report of several parts: name of each -> its text."""
+    rank = "" if profiler._local_rank is None else f" rank: {profiler._local_rank}"
+    stage = "" if profiler._stage is None else f"{profiler._stage.upper()} "
+    parts = [f"Profile stats for: {name}{rank}\n{text}" for name, text in stats.items()]
+    return "\n".join([f"{stage}Profiler Report", *parts])
+
+
+def _prepare_filename(profiler: profilers.Profiler, action_name: str | None = None, extension: str = ".txt") -> str:
+    """Return the name of a file of this rank."""
+    rank = None if profiler._local_rank is None else str(profiler._local_rank)
+    parts = [part for part in (profiler._stage, profiler.filename, rank, action_name) if part]
+    return (re.sub(r"[\\/:*?\"<>|\n\r\t_]+", "_", "-".join(parts)).strip() or "profile") + extension
+
+
+# Libraries ask for the file that Lightning's profilers hold open while they write; here none is. Profilers of programs
+# call the other two. In place, because programs with and without this layer share the class.
 profilers.Profiler._output_file = None  # type: ignore[attr-defined]
+profilers.Profiler._stats_to_str = _stats_to_str  # type: ignore[attr-defined]
+profilers.Profiler._prepare_filename = _prepare_filename  # type: ignore[attr-defined]
 
 
 def _record_always(step: int) -> ProfilerAction:

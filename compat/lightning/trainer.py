@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +28,7 @@ from ...checkpoint.tools.convert import lightning_loop
 from ...data.limit import find_length, resolve_limit
 from ...data.move import find_batch_size
 from ...errors import ModuleError
+from ...fabric.world import checks_deferred
 from ...trainer import lifecycle, trainer
 from ...trainer.checkpointing import snapshot
 from ...trainer.checkpointing.saving import Saving
@@ -34,11 +36,14 @@ from ...trainer.hooks import Hook, check_hook_names, find_override
 from ...trainer.metrics.accumulators import with_suffix
 from ...trainer.metrics.metrics import Metrics
 from ...trainer.setup import begin
+from ...tuner.batch_size import Search, Trials, search_sizes
 from . import connectors, optimizer  # noqa: F401  # the latter completes classes of the core
+from .actions import STEP, MeasuredLifecycle
 from .attached import collect_attached
-from .callbacks import model_checkpoint  # noqa: F401  # completes a class of the core
+from .callbacks import attributes, model_checkpoint  # noqa: F401  # complete classes of the core
 from .callbacks.external import with_external
 from .enums import TrainerFn, TrainerState
+from .errors import NotAttached, PossibleUserWarning
 from .imports.finder import VERSION, LightningFinder
 from .iterating_steps import taking_batches
 from .loggers import TensorBoardLogger
@@ -60,6 +65,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Trainer"]
 
+_LIMITS_OF_BATCHES = {f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")}
 _ENVIRONMENT_LOGGER = "PL_TRAINER_LOGGER"
 
 
@@ -81,12 +87,14 @@ class Trainer(trainer.Trainer):
         arguments["callbacks"] = with_external(arguments.get("callbacks"), "pytorch")
         for change in switches.functions("arguments"):
             change(arguments)
-        super().__init__(**arguments)
+        with checks_deferred() as self._deferred_checks:
+            super().__init__(**arguments)
         check_overrides(self.fabric.strategy, "strategy")
         check_overrides(self.fabric.precision, "precision")
         check_overrides(self.fabric.accelerator, "accelerator")
         connectors.bind_strategy(self)
         serve_overrides(self)
+        self.profiler.STEP_ACTION = STEP
         self.state = TrainerState()
         self.evaluated: dict[str, list[int]] = {}
         self._own_loops: dict[str, LoopView] = {}
@@ -102,12 +110,17 @@ class Trainer(trainer.Trainer):
         self._has_parity = False
         self._around_run = ExitStack()  # left when a verb ends
         self._has_fitted = False
+        self.batch_size_rule = _search_sizes
         for curve in switches.functions("search"):
             self.learning_rate_curve = curve
         for change in switches.functions("tuning"):
             change(self)
 
     __init__.__signature__ = inspect.signature(trainer.Trainer.__init__)  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:  # Any: arguments differ in type
+        found = super().__getattr__(name)
+        return 1.0 if found is None and name in _LIMITS_OF_BATCHES else found
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -119,9 +132,23 @@ class Trainer(trainer.Trainer):
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Latest value of everything logged, without single batches of an evaluation."""
+        """Latest value of everything logged, without single batches of an evaluation: in torch's default dtype.
+
+        Loopwright adds up numbers in float64. With precision="64-true", values stay as they are.
+        """
         left_out = self._metrics.keys_of_evaluated_batches
-        return {name: value for name, value in super().callback_metrics.items() if name not in left_out}
+        found = {name: value for name, value in super().callback_metrics.items() if name not in left_out}
+        if self.precision == "64-true":
+            return found
+        dtype = torch.get_default_dtype()
+        return {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the present training batch is the epoch's last; after fit, whether its last batch was."""
+        return super().is_last_batch or (
+            self._run is None and self.fit_loop.epoch_loop.batch_progress.is_last_batch  # type: ignore[attr-defined]
+        )
 
     @property
     def num_val_batches(self) -> list[int | float]:
@@ -199,6 +226,7 @@ class Trainer(trainer.Trainer):
             self._has_parity = True
             for change in switches.functions("trainer"):
                 change(self)
+        self._check_world()
         with ExitStack() as stack:
             for around in switches.functions("around"):
                 stack.enter_context(around(self, verb))
@@ -206,12 +234,28 @@ class Trainer(trainer.Trainer):
             self._around_run = stack
             yield
 
+    def _check_world(self) -> None:
+        """Compare the processes with the arguments: configurations for other machines may be made, not run."""
+        while self._deferred_checks:
+            self._deferred_checks.pop()()
+
+    def _launch(self, verb: str, model: nn.Module | None, **arguments: object) -> Any:  # Any: what the verb returns
+        self._check_world()
+        return super()._launch(verb, model, **arguments)
+
     def _begin_fit(
         self, run: Run, ckpt_path: str | Path | None, *, is_trusted: bool, before: StateDict | None
     ) -> Callable[[], None] | None:
         for change in switches.functions("before"):
             before = change(self, before)
+        every = self.check_val_every_n_epoch or 1
+        is_checked = bool(self.num_sanity_val_steps) or ckpt_path is not None
+        self.loaders.waits_for_validation = not is_checked and bool((self.current_epoch + 1) % every)
         restore = super()._begin_fit(run, ckpt_path, is_trusted=is_trusted, before=before)
+        resting = sum(not module.training for module in run.module.modules())
+        if resting:
+            text = f"{resting} modules are in eval mode when training begins; call .train() on them unless it is wanted"
+            warnings.warn(text, PossibleUserWarning, stacklevel=2)
         set_strategy_up(self)
         for change in switches.functions("step"):
             change(run)
@@ -229,7 +273,7 @@ class Trainer(trainer.Trainer):
 
     def make_run(self, plan: begin.Plan, module: nn.Module, datamodule: DataModule | None) -> Run:
         """Return the run, whose accelerator is set up."""
-        run = super().make_run(plan, module, datamodule)
+        run = super().make_run(replace(plan, lifecycle=MeasuredLifecycle), module, datamodule)
         count_evaluations(self, run)
         call_strategy_hooks(run)
         for change in switches.functions("run"):
@@ -242,6 +286,10 @@ class Trainer(trainer.Trainer):
     def _begin(self, verb: str, model: nn.Module, datamodule: DataModule | None, given: dict[str, Any]) -> Run:
         self._has_fitted |= verb == "fit"
         self._around_run.enter_context(taking_batches(model))
+        if verb == "fit":
+            loop = self.fit_loop
+            loop.max_epochs = loop.epoch_limit
+            loop.min_epochs = int(loop.min_steps is not None) if loop.min_epochs is None else loop.min_epochs
         run = super()._begin(verb, model, datamodule, given)
         run.module.zero_grad()  # gradients of an earlier run must not enter manual optimization
         return run
@@ -251,10 +299,15 @@ class Trainer(trainer.Trainer):
     ) -> None:
         """Write one checkpoint to several paths, also that of a module that is attached outside of a run."""
         module = self.lightning_module
-        if self.latest_run() is not None or self._spawned_checkpoint is not None or module is None:
+        if self.latest_run() is None and self._spawned_checkpoint is None and module is None:
+            raise NotAttached(
+                "trainer.save_checkpoint was called before a module was attached.", fix="call trainer.fit first."
+            )
+        if self.latest_run() is not None or self._spawned_checkpoint is not None:
             super().save_checkpoint_to(filepaths, weights_only, storage_options)
             return
         if self.is_global_zero:
+            assert module is not None
             checkpoint = collect_attached(self, module, is_weights_only=bool(weights_only))
             self.saving.write(checkpoint, filepaths, storage_options)
 
@@ -375,6 +428,12 @@ def _first_size(batch: object) -> int | None:
     return next((size for item in items if (size := _first_size(item)) is not None), None)
 
 
+def _search_sizes(search: Search, most: int, trials: Trials) -> int:
+    """Search for a batch size as Loopwright does, and continue if the loaders do not use it."""
+    trials.refuses_unused = False
+    return search_sizes(search, most, trials)
+
+
 def _take_level() -> None:
     """Apply the levels of Lightning's loggers, as set by `getLogger("lightning.pytorch").setLevel(ERROR)`."""
     for name in ("lightning.pytorch", "pytorch_lightning", "lightning"):
@@ -412,13 +471,14 @@ def _find_override(owner: object, name: str, bases: tuple[type, ...]) -> Hook | 
     if name not in _OF_A_LOADER:
         return hook
     count = _OF_A_LOADER[name] + (2 if isinstance(owner, Callback) else 0)
-    signature = inspect.signature(hook)
+    signature = inspect.signature(hook, follow_wrapped=False)  # what can be called
     try:
         signature.bind(*range(count))
     except TypeError:
         return lambda *arguments: hook(*arguments[:-1])
-    if not any(one.kind is one.VAR_POSITIONAL for one in signature.parameters.values()):
-        return hook  # its default is that of a single loader
+    positional = [one for one in signature.parameters.values() if one.kind in (one.POSITIONAL_ONLY, _POSITIONAL)]
+    if len(positional) >= count and positional[count - 1].default in (0, inspect.Parameter.empty):
+        return hook  # its default is the number of a single loader, or it has to get one
     stage = name.split("_")[1]
 
     def with_loader(*arguments: Any) -> object:
@@ -445,6 +505,7 @@ def _hyperparameters(owner: object, prefix: str) -> dict[str, Any]:  # Any: see 
 
 _plain_hyperparameters = snapshot.hyperparameters
 
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 # Hook of an evaluation's batch -> how many arguments it gets, beside a callback's trainer and module.
 _OF_A_LOADER = {
     f"on_{stage}_batch_{when}": count

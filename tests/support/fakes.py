@@ -105,7 +105,7 @@ class FakeTrainer:
         self.ranks_answer = False
         self.fabric = SimpleNamespace(autocast=contextlib.nullcontext)
         self.state = SimpleNamespace(fn="fit")
-        self.progress = SimpleNamespace(total_batches=0, batches_in_epoch=0)
+        self.progress = SimpleNamespace(total_batches=0, batches_in_epoch=0, epoch_open=True)
         self.is_global_zero = True
         self.sanity_checking = False
         self.should_stop = False

@@ -180,6 +180,7 @@ class EvalLoop:
                 from .eval_in_step import in_step
 
                 batches = in_step(batches, run, data.count_of(dataloader_idx))
+            batches = life.bracketed_items(batches, f"[EvalLoop].{stage}_next")
             for batch_idx, host_batch in enumerate(batches):
                 batch = self._transfer(host_batch, dataloader_idx)
                 metrics.batch, metrics.sized = batch, None

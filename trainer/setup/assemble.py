@@ -126,10 +126,10 @@ def default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callbac
 # --- loaders -------------------------------------------------------------------------------------------------------
 
 
-def without_shuffle(loader: Loaders) -> Loaders:
+def without_shuffle(loader: Loaders, stage: str) -> Loaders:
     """Return the loader, reading in order where it shuffles: `overfit_batches` needs the same batches each epoch."""
     if isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler):
-        warn("overfit_batches: the training loader shuffles; it is read in order instead")
+        warn(f"overfit_batches: the {stage} loader shuffles; it is read in order instead")
         twin = copy.copy(loader)
         sampler = SequentialSampler(loader.dataset)  # type: ignore[arg-type]  # a RandomSampler's data set is sized
         object.__setattr__(twin, "sampler", sampler)
@@ -138,9 +138,9 @@ def without_shuffle(loader: Loaders) -> Loaders:
             object.__setattr__(twin, "batch_sampler", batches)
         return twin
     if isinstance(loader, Mapping):
-        return {key: without_shuffle(value) for key, value in loader.items()}
+        return {key: without_shuffle(value, stage) for key, value in loader.items()}
     if isinstance(loader, list | tuple) and any(isinstance(item, DataLoader) for item in loader):
-        return type(loader)(without_shuffle(item) for item in loader)
+        return type(loader)(without_shuffle(item, stage) for item in loader)
     return loader
 
 

@@ -78,6 +78,7 @@ class Plan:
         is_scheduled: Whether a GradientAccumulationScheduler is among the callbacks.
         same_everywhere: The Trainer's arguments that must be equal on all ranks.
         seconds_since_validation: Returns the seconds of training since the last validation.
+        lifecycle: Class of the run's lifecycle.
     """
 
     trainer: Trainer
@@ -104,6 +105,7 @@ class Plan:
     skips_bad_steps: bool
     same_everywhere: Mapping[str, object]
     seconds_since_validation: Callable[[], float]
+    lifecycle: type[Lifecycle] = Lifecycle
 
 
 # --- what was passed -----------------------------------------------------------------------------------------------
@@ -247,7 +249,7 @@ def make_run(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> Ru
     for callback in plan.callbacks:
         if isinstance(module, Module):
             callback.__dict__.update(log=module.log, log_dict=module.log_dict)
-    lifecycle = Lifecycle(
+    lifecycle = plan.lifecycle(
         trainer=plan.trainer,
         module=module,
         callbacks=plan.callbacks,
@@ -455,7 +457,8 @@ def open_loop(
     from .global_batch import report_global_batch
 
     trainer = run.trainer
-    run.loaders.open_validation()
+    if not run.loaders.waits_for_validation:
+        run.loaders.open_validation()
     if content is not None:
         run.loaders.restore_generators(content.states.get("validation_generators", {}))
     _place_stream(run, content, path, stream_state)
@@ -505,7 +508,10 @@ def build_optimizers(run: Run) -> None:
     returned = None
     if assemble.has_override(module, "configure_optimizers"):
         try:
-            returned = cast(Any, module).configure_optimizers()  # Any: nn.Module lacks it
+            configure = cast(Any, module).configure_optimizers  # Any: nn.Module lacks it
+            returned = run.lifecycle.bracketed(
+                configure, run.lifecycle.name_of("Module", module, "configure_optimizers")
+            )()
         except ValueError as error:
             if "empty parameter list" not in str(error):
                 raise

@@ -57,6 +57,7 @@ class StageLoaders:
         interval_s: Seconds between two validations; None where batches are counted.
         shard: What part of the data this rank reads; None with one rank.
         agree: Lets the ranks agree on a number of batches; None with one rank.
+        waits_for_validation: Whether the first validation asks for its loaders, and not the beginning of fit.
         epoch_of_validation: Epochs completed when the loaders of fit's validations were asked for, in an epoch that
             validates; else -1.
         evaluation: How evaluation loaders are distributed: `share` and `count` of `make_eval_loader`; empty with one
@@ -76,6 +77,7 @@ class StageLoaders:
         self.eval: dict[str, EvalLoader] = {}
         self._sizes: dict[str, list[int | float]] = {}
         self.epoch_of_validation = -1
+        self.waits_for_validation = False
         self.interval_batches: int | float = math.inf
         self.interval_s: float | None = None
         self.shard: Shard | None = None
@@ -99,6 +101,7 @@ class StageLoaders:
         self._module, self._datamodule, self._given = module, datamodule, given
         self.train, self.eval = None, {}
         self.epoch_of_validation = -1
+        self.waits_for_validation = False
 
     @property
     def given(self) -> dict[str, Loaders]:
@@ -144,7 +147,7 @@ class StageLoaders:
         """Ask for the training loaders and return them as one stream; settles the validation interval."""
         loader = self._ask("train")
         if self._arguments.overfit_batches:
-            loader = assemble.without_shuffle(loader)
+            loader = assemble.without_shuffle(loader, "training")
         self.train = loader
         name = "overfit_batches" if self._arguments.overfit_batches else "limit_train_batches"
         stream = self.make_stream(
@@ -201,10 +204,12 @@ class StageLoaders:
         if stage not in self.eval:
             name = f"limit_{LOADER_OF[stage].removesuffix('_dataloader')}_batches"
             limit = getattr(self._arguments, name)
+            loaders = self._ask(stage)
             if stage == "validation" and self._arguments.overfit_batches:
                 name = "overfit_batches"
+                loaders = assemble.without_shuffle(loaders, stage)
             self.eval[stage] = assemble.make_eval_loader(
-                self._ask(stage),
+                loaders,
                 limit,
                 name=name,
                 mode_error="trainer.predict" if stage == "predict" else None,

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Tqdm", "convert_inf", "get_standard_metrics"]
 
+
 Tqdm = tqdm
 
 

@@ -73,6 +73,10 @@ class ModelSummary:
             raise AttributeError(name)
         return getattr(self._summary, name)
 
+    def _get_summary_data(self) -> list[tuple[str, list[str]]]:
+        """Return the columns of the table: title and cells."""
+        return self._summary.columns()
+
     @property
     def named_modules(self) -> list[tuple[str, nn.Module]]:
         """The modules that are listed."""

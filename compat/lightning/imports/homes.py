@@ -26,7 +26,7 @@ _HOMES = {
     "seed_everything",
     "fabric.peak_flops": "get_available_flops",
     "fabric.throughput": "Throughput measure_flops",
-    "loggers": "DummyLogger Logger MLFlowLogger rank_zero_experiment",
+    "loggers": "DummyLogger Logger rank_zero_experiment",
     "loggers.base": "DummyExperiment",
     "loggers.csv_logger": "ExperimentWriter",
     "precision": "XLAPrecision TPUPrecision=XLAPrecision "
@@ -64,7 +64,7 @@ _HOMES = {
     f"{_OWN}.utilities.hparams": "HyperparametersMixin clean_namespace collect_init_args get_init_args is_picklable "
     "lightning_getattr lightning_hasattr lightning_setattr parse_class_init_keys save_hyperparameters update_hparams",
     f"{_OWN}.utilities.versions": "__version__ module_available package_available",
-    f"{_OWN}.loggers": "CSVLogger CometLogger TensorBoardLogger WandbLogger merge_dicts",
+    f"{_OWN}.loggers": "CSVLogger CometLogger MLFlowLogger TensorBoardLogger WandbLogger merge_dicts",
     f"{_OWN}.utilities.memory": "garbage_collection_cuda get_cpu_stats get_device_stats get_nvidia_gpu_stats "
     "is_cuda_available is_cuda_out_of_memory is_cudnn_snafu is_oom_error is_out_of_cpu_memory num_cuda_devices "
     "recursive_detach",

@@ -71,6 +71,7 @@ def try_sizes(search: Search, most: int, trials: Trials) -> int:
         most: Not used: sizes are limited when they are chosen.
         trials: Tries sizes.
     """
+    trials.refuses_unused = False
     size, known = search.init_val, {}
     if size < search.max_val:
         known[size] = trials.fits(size)

@@ -30,8 +30,24 @@ __all__ = [
     "lightning_setattr",
     "parse_class_init_keys",
     "save_hyperparameters",
+    "set_hparams",
     "update_hparams",
 ]
+
+
+def set_hparams(owner: Any, hp: Mapping[str, Any] | Namespace) -> None:  # Any: a module or data module
+    """Add to the hyperparameters of an object.
+
+    Args:
+        owner: The object.
+        hp: Names and values.
+
+    Raises:
+        TypeError: `hp` is neither a mapping nor a namespace.
+    """
+    if not isinstance(hp, Mapping | Namespace):
+        raise TypeError(f"Expected hyperparameters as a mapping or namespace, got {type(hp).__name__}.")
+    owner.__dict__.setdefault("_hparams", HyperParameters()).update(vars(hp) if isinstance(hp, Namespace) else hp)
 
 
 class HyperparametersMixin:

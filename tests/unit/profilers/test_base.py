@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from toys import Net, loader, net, quiet
+from toys import Net, ValidatedNet, loader, net, quiet
 
 from loopwright.errors import ConfigError
 from loopwright.profilers import (
@@ -205,3 +205,10 @@ def test_the_directory_is_that_of_the_run_where_none_was_given(tmp_path: Path) -
     given = Recorder(tmp_path / "mine")
     given.setup("fit", log_dir=str(tmp_path))
     assert given.dirpath == tmp_path / "mine"
+
+
+def test_batches_of_an_evaluation_and_the_making_of_optimizers_are_measured(tmp_path: Path) -> None:
+    profiler = Recorder()
+    quiet(max_epochs=1, profiler=profiler, default_root_dir=tmp_path).fit(net(ValidatedNet), loader(), loader())
+    assert sum(event.endswith("configure_optimizers") for event in profiler.events) == 2
+    assert profiler.events.count("start [EvalLoop].validation_next") > 1

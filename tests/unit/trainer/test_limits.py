@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import SequentialSampler
 from toys import (
     Net,
     Recorder,
@@ -398,8 +399,10 @@ def test_overfit_batches_trains_and_validates_on_the_same_few_in_order(value: An
 
     recorder = Recorder()
     trainer = quiet(max_epochs=3, overfit_batches=value, callbacks=recorder, num_sanity_val_steps=0)
-    with pytest.warns(UserWarning, match="read in order instead"):
-        trainer.fit(net(Watched), loader(16, shuffle=True), loader(16))
+    with pytest.warns(UserWarning, match="loader shuffles; it is read in order instead") as warned:
+        trainer.fit(net(Watched), loader(16, shuffle=True), loader(16, shuffle=True))
+    assert ["training" in str(one.message) for one in warned] == [True, False]
+    assert isinstance(trainer.val_dataloaders.sampler, SequentialSampler)
     ordered = [batch[0] for batch in loader(16)][:batches]
     assert len(seen) == 3 * batches
     assert all(torch.equal(a, b) for a, b in zip(seen, ordered * 3, strict=True))
