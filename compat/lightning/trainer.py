@@ -36,7 +36,7 @@ from ...trainer.metrics.metrics import Metrics
 from ...trainer.setup import begin
 from . import connectors, optimizer  # noqa: F401  # the latter completes classes of the core
 from .attached import collect_attached
-from .callbacks import model_checkpoint  # noqa: F401  # completes a class of the core
+from .callbacks import averaging, model_checkpoint  # noqa: F401  # complete classes of the core
 from .callbacks.external import with_external
 from .enums import TrainerFn, TrainerState
 from .imports.finder import VERSION, LightningFinder
@@ -221,6 +221,8 @@ class Trainer(trainer.Trainer):
     def make_run(self, plan: begin.Plan, module: nn.Module, datamodule: DataModule | None) -> Run:
         """Return the run, whose accelerator is set up."""
         run = super().make_run(plan, module, datamodule)
+        for change in switches.functions("hooks"):
+            change(run)
         count_evaluations(self, run)
         call_strategy_hooks(run)
         for change in switches.functions("run"):
