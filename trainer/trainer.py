@@ -429,13 +429,22 @@ class Trainer(TrainerAttributes):
             if run.stop_coordination is not None:
                 run.stop_coordination.begin_phase()
             if keep and run.has_ranks:
-                from .loop import rank_coordination
-
-                outputs = rank_coordination.ordered(self.strategy, outputs, data.loaders)
+                outputs = self.order_predictions(outputs, data)
             self._finish(run)
         if not keep:
             return None
         return outputs[0] if len(outputs) == 1 else outputs
+
+    def order_predictions(self, outputs: list[list[AnyOutput]], data: EvalLoader) -> list[list[AnyOutput]]:
+        """Return the predictions of all ranks in the order of the data; on every rank: it communicates.
+
+        Args:
+            outputs: Those of this rank, a list for each loader.
+            data: The loaders.
+        """
+        from .loop import rank_coordination
+
+        return rank_coordination.ordered(self.strategy, outputs, data.loaders)
 
     def _evaluate(
         self,
@@ -716,7 +725,7 @@ class Trainer(TrainerAttributes):
         if path is not None:
             self.ckpt_path = path
             content = begin.load_weights(run, path, is_trusted=is_trusted)
-            snapshot.put_back_loggers(self.output, content.states.get("loggers", {}))
+            self.continue_logs(content.states.get("loggers", {}))
         self._synchronize_folders("fit", run)
         begin.build_training(run)
         restore = self.restore_and_start(run, content, path, before)
@@ -732,6 +741,10 @@ class Trainer(TrainerAttributes):
         begin.carry_window(run, states, self.ckpt_path, is_carrying=self.accumulate_across_epochs)
         begin.set_modes(run, content)
         return self.training_rng.resume(restore)
+
+    def continue_logs(self, states: StateDict) -> None:
+        """Let loggers continue where a checkpoint saw them. Called before anything is logged."""
+        snapshot.put_back_loggers(self.output, states)
 
     def restore_and_start(
         self, run: Run, content: contents.Content | None, path: str | None, before: StateDict | None

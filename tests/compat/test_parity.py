@@ -79,10 +79,20 @@ DIFFERS = {
     "limited_streams": "weights",
     "streams_shorter_than_their_limit": "weights",
     "callbacks_of_another_trainer": "stopping",
+    "hooks_that_draw": "draws",
+    "hooks_that_change_weights": "averages",
+    "checkpoints_with_old_scores": "checkpoints",
+    "checkpoints_between_validations": "checkpoints",
+    "checks_of_old_values": "epochs",
+    "trained_again_from_a_checkpoint": "checkpoints",
+    "resumed_before_a_validation": "hooks",
+    "resumed_after_a_last_batch": "hooks",
+    "manual_without_outputs": "outputs",
+    "resumed_with_new_logs": "files",
 }
 
 Outcomes = dict[str, dict[str, dict[str, Any]]]
-ON_RANKS = ("ranks", "ranks_with_accumulation", "ranks_that_decide")
+ON_RANKS = ("ranks", "ranks_with_accumulation", "ranks_that_decide", "ranks_with_streams")
 # Switch -> a training that differs from Lightning when all others are on. Those that are classes, and those of several
 # processes, are left to the trainings themselves.
 NEEDED = {
@@ -120,6 +130,10 @@ NEEDED = {
     "checkpoint_folders": "two_fits_with_a_logger",
     "checkpoint_names": "names_of_checkpoints",
     "autocast_cache": "layers_used_twice_in_half_precision",
+    "hook_order": "hooks_that_change_weights",
+    "due_checkpoints": "checkpoints_with_old_scores",
+    "stopping_checks": "checks_of_old_values",
+    "resumed_logs": "resumed_with_new_logs",
 }
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="LIGHTNING_PYTHON names no interpreter with Lightning")

@@ -85,8 +85,10 @@ def _take(loader: Loader, limit: int | float) -> Iterator[Batch]:
     from ...data.gather import gathering  # not imported where nothing is evaluated
 
     iterator = iter(gathering(loader))
+    # Not the iterator itself: `enumerate` and `islice` call `iter` again, and some loaders would shuffle again then.
+    batches: Iterator[Batch] = map(next, itertools.repeat(iterator))
     # islice does not ask for a batch beyond its limit.
-    return iterator if limit == math.inf else itertools.islice(iterator, math.ceil(limit))
+    return batches if limit == math.inf else itertools.islice(batches, math.ceil(limit))
 
 
 class EvalLoop:
@@ -132,11 +134,12 @@ class EvalLoop:
             run.stop_coordination.begin_phase()
         data.announce_epoch(run.progress.epochs)
         modes = [(child, child.training) for child in module.modules()]
-        (life.own(f"on_{stage}_model_eval") or module.eval)()
         outputs: list[list[StepOutput]] = [[] for _ in data.loaders]
         with torch.no_grad():
             context = self._context() if data.loaders else nullcontext()
             with context:
+                # Within the context: a module that needs gradients in its steps enables them there.
+                (life.own(f"on_{stage}_model_eval") or module.eval)()
                 getattr(life, f"on_{stage}_start")()
                 getattr(life, f"on_{stage}_epoch_start")()
                 self._batches(run, data, outputs if keep else None)

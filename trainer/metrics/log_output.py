@@ -298,6 +298,7 @@ class LogOutput:
                 self.tell(logger, lambda logger=logger: logger.log_hyperparams(merged))  # type: ignore[misc]
             if graph_of is not None:
                 self.tell(logger, lambda logger=logger: logger.log_graph(graph_of))  # type: ignore[misc]
+            self.tell(logger, logger.save)
 
 
 class RowWriter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -196,6 +197,10 @@ class StochasticWeightAveraging(stochastic_weight_averaging.StochasticWeightAver
         self._momenta: dict[_BatchNorm, float | None] = {}
         self._accumulation = 1
 
+    @property
+    def _initialized(self) -> bool:
+        return self._schedule is not None
+
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Check the run, and make room for the epoch of batch norm."""
         limit = trainer.fit_loop.epoch_limit
@@ -267,7 +272,8 @@ class StochasticWeightAveraging(stochastic_weight_averaging.StochasticWeightAver
         assert run.plan is not None
         self._accumulation = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = int(trainer.num_training_batches) + 1
-        run.plan.zero_grad, run.plan.backward = _do_nothing, None
+        # Another plan: of one that is changed, the timeline would still run its own copy.
+        run.plan = replace(run.plan, zero_grad=_do_nothing, backward=None)
 
     @staticmethod
     def _norms(module: nn.Module) -> list[_BatchNorm]:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from ....callbacks import ModelCheckpoint
 from ....callbacks.model_checkpoint.files import default_dirpath
 from ....callbacks.model_checkpoint.top_k import TopK
 from ....trainer.hooks import Hook
 from ....trainer.run import Run
+from ....trainer.trainer import Trainer
 
-__all__ = ["keep_first_folder", "replace_earliest", "save_last_with_best", "write_all_digits"]
+__all__ = [
+    "keep_first_folder",
+    "keep_written_steps",
+    "replace_earliest",
+    "save_last_with_best",
+    "save_with_latest_values",
+    "write_all_digits",
+]
 
 
 def save_last_with_best(run: Run) -> None:
@@ -40,6 +49,65 @@ def keep_first_folder(run: Run) -> None:
         return on_fit_start
 
     run.lifecycle.wrap("on_fit_start", around)
+
+
+def keep_written_steps(run: Run) -> None:
+    """Let a ModelCheckpoint remember the step of its last file, also where an earlier fit has written that."""
+    callbacks = [one for one in run.callbacks if isinstance(one, ModelCheckpoint)]
+
+    def around(fire: Hook) -> Hook:
+        def on_train_start() -> None:
+            written = [callback._written_step for callback in callbacks]
+            fire()
+            for callback, step in zip(callbacks, written, strict=True):
+                callback._written_step = step
+
+        return on_train_start
+
+    run.lifecycle.wrap("on_train_start", around)
+
+
+def save_with_latest_values(run: Run) -> None:
+    """Let a ModelCheckpoint save when it is due, once per step, with the values that there are."""
+    callbacks = [one for one in run.callbacks if isinstance(one, ModelCheckpoint)]
+    for callback in callbacks:
+        vars(callback).update(_trigger=partial(_trigger, callback), _is_fresh=partial(_is_fresh, callback))
+
+    def around(fire: Hook) -> Hook:
+        def on_train_epoch_end() -> None:
+            waiting = [one for one in callbacks if one._state.is_waiting and not one._at_epoch_end]
+            for callback in waiting:
+                callback._state.is_waiting = False
+            fire()
+            for callback in waiting:
+                callback._state.is_waiting = True
+
+        return on_train_epoch_end
+
+    run.lifecycle.wrap("on_train_epoch_end", around)
+
+
+def _trigger(callback: ModelCheckpoint, trainer: Trainer, *, strict: bool) -> None:
+    if max(callback._written_step, 0) == trainer.global_step:
+        return
+    state = callback._state
+    was_waiting = state.is_waiting and trainer.state.stage == "train"
+    state.triggered_step = -1  # a score that was not kept is compared again
+    type(callback)._trigger(callback, trainer, strict=strict)
+    # Only a validation saves what has waited, and only where saves follow validations.
+    callback._state.is_waiting = (callback._state.is_waiting or was_waiting) and not callback._at_epoch_end
+
+
+def _is_fresh(callback: ModelCheckpoint, trainer: Trainer, *, strict: bool) -> bool:
+    if callback._written_step == trainer.global_step:
+        return False
+    is_missing = any(name not in trainer.callback_metrics for name in callback._score_metrics())
+    if is_missing and strict:
+        return type(callback)._is_fresh(callback, trainer, strict=True)  # raises
+    validates = trainer.fit_loop.validates_in_this_epoch and bool(sum(trainer.num_val_batches))
+    is_step_due = not strict and not callback._at_epoch_end and callback._state.is_waiting
+    will_come = is_step_due and bool(callback._score_metrics()) and trainer.is_last_batch and validates
+    return not is_missing and not (will_come and trainer.state.stage == "train")
 
 
 class _EarliestFirst(TopK):

@@ -38,6 +38,7 @@ def forget_metrics(run: Run) -> None:
     metrics.results.clear()
     metrics.result_steps.clear()
     metrics.progress_bar.clear()
+    metrics._bar_at_end.clear()
     run.output.latest.clear()
     for accumulator in metrics._step_accumulators:
         accumulator.step_values, accumulator.step_weights, accumulator.step_version = [], [], 0
@@ -183,3 +184,4 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor):
         for key, value in values.items():
             metrics.results[key] = torch.tensor(value, device=metrics.device)
             metrics.result_steps[key] = trainer.progress.steps
+            trainer.output.latest.pop(key, None)  # `logged_metrics` has what modules log

@@ -24,6 +24,7 @@ from ....data.tree import map_loaders
 from ....fabric import reset_seed
 from ....protocols import Loaders
 from ....strategies import ParallelStrategy, Strategy
+from ....trainer.loop.eval_loop import EvalLoader
 from ....trainer.run import Run
 from ....trainer.trainer import Trainer
 from ..utilities.sizes import DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper
@@ -85,9 +86,10 @@ def _own_metrics(trainer: Trainer) -> dict[str, Tensor | float]:
 
 
 def insert_samplers(run: Run) -> None:
-    """Give loaders without a sampler for ranks a `DistributedSampler`."""
+    """Give loaders without a sampler for ranks a `DistributedSampler`; each rank predicts for itself."""
     if not run.has_ranks or not run.trainer.use_distributed_sampler:
         return
+    setattr(run.trainer, "order_predictions", _own_predictions)  # noqa: B010
     loaders = run.loaders
     ask = type(loaders)._ask
 
@@ -99,6 +101,11 @@ def insert_samplers(run: Run) -> None:
         return map_loaders(lambda one: _distributed(run, one, stage), found)
 
     loaders._ask = ask_distributed  # type: ignore[method-assign]
+
+
+def _own_predictions(outputs: list[list[Any]], data: EvalLoader) -> list[list[Any]]:  # Any: of any module
+    """Leave each rank the predictions that it has made."""
+    return outputs
 
 
 def _distributed(run: Run, loader: Any, stage: str) -> Any:  # Any: whatever the user gave

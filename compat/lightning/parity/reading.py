@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from ....data.combined import CombinedLoader
@@ -22,7 +23,7 @@ from .switches import active
 from .within_windows import WindowEnded
 from .workers import seeded
 
-__all__ = ["FetchedSource", "FetchedStream", "fetch_batches"]
+__all__ = ["FetchedSource", "FetchedStream", "fetch_batches", "try_to_iterate"]
 
 _NOTHING: Any = object()
 
@@ -62,6 +63,7 @@ class FetchedSource(Source):
         self._is_open = False
         self._epoch = 0
         self._loaded: StateDict | None = None
+        try_to_iterate(self._iterable)
         self._iterate()
 
     def _iterate(self) -> None:
@@ -180,7 +182,7 @@ class FetchedSource(Source):
 
 
 class FetchedStream(BatchStream):
-    """A `BatchStream` that reads as Lightning does. Data that are distributed over ranks are read as they are here.
+    """A `BatchStream` that reads as Lightning does. Without `samplers`, data are distributed over ranks as here.
 
     Args:
         loader, limit, name, shard, agree: See `BatchStream`.
@@ -195,7 +197,8 @@ class FetchedStream(BatchStream):
         shard: Shard | None = None,
         agree: Callable[[int], int] | None = None,
     ) -> None:
-        if shard is not None and shard.size > 1 and shard.splits and not _is_placed(loader):
+        is_split = shard is not None and shard.size > 1 and shard.splits and "samplers" not in active()
+        if is_split and not _is_placed(loader):
             super().__init__(loader, limit, name=name, shard=shard, agree=agree)
             return
         super().__init__([], None, name=name)
@@ -207,6 +210,13 @@ class FetchedStream(BatchStream):
         self.num_batches = source.apply_limit(limit, name)
         self.is_sized_exactly = source.length is not None
         self.next_batch = source.take
+
+
+def try_to_iterate(loader: Any) -> None:  # Any: anything that can be iterated
+    """Begin one iteration more of each loader that is not a DataLoader, as Lightning does to see that it can be."""
+    for member in loader.flattened if isinstance(loader, CombinedLoader) else [loader]:
+        if not isinstance(member, DataLoader):
+            iter(member)
 
 
 def fetch_batches(trainer: Trainer) -> None:

@@ -10,11 +10,18 @@ from typing import Any
 from ....checkpoint.content import Content
 from ....protocols import StateDict
 from ....trainer.hooks import Hook
+from ....trainer.loop.fit_loop import FitLoop
 from ....trainer.run import Run
 from ....trainer.setup import begin
 from ....trainer.trainer import Trainer
 
-__all__ = ["begin_with_saved_epoch", "leave_events_unfinished", "leave_frozen_as_it_is", "start_before_restoring"]
+__all__ = [
+    "begin_new_logs",
+    "begin_with_saved_epoch",
+    "leave_events_unfinished",
+    "leave_frozen_as_it_is",
+    "start_before_restoring",
+]
 
 
 def start_before_restoring(trainer: Trainer) -> None:
@@ -48,6 +55,15 @@ def _restore_without_frozen(
     if content is not None:
         content.states.pop("frozen", None)
     return restore(run, content, path, before)
+
+
+def begin_new_logs(trainer: Trainer) -> None:
+    """Let loggers of a resumed fit write as those of any fit: where their arguments say, after the rows there are."""
+    setattr(trainer, "continue_logs", _continue_nothing)  # noqa: B010
+
+
+def _continue_nothing(states: StateDict) -> None:
+    """Leave loggers as they are."""
 
 
 def begin_with_saved_epoch(run: Run) -> None:
@@ -114,5 +130,32 @@ def begin_with_saved_epoch(run: Run) -> None:
 
 
 def leave_events_unfinished(run: Run) -> None:
-    """Let a resumed run continue after the event in which its checkpoint was taken."""
+    """Let a resumed run continue after the event in which its checkpoint was taken.
+
+    A validation that was to follow is left out; only its first loader is iterated. After an epoch's last batch, the end
+    of the epoch and the beginning of the next are left out, too.
+    """
     run.unfinished = {}
+    progress, stream, loop = run.progress, run.stream, run.trainer.fit_loop
+    if not progress.epoch_open or progress.epoch_paused or stream is None:
+        return
+    if progress.validated_at == progress.total_batches:
+        return
+    is_at_end = bool(stream.state_dict()["is_at_end"])
+    loop._next_validation = loop._plan_validation(run)
+    if FitLoop._validation_is_due(loop, run, is_epoch_over=is_at_end):
+        run.lifecycle.wrap("on_train_start", partial(_and_begin_to_validate, run))
+        progress.validated_at = progress.total_batches
+    if is_at_end:
+        progress.end_epoch()
+        progress.epoch_announced = True
+
+
+def _and_begin_to_validate(run: Run, fire: Hook) -> Hook:
+    def on_train_start() -> None:
+        fire()
+        data = run.trainer.loaders.open_validation()
+        if data is not None:
+            next(iter(data), None)
+
+    return on_train_start

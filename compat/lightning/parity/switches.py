@@ -25,12 +25,11 @@ class Switch(NamedTuple):
         loopwright: What Loopwright does, and a program without it.
         changes: Where it hooks in: the moment, a colon, and a function of this package as `file.function`. Moments are
             "arguments" (those of a Trainer or Fabric, before it is made), "trainer" (its first verb begins in this
-            process), "run" (a verb's run is made), "step" (the functions of fit's step are bound), "before" (what the
-            Trainer's last fit left is taken), "evaluation"
-            (that of another verb begins), "around" (a context manager around each verb), "bar" (the bar's metrics are
-            read), "estimate" (so are estimated_stepping_batches), "search" (makes a search's curve), "tuning" (a
-            Trainer was made, for its searches), "fabric" (a Fabric was made) and "method" (a method of a Fabric module
-            is bound).
+            process), "hooks" (a verb's hooks are in order), "run" (its run is made), "step" (the functions of fit's
+            step are bound), "before" (what the Trainer's last fit left is taken), "evaluation" (that of another verb
+            begins), "around" (a context manager around each verb), "bar" (the bar's metrics are read), "estimate" (so
+            are estimated_stepping_batches), "search" (makes a search's curve), "tuning" (a Trainer was made, for its
+            searches), "fabric" (a Fabric was made) and "method" (a method of a Fabric module is bound).
         names: Names of Lightning that mean another class: `Name=file.Class`.
     """
 
@@ -55,7 +54,7 @@ SWITCHES = (
         "generators of training. A run that is resumed in mid-epoch begins the loader again.",
         "A loader's own generator is drawn from as in a plain loop, iterable data and workers have random numbers of "
         "their own, and a run that is resumed continues with the next batch.",
-        ("trainer:reading.fetch_batches", "fabric:workers.seed_workers"),
+        ("trainer:reading.fetch_batches", "trainer:evaluations.begin_before_hooks", "fabric:workers.seed_workers"),
     ),
     Switch(
         "means",
@@ -87,6 +86,13 @@ SWITCHES = (
         "training_step. Each evaluation of LBFGS is logged.",
         "They run before optimizer.step, which gets a closure only where it needs one, and logs its first evaluation.",
         ("trainer:closure.step_with_closures",),
+    ),
+    Switch(
+        "hook_order",
+        "At the end of a batch and of a validation, ModelCheckpoint and EarlyStopping act before the module's hook. "
+        "A checkpoint that is saved within a hook is taken there.",
+        "They act after it. A checkpoint is taken when all hooks of the event were called.",
+        ("hooks:hook_order.save_within_events",),
     ),
     Switch(
         "within_windows",
@@ -134,6 +140,12 @@ SWITCHES = (
         ("trainer:resuming.leave_frozen_as_it_is",),
     ),
     Switch(
+        "resumed_logs",
+        "A resumed fit has a new version of its logs, and files beside them. Rows that are there stay.",
+        "It continues in the logs of the run, without the rows after the checkpoint.",
+        ("trainer:resuming.begin_new_logs",),
+    ),
+    Switch(
         "resumed_events",
         "The sanity check of a resumed fit sees the epoch at whose end the checkpoint was taken. Callbacks that came "
         "after the one that saved do not hear of its event.",
@@ -150,8 +162,8 @@ SWITCHES = (
     Switch(
         "samplers",
         "Loaders without a sampler for ranks get a DistributedSampler, which shuffles training data and repeats "
-        "samples.",
-        "The batches of each loader are distributed over ranks as they are.",
+        "samples; each rank reads all of an IterableDataset. predict returns the rank's own batches.",
+        "The batches of each loader are distributed over ranks as they are. predict returns all of them, in order.",
         ("run:ranks.insert_samplers",),
     ),
     Switch(
@@ -291,7 +303,19 @@ SWITCHES = (
         "kept_callbacks",
         "A callback that is passed to another Trainer continues with its counters, scores and files.",
         "It begins again.",
-        ("trainer:counts.keep_callbacks",),
+        ("trainer:counts.keep_callbacks", "run:checkpoints.keep_written_steps"),
+    ),
+    Switch(
+        "due_checkpoints",
+        "ModelCheckpoint saves when it is due, with the latest values, however old, unless it has saved at this step.",
+        "It waits for values of the step.",
+        ("run:checkpoints.save_with_latest_values",),
+    ),
+    Switch(
+        "stopping_checks",
+        "EarlyStopping judges the latest value at each check, also one that it has judged before.",
+        "It judges each value once.",
+        ("run:stopping.judge_at_each_check",),
     ),
     Switch(
         "lr_find",

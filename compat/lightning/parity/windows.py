@@ -85,6 +85,7 @@ def divide_short_windows(run: Run) -> None:
 def step_without_loss(run: Run) -> None:
     """Let the optimizer step after a window in which every training_step returned None."""
     plan = run.plan
+    _change_outputs(run, lambda outputs: {} if outputs is None else outputs)
     if plan is None or plan.finish_window is not finish_window or plan.optimizer is None:
         return
     optimizer = plan.optimizer
@@ -101,7 +102,6 @@ def step_without_loss(run: Run) -> None:
         return True
 
     plan.finish_window = finish
-    _change_outputs(run, lambda outputs: {} if outputs is None else outputs)
 
 
 def divide_outputs(run: Run) -> None:

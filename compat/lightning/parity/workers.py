@@ -73,7 +73,7 @@ def seed_worker(worker_id: int, rank: int) -> None:
         state = (state * multiplier) % 2**64
     state ^= state >> 33
     seeds = []
-    for _ in range(4):
+    for _ in range(3):
         state = (state * 6364136223846793005 + 1) % 2**64
         seeds.append(state)
     torch.manual_seed(seeds[0])

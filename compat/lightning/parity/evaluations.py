@@ -1,0 +1,67 @@
+"""Evaluation data as Lightning reads them: the first loader is iterated before the hooks of the evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+
+from typing_extensions import override
+
+from ....protocols import AnyOutput, Batch
+from ....trainer.loop.eval_loop import EvalLoader, EvalLoop
+from ....trainer.run import Run
+from ....trainer.setup.loaders import StageLoaders
+from ....trainer.trainer import Trainer
+from .reading import try_to_iterate
+
+__all__ = ["begin_before_hooks"]
+
+
+@dataclass(slots=True)
+class BegunLoader(EvalLoader):
+    """An `EvalLoader` whose first loader is being iterated.
+
+    Attributes:
+        begun: The number and the batches of each loader, where reading has begun.
+    """
+
+    begun: Iterator[tuple[int, Iterator[Batch]]] = field(default_factory=lambda: iter(()))
+
+    @override
+    def __iter__(self) -> Iterator[tuple[int, Iterator[Batch]]]:
+        """Continue."""
+        return self.begun
+
+
+def begin_before_hooks(trainer: Trainer) -> None:
+    """Let each evaluation begin to iterate before its hooks: what the first loader draws then, it draws before them."""
+    setattr(trainer, "_eval_loop", partial(_loop_that_begins, trainer._eval_loop))  # noqa: B010
+    loaders = trainer.loaders
+    setattr(loaders, "open_eval", partial(_open_and_try, loaders, loaders.open_eval))  # noqa: B010
+
+
+def _open_and_try(loaders: StageLoaders, open_eval: Callable[[str], EvalLoader], stage: str) -> EvalLoader:
+    is_new = stage not in loaders.eval
+    data = open_eval(stage)
+    if is_new:
+        for loader in data.loaders:
+            try_to_iterate(loader)
+    return data
+
+
+def _loop_that_begins(make: Callable[..., EvalLoop], run: Run, stage: str, data: EvalLoader) -> EvalLoop:
+    loop = make(run, stage, data)
+    setattr(loop, "run", partial(_begin_and_run, loop.run))  # noqa: B010
+    return loop
+
+
+def _begin_and_run(
+    evaluate: Callable[..., list[list[AnyOutput]]], run: Run, data: EvalLoader, *, keep: bool = False
+) -> list[list[AnyOutput]]:
+    data.announce_epoch(run.progress.epochs)
+    members = iter(data)
+    first = [one for one in [next(members, None)] if one is not None]
+    fields = {name: getattr(data, name) for name in EvalLoader.__dataclass_fields__}
+    return evaluate(run, BegunLoader(**fields, begun=chain(first, members)), keep=keep)
