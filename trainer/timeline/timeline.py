@@ -131,6 +131,7 @@ class Timeline:
         # Of the fit that is over. They are tried when a report asks, once.
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._trial: OptimizerTrial | None = None
+        self._is_tried = False
         self._random = random.Random(0)  # the global generators are training's
 
     def __getstate__(self) -> dict[str, object]:
@@ -436,9 +437,9 @@ class Timeline:
         They are known when the fit is over. The trial takes some milliseconds, once; None where nothing can be fused.
         """
         optimizers = [one for reference in self._optimizers if (one := reference()) is not None]
-        if optimizers and self._trial is None:
-            self._trial = try_fused(optimizers)
-        return bool(optimizers), self._trial
+        if optimizers and not self._is_tried:
+            self._trial, self._is_tried = try_fused(optimizers), True
+        return self._is_tried, self._trial
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase over the whole fit; their sum is the time that the fit's loop took.

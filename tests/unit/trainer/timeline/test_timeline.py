@@ -17,6 +17,7 @@ from toys import Net, Recorder, ValidatedNet, adam, assert_same, loader, net, qu
 
 import loopwright as lw
 from loopwright.callbacks import Callback, LambdaCallback
+from loopwright.trainer.timeline.optimizer_trial import OptimizerTrial
 from loopwright.trainer.timeline.timeline import STEP_PHASES, WHOLE_PHASES, StepRecord, Timeline, exposed_communication
 
 Act = Callable[[], Any]
@@ -363,7 +364,12 @@ def test_saving_and_evaluating_after_the_fit_do_not_count(tmp_path: Path) -> Non
     assert trainer.timeline.seconds() == before
 
 
-def test_it_is_written_as_json_and_goes_to_other_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fused_s", [0.5, 1.0, None])
+def test_it_is_written_as_json_and_goes_to_other_processes(
+    fused_s: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = None if fused_s is None else OptimizerTrial("SGD", 1.0, fused_s)
+    monkeypatch.setattr("loopwright.trainer.timeline.timeline.try_fused", lambda optimizers: trial)
     timeline = fitted().timeline
     timeline.save(tmp_path / "run" / "timeline.json")
     content = json.loads((tmp_path / "run" / "timeline.json").read_text())
