@@ -370,6 +370,7 @@ def test_it_is_written_as_json_and_goes_to_other_processes(
 ) -> None:
     trial = None if fused_s is None else OptimizerTrial("SGD", 1.0, fused_s)
     monkeypatch.setattr("loopwright.trainer.timeline.timeline.try_fused", lambda optimizers: trial)
+    monkeypatch.setattr("loopwright.trainer.timeline.report._WORTH_SAYING", 0)  # advice on every part
     timeline = fitted().timeline
     timeline.save(tmp_path / "run" / "timeline.json")
     content = json.loads((tmp_path / "run" / "timeline.json").read_text())
