@@ -225,6 +225,11 @@ class LoopView:
         """The batches of an epoch."""
         return self
 
+    @property
+    def inference_mode(self) -> bool:
+        """Whether evaluations run under `torch.inference_mode`, not `no_grad`."""
+        return bool(self._trainer._arguments.inference_mode)
+
     @staticmethod
     def _print_results(results: list[dict[str, Tensor]], stage: str) -> None:
         """Print the metrics of each loader; programs override it.

@@ -212,7 +212,7 @@ WHOLE = [
     *(FOLDER.parent / "lightning_programs" / f"{name}.py" for name in ("evaluate", "gan", "callbacks", "fabric_loop")),
     *(PROGRAMS / f"{name}.py" for name in ("language_model", "classifier", "two_models")),
 ]
-_NAMES = ("forecasting", "series", "self_supervised", "tables", "neural", "finetuning")
+_NAMES = ("forecasting", "series", "self_supervised", "tables", "neural", "finetuning", "folds")
 LIBRARIES = [PROGRAMS / f"{name}.py" for name in _NAMES]
 # What Loopwright leaves beside the logs of a fit.
 OWN_FILES = ("environment.json", "timeline.json")

@@ -509,6 +509,8 @@ def test_batches_of_evaluations_are_counted() -> None:
     assert seen == [*epoch, *epoch, *epoch]
     assert trainer.validate_loop.batch_progress.current.completed == 2
     assert trainer.test_loop.batch_progress.current.completed == 0
+    assert trainer.test_loop.inference_mode
+    assert not L.Trainer(inference_mode=False, logger=False).test_loop.inference_mode
 
 
 def test_the_stage_of_a_verb_is_known_in_its_setup() -> None:
