@@ -72,7 +72,7 @@ def read_on_all_ranks(io: CheckpointPlugin, path: str | Path, ranks: Ranks, *, i
         if not others:
             return content
     raise CheckpointError(
-        f"rank {', '.join(map(str, others))} found another checkpoint at {str(path)!r} than rank 0, "
+        f"rank {', '.join(map(str, others))} found another checkpoint at {str(path)!r} than rank 0 saw first, "
         f"{1 + len(_PAUSES_S)} times: it is replaced while it is read, or hosts have disks of their own.",
         fix="read it when no program saves to this path; on disks of their own, copy one checkpoint to all hosts.",
     )

@@ -16,7 +16,7 @@ from ...errors import ConfigError
 from ...fabric.seed import isolate_rng
 from ..sharded_pass import gathered, root_around
 
-__all__ = ["LayerSummary", "Summary", "count_elements", "format_table", "human_count", "summarize"]
+__all__ = ["LayerSummary", "Summary", "count_elements", "format_table", "human_count", "size_hook", "summarize"]
 
 _UNITS = (" ", "K", "M", "B", "T")
 
@@ -179,7 +179,7 @@ def _measure(
 ) -> None:
     rows = {layer.name: layer for layer in summary.layers}
     handles = [
-        layer.register_forward_hook(_size_hook(rows[name]))
+        layer.register_forward_hook(size_hook(rows[name]))
         for name, layer in listed.items()
         if not isinstance(layer, torch.jit.ScriptModule)  # which takes no hooks
     ]
@@ -206,7 +206,9 @@ def _measure(
         rows[name].flops = per_layer.get(f"{root}.{name}", 0)
 
 
-def _size_hook(row: LayerSummary) -> Any:  # Any: torch's hook type names its own aliases
+def size_hook(row: LayerSummary) -> Any:  # Any: torch's hook type names its own aliases
+    """Return a forward hook that notes the shapes of a module's first input and output in its row."""
+
     def hook(_: nn.Module, inputs: Any, output: object) -> None:
         if row.in_size == "?":
             row.in_size = _shape(inputs[0] if len(inputs) == 1 else inputs)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from ....callbacks.summary.summary import Summary, format_table, human_count
+from ....callbacks.summary.summary import Summary, format_table, human_count, size_hook
 from ....callbacks.summary.summary import summarize as measure
 
 __all__ = [
@@ -25,23 +27,53 @@ PARAMETER_NUM_UNITS = [" ", "K", "M", "B", "T"]
 
 
 class LayerSummary:
-    """Type, size and mode of one module, which has not run yet.
+    """Type, size and mode of one module; the shapes of its input and output are those of its first forward pass.
 
     Args:
-        module: The module.
-
-    Attributes:
-        layer_type: Its class.
-        num_parameters: Parameters in it, without uninitialized ones.
-        training: Its mode.
-        in_size: "?", because it has not run.
-        out_size: As `in_size`.
+        module: The module; it has a hook until its first forward pass.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        row = measure(nn.ModuleDict({"module": module})).layers[0]
-        self.layer_type, self.num_parameters, self.training = row.layer_type, row.num_parameters, row.training
-        self.in_size = self.out_size = UNKNOWN_SIZE
+        self._module = module
+        self._row = measure(nn.ModuleDict({"module": module})).layers[0]
+        self._note = size_hook(self._row)
+        is_script = isinstance(module, torch.jit.ScriptModule)  # takes no hooks
+        self._handle: RemovableHandle | None = None if is_script else module.register_forward_hook(self._hook)
+
+    def _hook(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        self._note(module, inputs, output)
+        self.detach_hook()
+
+    def detach_hook(self) -> None:
+        """Remove the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    @property
+    def in_size(self) -> str | list[Any]:  # Any: nested shapes
+        """Shape of the input, or a list of shapes; "?" before the first forward pass."""
+        return self._row.in_size
+
+    @property
+    def out_size(self) -> str | list[Any]:  # Any: nested shapes
+        """Shape of the output, or a list of shapes; "?" before the first forward pass."""
+        return self._row.out_size
+
+    @property
+    def layer_type(self) -> str:
+        """Class of the module."""
+        return self._row.layer_type
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters in it, without uninitialized ones."""
+        return self._row.num_parameters
+
+    @property
+    def training(self) -> bool:
+        """The mode of the module."""
+        return self._module.training
 
 
 class ModelSummary:

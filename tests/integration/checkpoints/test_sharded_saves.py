@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import resource
 import shutil
 import signal
@@ -499,7 +500,8 @@ def test_ranks_that_load_while_a_save_replaces_it_have_the_same_checkpoint(tmp_p
         one, other = run_ranks(read_while_replaced, 2, tmp_path / strategy, strategy, connect=False)
         assert one[:2] == other[:2] == [{2.0}, {1.0}], strategy
         assert one[2] == other[2]
-        assert "rank 1 found another checkpoint at" in one[2]
+        # Rank 0 has read, and perhaps not yet looked again, when the other takes its place.
+        assert re.match("rank (0, )?1 found another checkpoint at", one[2]), one[2]
         assert "3 times" in one[2]
 
 

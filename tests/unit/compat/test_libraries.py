@@ -897,6 +897,7 @@ def test_an_evaluation_returns_what_is_logged_for_loggers() -> None:
     assert float(trainer.callback_metrics["shown"]) == 3
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_what_a_summary_and_a_strategy_say() -> None:
     import lightning as L
     from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
@@ -916,6 +917,14 @@ def test_what_a_summary_and_a_strategy_say() -> None:
     ]
     layer = LayerSummary(module[0])
     assert (layer.layer_type, layer.num_parameters, layer.training, layer.in_size) == ("Linear", 9, True, "?")
+    for rows in (4, 5):
+        module(torch.zeros(rows, 2))
+    assert (layer.in_size, layer.out_size) == ([4, 2], [4, 3])
+    assert not module[0]._forward_hooks
+    left = LayerSummary(module.eval()[0])
+    left.detach_hook()
+    assert (left.training, dict(module[0]._forward_hooks)) == (False, {})
+    assert LayerSummary(torch.jit.script(module[0])).num_parameters == 9
     L.Trainer(**QUIET)  # completes the strategies
     assert DDPStrategy(find_unused_parameters=True)._ddp_kwargs == {"find_unused_parameters": True}
     for name in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"):
