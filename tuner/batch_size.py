@@ -108,9 +108,10 @@ def find_batch_size_that_fits(subject: Subject, method: str, search: Search) -> 
         global_batch = max(1, subject.trainer.global_batch_size // subject.trainer.strategy.topology.data_size)
     if global_batch is not None:
         most = min(most, global_batch)
-    with isolated(subject):
+    with isolated(subject) as isolation:
         trials = Trials(subject, method, search, before=int(before))
         size = (subject.trainer.batch_size_rule or search_sizes)(search, most, trials)
+        isolation.keeps_draws = trials.keeps_draws
     if global_batch is None:
         return BatchSize(size)
     size = max(divisor for divisor in range(1, size + 1) if global_batch % divisor == 0)
@@ -188,6 +189,7 @@ class Trials:
     Attributes:
         before: The size before the search.
         refuses_unused: Whether a loader that does not use the size is an error; otherwise there is a warning.
+        keeps_draws: Whether training continues with the random numbers that follow those of the trials.
         most_samples: Samples that each rank has at most in a batch, once a loader is known; None before, and if no
             loader has a length.
     """
@@ -200,6 +202,7 @@ class Trials:
         self._tried: dict[int, list[object]] = {}  # size -> batch sizes of the loaders
         self.most_samples: int | None = None
         self.refuses_unused = True
+        self.keeps_draws = False
         self._has_warned = False
 
     def fits(self, size: int) -> bool:
@@ -231,14 +234,20 @@ class Trials:
         _log.info("batch size %d: %s", size, "fits" if all_fit else "out of memory")
         return all_fit
 
-    def _run(self, size: int) -> None:
+    def open_loaders(self, size: int) -> None:
+        """Ask for the loaders of a size, without a step; for a rule whose random numbers depend on it."""
+        self._run(size, steps=0)
+
+    def _run(self, size: int, steps: int | None = None) -> None:
         subject, method = self._subject, self._method
         fabric = _fabric_for(subject)
         shares = any(p.device.type == fabric.device.type for p in subject.module.parameters())
         with kept_weights(subject.module) if shares else nullcontext():
             module, datamodule = subject.twins(shares_weights=shares)
             write_setting((module, datamodule), self._search.batch_arg_name, size)
-            trial = make_trainer(subject, fabric, [], **self._limits())
+            trial = make_trainer(
+                subject, fabric, [], **self._limits(self._search.steps_per_trial if steps is None else steps)
+            )
             reserve = self._reserve(fabric)
             verb: Callable[..., object] = getattr(trial, method)
             options = {} if method == "fit" else {"verbose": False} if method != "predict" else {
@@ -247,10 +256,10 @@ class Trials:
             verb(module, datamodule=datamodule, **options)
             loader = trial.train_dataloader if method == "fit" else getattr(trial, f"{_LOADER[method]}_dataloaders")
             del reserve
-        self._note(size, loader)
+        if steps is None:
+            self._note(size, loader)
 
-    def _limits(self) -> dict[str, object]:
-        steps = self._search.steps_per_trial
+    def _limits(self, steps: int) -> dict[str, object]:
         if self._method == "fit":
             # Accumulation takes no more memory: gradients are there in each forward pass but the first.
             return {"max_epochs": -1, "max_steps": steps, "accumulate_grad_batches": 1}

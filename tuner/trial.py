@@ -307,8 +307,19 @@ def single_device_fabric(trainer: Trainer) -> Fabric:
     return fabric
 
 
+@dataclass(slots=True)
+class Isolation:
+    """What is not put back after trials.
+
+    Attributes:
+        keeps_draws: Whether random number generators stay where the trials left them.
+    """
+
+    keeps_draws: bool = False
+
+
 @contextmanager
-def isolated(subject: Subject) -> Iterator[None]:
+def isolated(subject: Subject) -> Iterator[Isolation]:
     """Put back, after trials: random number generators, positions of loaders, states of precision and strategy.
 
     Within a run of several ranks it communicates: entered and left on every rank.
@@ -327,8 +338,9 @@ def isolated(subject: Subject) -> Iterator[None]:
     stateful = [(one, copy.deepcopy(one.state_dict())) for one in _leaves(subject.given) if is_stateful(one)]
     precision = copy.deepcopy(fabric.precision.state_dict())
     strategy_state = copy.deepcopy(fabric.strategy.state_dict()) if subject.run is not None else {}
+    isolation = Isolation()
     try:
-        yield
+        yield isolation
         if subject.run is not None:
             subject.trainer.rejoin_ranks()
     finally:
@@ -339,8 +351,9 @@ def isolated(subject: Subject) -> Iterator[None]:
             fabric.precision.load_state_dict(precision)
         for loader, state in stateful:
             loader.load_state_dict(state)
-        restore_generators(generators, drawn)
-        restore_rng(rng)
+        if not isolation.keeps_draws:
+            restore_generators(generators, drawn)
+            restore_rng(rng)
 
 
 def _leaves(given: dict[str, Loaders]) -> list[Loaders]:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ....data.rng import capture_rng, restore_rng
 from ....trainer.trainer import Trainer
 from ....tuner.batch_size import Search, Trials
 from ....tuner.lr_curve import SMOOTHING, LearningRateCurve
 from .random_numbers import share_generators
 from .reading import fetch_batches
+
+if TYPE_CHECKING:
+    from ....protocols import StateDict as RngState
+    from ....trainer.run import Run
 
 __all__ = ["SearchCurve", "choose_batch_sizes", "train_in_trials", "try_sizes"]
 
@@ -71,7 +77,7 @@ def try_sizes(search: Search, most: int, trials: Trials) -> int:
         most: Not used: sizes are limited when they are chosen.
         trials: Tries sizes.
     """
-    trials.refuses_unused = False
+    trials.refuses_unused, trials.keeps_draws = False, True
     size, known = search.init_val, {}
     if size < search.max_val:
         known[size] = trials.fits(size)
@@ -82,6 +88,7 @@ def try_sizes(search: Search, most: int, trials: Trials) -> int:
     low, high, num_fits = 1, 0, 0
     for number in range(search.max_trials if not bisect else 10**6):
         if size >= search.max_val:
+            trials.open_loaders(size)
             break
         has_fitted = known.pop(size) if size in known else trials.fits(size)
         is_full = trials.most_samples is not None and size >= trials.most_samples
@@ -99,8 +106,11 @@ def try_sizes(search: Search, most: int, trials: Trials) -> int:
             if not is_full:
                 size = (high + low) // 2 if bisect else size // 2
             if high - low <= 1 if bisect else num_fits:
+                trials.open_loaders(size)
                 break
-    return max(1, int(size * (1 - search.margin))) if bisect else size
+    found = max(1, int(size * (1 - search.margin))) if bisect else size
+    trials.open_loaders(found)
+    return found
 
 
 def train_in_trials(trainer: Trainer) -> None:
@@ -111,6 +121,33 @@ def train_in_trials(trainer: Trainer) -> None:
 def _prepare(trainer: Trainer, trial: Trainer) -> None:
     share_generators(trial)
     fetch_batches(trial)
+    fit = trial.fit
+
+    def fit_and_note(*args: Any, **kwargs: Any) -> None:
+        fit(*args, **kwargs)
+        if trainer.state.status == "running":
+            _open_as_after(trainer, capture_rng())
+
+    trial.__dict__["fit"] = fit_and_note
     if trial.max_steps != -1:
         trial.fit_loop.max_epochs = trainer.max_epochs
         trial.limit_val_batches = trial.max_steps
+
+
+def _open_as_after(trainer: Trainer, drawn: RngState) -> None:
+    """Let training begin its loaders with the random numbers after a trial, where Lightning begins them.
+
+    Args:
+        trainer: It is in a fit that has not opened them.
+        drawn: The generators after the trial.
+    """
+
+    def open_training(run: Run) -> None:
+        del trainer.__dict__["open_training"]
+        if run.stream is None:
+            now = capture_rng()
+            restore_rng(drawn)
+            trainer.open_training(run)
+            restore_rng(now)
+
+    trainer.__dict__["open_training"] = open_training

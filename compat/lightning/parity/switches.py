@@ -325,14 +325,16 @@ SWITCHES = (
     ),
     Switch(
         "trials",
-        "Trials of a search read data as training does, validate, and end with max_epochs.",
+        "Trials of a search read data as training does, validate, and end with max_epochs; in a fit with a finder, "
+        "training reads on where they ended.",
         "They read them as Loopwright does, do not validate, and train for as many steps as they need.",
         ("tuning:search.train_in_trials",),
     ),
     Switch(
         "batch_sizes",
         "A batch-size search ends with the first size that is not below the number of samples, takes its margin off "
-        "whether or not memory was the limit, and in mode 'power' may end above max_val.",
+        "whether or not memory was the limit, and in mode 'power' may end above max_val. Training continues with the "
+        "random numbers after those of its trials.",
         "It ends with the largest size that was tried, fits, and is within the data and max_val.",
         ("tuning:search.choose_batch_sizes",),
     ),
