@@ -341,12 +341,13 @@ def clip_dense_norm(optimizer: Optimizer, max_norm: float, norm_type: float) -> 
 
     Returns:
         The norm before clipping: shape (), on the gradients' device. None, with nothing changed, if there are no
-        gradients, or if they are not dense tensors of one dtype on one CPU or CUDA device, without a graph.
+        gradients, or if they are not dense tensors of one dtype on one CPU or CUDA device, without a graph; and where
+        torch's function is replaced, as torch_xla does.
 
     Source: Pascanu et al. 2013, eq. 7; 1e-6 is what torch adds to the norm.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not gradients:
+    if not gradients or nn.utils.clip_grad_norm_.__module__ != "torch.nn.utils.clip_grad":
         return None
     device, dtype = gradients[0].device, gradients[0].dtype
     if device.type not in ("cpu", "cuda"):

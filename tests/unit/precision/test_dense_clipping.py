@@ -84,3 +84,16 @@ def test_other_gradients_are_left_to_torch(change) -> None:  # type: ignore[no-u
     after = [p.grad for p in made.parameters() if p.grad is not None]
     for one, other in zip(before, after, strict=True):
         assert torch.equal(one.to_dense(), other.to_dense())
+
+
+def test_a_replaced_function_of_torch_is_called_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As torch_xla does for all devices, with other bits.
+    made = torch.nn.Linear(2, 1)
+    made(torch.ones(1, 2)).sum().backward()
+    before = [p.grad.clone() for p in made.parameters() if p.grad is not None]
+
+    def replaced() -> None: ...
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", replaced)
+    assert clip_dense_norm(torch.optim.SGD(made.parameters(), lr=1.0), 0.1, 2.0) is None
+    assert all(torch.equal(p.grad, one) for p, one in zip(made.parameters(), before, strict=True) if p.grad is not None)
