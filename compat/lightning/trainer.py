@@ -40,7 +40,7 @@ from ...tuner.batch_size import Search, Trials, search_sizes
 from . import connectors, optimizer  # noqa: F401  # the latter completes classes of the core
 from .actions import STEP, MeasuredLifecycle
 from .attached import collect_attached
-from .callbacks import attributes, averaging, model_checkpoint  # noqa: F401  # complete classes of the core
+from .callbacks import attributes, model_checkpoint  # noqa: F401  # complete classes of the core
 from .callbacks.external import with_external
 from .enums import TrainerFn, TrainerState
 from .errors import NotAttached, PossibleUserWarning

@@ -92,7 +92,10 @@ _ATTRIBUTES: dict[type, dict[str, Callable[[Any], object]]] = {
         "predict_progress_bar_id": partial(_id_of, "predict"),
     },
     WeightAveraging: {"_average_model": _averaged_model},
-    StochasticWeightAveraging: {"_average_model": _with_average},
+    StochasticWeightAveraging: {
+        "_average_model": _with_average,
+        "_initialized": lambda callback: callback._began_at >= 0,
+    },
     Timer: {"_duration": lambda timer: timer._duration_s, "_offset": lambda timer: timer._offset_s},
     SpikeDetection: {name: attrgetter(f"detector.{name}") for name in _DETECTOR},
 }

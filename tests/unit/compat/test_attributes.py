@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from loopwright.compat import lightning as compat
 from loopwright.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-
-
-@pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    compat.install(children=False)
-    yield
-    compat.uninstall()
 
 
 def fit(model: Any = None, **arguments: Any) -> Any:

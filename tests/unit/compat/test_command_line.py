@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,13 @@ from torch import nn
 
 from loopwright.cli.make import make
 from loopwright.cli.yaml_file import parse
-from loopwright.compat import lightning as compat
 from loopwright.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("installed")
 
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false",
          "--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--trainer.enable_checkpointing=false",
          "--trainer.logger=false"]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    compat.install(children=False)
-    yield
-    compat.uninstall()
 
 
 class Encoder(nn.Module):

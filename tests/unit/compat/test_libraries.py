@@ -14,19 +14,12 @@ import torch
 from torch import nn
 
 from loopwright.cli.yaml_file import parse
-from loopwright.compat import lightning as compat
 from loopwright.compat.lightning.imports.absent import NotServed
 from loopwright.errors import ConfigError, ModuleError
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-
-
-@pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    compat.install(children=False)
-    yield
-    compat.uninstall()
 
 
 class Scale:

@@ -8,7 +8,6 @@ import pickle
 import sys
 import types
 import warnings
-from collections.abc import Iterator
 from fractions import Fraction
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,16 +24,9 @@ from loopwright.compat.lightning.imports.absent import NotServed
 from loopwright.compat.lightning.imports.finder import VERSION
 from loopwright.compat.lightning.imports.paths import PATHS
 
+pytestmark = pytest.mark.usefixtures("installed")
+
 NAMES = (Path(__file__).parents[2] / "fixtures" / "lightning_names.txt").read_text().split()
-
-
-@pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    monkeypatch.chdir(tmp_path)
-    compat.install(children=False)
-    yield
-    compat.uninstall()
 
 
 def find(name: str) -> Any:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from loopwright.checkpoint.tools.write_sharded import save_split
-from loopwright.compat import lightning as compat
 from loopwright.compat.lightning.imports.finder import VERSION
 
-
-@pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    monkeypatch.chdir(tmp_path)
-    compat.install(children=False)
-    yield
-    compat.uninstall()
+pytestmark = pytest.mark.usefixtures("installed")
 
 
 def old(**entries: Any) -> dict[str, Any]:

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loopwright.compat import lightning as compat
+pytestmark = pytest.mark.usefixtures("installed")
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 STOPPER = "measure.<locals>.Stopper{'monitor': 'x', 'mode': 'min'}"
-
-
-@pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    compat.install(children=False)
-    yield
-    compat.uninstall()
 
 
 def measure(verb: str, **arguments: Any) -> Counter[str]:
