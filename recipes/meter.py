@@ -28,8 +28,8 @@ _IGNORED = -100
 class Meter(Callback):
     """Sets the number of steps, counts tokens and seconds, and logs `tokens_per_step` and rates at log boundaries.
 
-    Counts are of all ranks, and continue in a resumed run. Between the beginning and the end of training they are
-    those of this rank, times the ranks that read different data.
+    Counts are of all ranks, in checkpoints too, and continue in a resumed run. At log boundaries they are those of this
+    rank, times the ranks that read different data.
 
     Args:
         make_plan: Returns the steps of the training; called when the data are set up, on every rank.
@@ -134,13 +134,24 @@ class Meter(Callback):
         """Sum up; the ranks exchange their peaks of memory."""
         if self._steps:
             self.last_loss = float(trainer.callback_metrics["train_loss"])
-        strategy = trainer.strategy
-        own = (int(self._trained), self._positions, _peak_memory(trainer.fabric.device))
-        trained, positions, memory = zip(*strategy.gather_objects(own), strict=True)
-        copies = len(memory) // strategy.topology.data_size  # ranks that train on the same rows
-        self.totals = self._read((sum(trained) // copies, sum(positions) // copies))
-        self.memory_bytes = list(memory)
+        self.totals = self._read(self._count_all(trainer))
+        self.memory_bytes = trainer.strategy.gather_objects(_peak_memory(trainer.fabric.device))
         self._before = None
+
+    def _count_all(self, trainer: Trainer) -> tuple[int, int]:
+        """Return the tokens with a label and the positions of all ranks in this run. On every rank."""
+        own = (int(self._trained), self._positions)
+        trained, positions = zip(*trainer.strategy.gather_objects(own), strict=True)
+        copies = len(trained) // trainer.strategy.topology.data_size  # ranks that train on the same rows
+        return sum(trained) // copies, sum(positions) // copies
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
+        """Save the counts of all ranks: their rows have different numbers of tokens.
+
+        In a checkpoint that one rank saves alone, after an error, the others are assumed to have read as many as it.
+        """
+        if self._before is not None and trainer.ranks_answer:
+            checkpoint["callbacks"][self.state_key]["totals"] = self._read(self._count_all(trainer))
 
     def state_dict(self) -> StateDict:
         """Return what was measured; on rank 0, whose state is saved, this waits for the device."""
