@@ -41,8 +41,8 @@ class CopyStream:
         self._stream = backend.Stream(device)
         self._has_looked = False
 
-    def __call__(self, batch: Batch) -> Any:
-        """Return the batch on the device."""
+    def __call__(self, batch: Batch, *_: object) -> Any:
+        """Return the batch on the device; further arguments are ignored."""
         sources = list(find_tensors(batch))
         if not sources or find_opaque(batch) or any(source.device.type != "cpu" for source in sources):
             return self._move(batch)

@@ -22,6 +22,7 @@ __all__ = [
     "find_tensors",
     "map_tree",
     "move_to_device",
+    "mover_to",
 ]
 
 
@@ -55,6 +56,22 @@ def move_to_device(batch: Batch, device: torch.device, non_blocking: bool | None
                 return _move_tree(batch, device, device.type == "cuda" if non_blocking is None else non_blocking)
         return batch
     return _move_tree(batch, device, device.type == "cuda" if non_blocking is None else non_blocking)
+
+
+def mover_to(device: torch.device) -> Callable[..., Any]:
+    """Return `move_to_device` for this device, which ignores further arguments: made once, called for each batch."""
+    if device.type != "cpu":
+        return lambda batch, *_: move_to_device(batch, device)
+
+    def move_to_cpu(batch: Batch, *_: object) -> Any:
+        if type(batch) is tuple or type(batch) is list:
+            for item in batch:  # the most frequent batch: to ask a tensor for its device takes four times as long
+                if type(item) is not Tensor or not item.is_cpu:
+                    return move_to_device(batch, device)
+            return batch
+        return move_to_device(batch, device)
+
+    return move_to_cpu
 
 
 def _move_tree(batch: Batch, device: torch.device, non_blocking: bool) -> object:

@@ -28,10 +28,15 @@ def is_collection(loaders: Loaders) -> bool:
 
 
 def _holds_loader(item: object) -> bool:
+    if type(item) is Tensor:  # what a long list of batches mostly holds
+        return False
     if isinstance(item, dict):
-        return any(_holds_loader(value) for value in item.values())
+        item = list(item.values())
     if isinstance(item, (list, tuple)):
-        return any(_holds_loader(value) for value in item)
+        for value in item:  # noqa: SIM110  # `any` makes a generator for each batch
+            if _holds_loader(value):
+                return True
+        return False
     return _is_loader(item)
 
 

@@ -30,6 +30,7 @@ from ..deferred_compiler import defer_compiler_of_optimizers
 from ..errors import ArgumentTypeError, ConfigError, LaunchError
 from ..messages import warn
 from ..precision import MixedPrecision, Precision
+from ..precision.base import compute_gradients
 from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
 from ..tracebacks import show_trimmed
 from .launch import InProcessLauncher
@@ -619,6 +620,14 @@ class Fabric:
             self.strategy.backward(self.precision.scale_loss(loss), *args, **kwargs)
         finally:
             self._is_in_backward = False
+
+    def bind_backward(self) -> Callable[[Tensor], None]:
+        """Return what `backward` does with a loss outside `accumulate`; a Trainer binds it once, for all steps."""
+        if self._scales:
+            return self.backward
+        backward = self.strategy.backward
+        is_plain = getattr(backward, "__func__", None) is Strategy.backward
+        return compute_gradients if is_plain else backward
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Step the optimizer.

@@ -58,7 +58,7 @@ class StepPlan:
         clip: Clips the gradients, None where nothing clips.
         take_step: Steps the optimizer: `(optimizer) -> whether it stepped`.
         step_by_module: The module's own `optimizer_step` in its place: `(loss) -> whether it stepped`; None without.
-        deferred: Opens the context of a micro-batch whose gradients are not synchronized yet.
+        deferred: Opens the context of a micro-batch whose gradients are not synchronized yet; None where all are.
         optimizer: The optimizer, None when the module has none.
         hears_batch_end: Whether outputs have to be made for on_train_batch_end.
         needs_loss: Whether the loss's value is needed.
@@ -81,7 +81,7 @@ class StepPlan:
     clip: Callable[[], None] | None
     take_step: Callable[[Optimizer], bool]
     step_by_module: Callable[[Tensor | None], bool] | None
-    deferred: Callable[[], AbstractContextManager[object]]
+    deferred: Callable[[], AbstractContextManager[object]] | None
     optimizer: Optimizer | None
     hears_batch_end: bool
     needs_loss: bool

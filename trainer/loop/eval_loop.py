@@ -168,6 +168,7 @@ class EvalLoop:
         progress, run_signals, stop_coordination = run.progress, run.run_signals, run.stop_coordination
         logs_steps = stage != "predict" and not run.trainer.sanity_checking
         every, send = self._log_every_n_steps, self._log_step
+        transfer, step, nowhere = self._transfer, self._step, metrics.nowhere
         table = metrics.table_of(f"{stage}_step")
         several = len(data.loaders) > 1
         cpu = torch.device("cpu")
@@ -176,6 +177,7 @@ class EvalLoop:
         sizes_of_training = metrics.sizes
         is_together = run.has_ranks and strategy.shards_parameters
         is_muted = not strategy.has_last_stage
+        metrics.step = progress.steps
         for dataloader_idx, batches in data:
             metrics.select_loader(stage, dataloader_idx, several=several)
             metrics.sizes = data.sizes_of(dataloader_idx)
@@ -185,17 +187,18 @@ class EvalLoop:
                 batches = in_step(batches, run, data.count_of(dataloader_idx))
             batches = life.bracketed_items(batches, f"[EvalLoop].{stage}_next")
             for batch_idx, host_batch in enumerate(batches):
-                batch = self._transfer(host_batch, dataloader_idx)
-                metrics.batch, metrics.sized = batch, None
+                metrics.batch = batch = transfer(host_batch, dataloader_idx)
+                metrics.sized = None
                 metrics.window += 1
-                metrics.step = progress.steps
                 if on_start is not None:
                     on_start(batch, batch_idx, dataloader_idx)
                 metrics.table = table
-                metrics.is_muted = is_muted
-                output = self._step(batch, batch_idx, dataloader_idx) if several else self._step(batch, batch_idx)
-                metrics.is_muted = False
-                metrics.table = metrics.nowhere
+                if is_muted:
+                    metrics.is_muted = True
+                output = step(batch, batch_idx, dataloader_idx) if several else step(batch, batch_idx)
+                if is_muted:
+                    metrics.is_muted = False
+                metrics.table = nowhere
                 if on_end is not None:
                     on_end(output, batch, batch_idx, dataloader_idx)
                 if outputs is not None:

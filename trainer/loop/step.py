@@ -82,7 +82,7 @@ def train_window(run: Run, size: int) -> bool:
 
         if index == first and plan.zeroes_early:
             plan.zero_grad()
-        with _SYNCHRONIZED if is_last else plan.deferred():
+        with _SYNCHRONIZED if is_last or plan.deferred is None else plan.deferred():
             if has_batch:
                 metrics.table = plan.table
                 output = plan.training_step(batch, index)

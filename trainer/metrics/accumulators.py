@@ -60,6 +60,9 @@ def with_suffix(key: str, suffix: str) -> str:
     return f"{name}{suffix}{mark}{index}"
 
 
+_NUMBERS = frozenset((float, int, bool))  # which nothing changes in place
+
+
 def version_of(value: Number) -> int:
     """Return how often a tensor was changed in place; 0 for a number."""
     # Inference tensors have no version; they are copied when they are logged.
@@ -213,7 +216,9 @@ class ScalarAccumulator:
             self._refuse_changed(self.values, self.version)
 
     def _refuse_changed(self, values: list[Number], version: int) -> None:
-        if sum(version_of(value) for value in values) != version:
+        if not version and _NUMBERS.issuperset(map(type, values)):
+            return
+        if sum(map(version_of, values)) != version:
             raise ModuleError(
                 f"the tensor that was logged as {self.name!r} was changed in place afterwards, before it was read.",
                 fix=f"log a copy: self.log({self.name!r}, value.clone()).",

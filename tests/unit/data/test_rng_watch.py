@@ -69,7 +69,7 @@ def test_without_access_to_memory_the_states_themselves_are_compared(monkeypatch
     monkeypatch.setattr(rng_watch, "_unpacked", lambda state, gauss: None)  # another layout
     monkeypatch.setitem(rng_watch._READERS, "python", rng_watch._read_python.__wrapped__)
     watch = RngWatch(["python"])
-    assert watch._read["python"] is random.getstate
+    assert watch._read[0] is random.getstate
     watch.begin()
     state = random.getstate()
     random.random()

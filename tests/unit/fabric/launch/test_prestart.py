@@ -195,8 +195,9 @@ def change_umask(folder: Path) -> Callable[[], Any]:
     return lambda: os.umask(before)
 
 
-def ignore_hangups(folder: Path) -> Callable[[], Any]:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def change_hangups(folder: Path) -> Callable[[], Any]:
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL if is_ignored else signal.SIG_IGN)
     return lambda: signal.signal(signal.SIGHUP, before)
 
 
@@ -207,7 +208,7 @@ def replace_input(folder: Path) -> Callable[[], Any]:
     return lambda: (os.dup2(before, 0), os.close(before))
 
 
-@pytest.mark.parametrize("change", [change_directory, change_umask, ignore_hangups, replace_input])
+@pytest.mark.parametrize("change", [change_directory, change_umask, change_hangups, replace_input])
 def test_what_a_process_inherits_may_not_change(early: Early, change: Callable[[Path], Callable[[], Any]]) -> None:
     pid = early.start()
     undo = change(early.folder)

@@ -229,6 +229,18 @@ def test_a_tensor_that_is_changed_after_it_was_logged_is_found(on_epoch: bool) -
         quiet(max_epochs=1, logger=RecordingLogger(), log_every_n_steps=1).fit(net(Counting), loader())
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_tensor_of_inference_mode_counts_as_it_was_when_it_was_logged(shape: tuple[int, ...]) -> None:
+    class Counting(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            value = torch.full(shape, batch_idx + 0.5)
+            self.log("value", value)
+            value += 100
+
+    (result,) = quiet().validate(net(Counting), loader(), verbose=False)
+    assert result["value"] == 2.0
+
+
 def test_progress_bar_metrics_are_host_numbers_of_the_last_boundary() -> None:
     trainer, _ = fit_logging(
         lambda m, b, i: m.log_dict({"a": torch.tensor(float(i)), "b": 2.0}, prog_bar=True),
