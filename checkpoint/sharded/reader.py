@@ -5,6 +5,7 @@ No process group is needed, torch.distributed is not imported, and nothing that 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -32,6 +33,9 @@ _MOST_ATTEMPTS = 5
 
 Backend = LocalBackend | RemoteBackend
 ResultT = TypeVar("ResultT")
+
+# The folder of the last `verify_share`, until the `load` that follows it: decoded and mapped already.
+_verified: list[ShardFiles] = []
 
 
 def load(
@@ -134,8 +138,12 @@ def _resolved(path: str | Path, storage_options: StorageOptions | None) -> Backe
 
 
 def _read_manifest(backend: Backend, shown: str) -> Manifest:
+    return decode(_manifest_bytes(backend, shown), shown)
+
+
+def _manifest_bytes(backend: Backend, shown: str) -> bytes:
     try:
-        content = backend.read(MANIFEST)
+        return backend.read(MANIFEST)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise verified.CheckpointNotFound(
             f"there is no sharded checkpoint at {shown!r}: no {MANIFEST} in a folder of that name.",
@@ -143,7 +151,16 @@ def _read_manifest(backend: Backend, shown: str) -> Manifest:
         ) from error
     except OSError as error:
         raise verified.cannot_read(backend.address(MANIFEST), error) from error
-    return decode(content, shown)
+
+
+def _open(backend: Backend, shown: str) -> ShardFiles:
+    """Return the files of a folder: those that `verify_share` has opened, if the manifest is still the same."""
+    content = _manifest_bytes(backend, shown)
+    with contextlib.suppress(IndexError):  # none was verified, or another thread has taken it
+        opened = _verified.pop()
+        if opened.is_of(backend, content):
+            return opened
+    return ShardFiles(backend, decode(content, shown), content)
 
 
 def verify(
@@ -186,11 +203,14 @@ def verify_share(
         CheckpointError: One of these files is missing, truncated or altered.
     """
 
+    _verified.clear()
+
     def compare(files: ShardFiles) -> None:
         # A rank of as many as have written gets the file that it will read, and need not compare it again.
         shards = sorted(set(files.manifest.files) - {files.manifest.state})
         names = [*shards, files.manifest.state]
         _verify_files(files, str(path), storage_options, only=set(names[rank::size]), num_sharing=size)
+        _verified.append(files)
 
     _with_manifest(path, storage_options, compare)
 
@@ -242,11 +262,11 @@ def _with_manifest(
     """
     for _ in range(_MOST_ATTEMPTS):
         backend = _resolved(path, storage_options)
-        manifest = _read_manifest(backend, str(path))
+        files = _open(backend, str(path))
         try:
-            return function(ShardFiles(backend, manifest))
+            return function(files)
         except (CheckpointError, FileNotFoundError) as error:
-            if not _is_replaced(path, storage_options, manifest):
+            if not _is_replaced(path, storage_options, files.manifest):
                 raise
             failure = error
     raise CheckpointError(

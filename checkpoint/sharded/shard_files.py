@@ -43,16 +43,21 @@ class ShardFiles:
 
     Attributes:
         backend: The folder.
-        manifest: Its manifest.
+        manifest: Its manifest, which was decoded from `content`.
         least_run_bytes: Bytes in a row that are worth a read of their own.
     """
 
-    def __init__(self, backend: LocalBackend | RemoteBackend, manifest: Manifest) -> None:
+    def __init__(self, backend: LocalBackend | RemoteBackend, manifest: Manifest, content: bytes = b"") -> None:
         self.backend = backend
         self.manifest = manifest
+        self._digest = digest_of(content)
         self.least_run_bytes = _LOCAL_RUN if isinstance(backend, LocalBackend) else _REMOTE_RUN
         self._mapped: dict[str, tuple[tuple[int, ...] | None, MappedFile | None]] = {}  # with what it was then
         self._lock = threading.Lock()
+
+    def is_of(self, backend: LocalBackend | RemoteBackend, content: bytes) -> bool:
+        """Return whether these are the files of this folder, whose manifest has this content now."""
+        return self.backend.address("") == backend.address("") and self._digest == digest_of(content)
 
     def mapped(self, name: str) -> MappedFile | None:
         """Return a file in memory, mapped at its first use; None if it must be read by other means."""

@@ -46,7 +46,7 @@ def replace(folder: Path, tmp_path: Path) -> Callable[[], None]:
 
 def replace_after_manifest(monkeypatch: pytest.MonkeyPatch, replace: Callable[[], None], *, times: int) -> list[str]:
     """Replace the folder right after its manifest was read, the first few times; return who read it."""
-    real, reads = reader._read_manifest, list[str]()
+    real, reads = reader._manifest_bytes, list[str]()
 
     def read(place: Any, shown: str) -> Any:
         manifest = real(place, shown)
@@ -55,7 +55,7 @@ def replace_after_manifest(monkeypatch: pytest.MonkeyPatch, replace: Callable[[]
             replace()
         return manifest
 
-    monkeypatch.setattr(reader, "_read_manifest", read)
+    monkeypatch.setattr(reader, "_manifest_bytes", read)
     return reads
 
 
@@ -155,6 +155,30 @@ def test_bytes_are_compared_once_while_the_file_is_the_same(folder: Path, monkey
     for read in (load, lambda path: load(path, lazy=True)):
         with pytest.raises(CheckpointError, match=r"state_dict/weight at \[0, 0\]"):
             read(folder)
+
+
+@needs_mapping
+def test_what_a_rank_has_verified_is_what_it_reads(
+    folder: Path, replace: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped: list[str] = []
+    real = shard_files.map_file
+
+    def mapping_file(path: Path, size_bytes: int) -> Any:
+        mapped.append(path.name)
+        return real(path, size_bytes)
+
+    monkeypatch.setattr(shard_files, "map_file", mapping_file)
+    verify_share(folder, 1, 2)
+    assert len(mapped) == 1
+    weight = load(folder, lazy=True, verify=False)["state_dict"]["weight"]
+    assert sorted(mapped) == sorted(path.name for path in folder.glob("shard-*"))  # each once
+    assert torch.equal(weight.read(), torch.full((6, 5), 1.0))
+    load(folder, lazy=True, verify=False)
+    assert len(mapped) == 4  # only the load that follows takes them over
+    verify_share(folder, 1, 2)
+    replace()
+    assert load(folder, lazy=True)["number"] == 2.0
 
 
 @needs_mapping
