@@ -982,6 +982,10 @@ class Trainer(TrainerAttributes):
         from ..data.batch_size import BatchSizes
 
         self._metrics.sizes = BatchSizes(stream.loader)
+        if run.has_ranks:
+            from .loop.copies import watch_batches  # not imported where there is one process
+
+            watch_batches(stream, self.strategy)
         stream.next_batch = run.lifecycle.bracketed(stream.next_batch, "[BatchStream].next_batch")
         if self._arguments.global_batch_size is not None:
             from .setup.global_batch import derive_accumulation

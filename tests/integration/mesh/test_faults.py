@@ -1,4 +1,4 @@
-"""A rank of three-dimensional parallelism is killed: it is named, all processes end, and the run continues."""
+"""Faults with several axes of a mesh: a rank is killed, which is named and resumed; or ranks read other data."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import signal
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 from broken_ranks import Ranks
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import loopwright as lw
 from loopwright.strategies import MeshStrategy
@@ -119,3 +120,47 @@ def test_a_killed_rank_is_named_and_the_run_continues_with_the_same_bits(tmp_pat
     run_ranks(fit, SIZE, folder, "resumed", connect=False, resume=f"killed-{SAVED}.ckpt")
     assert not (tmp_path / f"resumed-{SAVED}.ckpt").exists()  # it began after that step
     assert_same_bits(read(tmp_path, f"resumed-{STEPS}.ckpt"), read(tmp_path, f"through-{STEPS}.ckpt"))
+
+
+# --- other batches on ranks that work on the same samples ---------------------------------------------------------------
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Sequences; from some sample on, they come from a generator that each process seeds for itself."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        seed = int.from_bytes(os.urandom(4), "little") if index >= self.first else index
+        words = torch.randint(0, WORDS, (5,), generator=torch.Generator().manual_seed(seed))
+        return words[:-1], words[1:]
+
+
+def fit_noisy(rank: int, size: int, axes: dict[str, Any], first: int) -> int:
+    lw.seed_everything(1, verbose=False)
+    plan = {"tensor_plan": PLAN} if "tp" in axes else {}
+    trainer = lw.Trainer(
+        accelerator="cpu", strategy=MeshStrategy(**axes, **plan), devices=size, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Net(), DataLoader(Noisy(first), batch_size=2))
+    return int(trainer.global_step)
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}, {"fsdp": 2, "tp": 2}], ids=str)
+def test_other_batches_on_ranks_that_work_on_the_same_are_an_error(axes: dict[str, Any]) -> None:
+    size = 4 if len(axes) == 2 else 2
+    named = "ranks [0] and [1]; [2] and [3]" if size == 4 else "ranks [0] and [1]"
+    per_rank = 2 * (size // 2)  # samples in a batch of all data ranks
+    for first, count in ((0, 1), (5 * per_rank, 8)):  # at the first batch; at the sixth, found with the eighth
+        with pytest.raises(AssertionError) as raised:
+            run_ranks(fit_noisy, size, axes, first, connect=False)
+        assert f"among the first {count} on {named}" in " ".join(str(raised.value).split())
+
+
+def test_batches_that_are_alike_are_no_error() -> None:
+    assert run_ranks(fit_noisy, 4, {"fsdp": 2, "tp": 2}, 64, connect=False) == [16] * 4
