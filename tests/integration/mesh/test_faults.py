@@ -122,7 +122,7 @@ def test_a_killed_rank_is_named_and_the_run_continues_with_the_same_bits(tmp_pat
     assert_same_bits(read(tmp_path, f"resumed-{STEPS}.ckpt"), read(tmp_path, f"through-{STEPS}.ckpt"))
 
 
-# --- other batches on ranks that work on the same samples ---------------------------------------------------------------
+# --- other batches on ranks that work on the same samples -------------------------------------------------------------
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
