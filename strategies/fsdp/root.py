@@ -21,6 +21,7 @@ from ..ddp.replica import NOTHING, Call, loss_tensor, replace_loss
 from ..distributed.shards import is_sharded
 from ..tree import leaves
 from .deferred_reduction import average, forget, holds_gradient
+from .unused import UnusedParameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -75,6 +76,7 @@ class ShardedRoot(nn.Module):
     Attributes:
         names: The parameters of the module that were sharded, or replicated, or ignored.
         replicated: Parameters that every rank has in full, because they cannot be sharded.
+        unused: Knows which sharded parameters no loss has reached; None where nothing is sharded.
         output: What a training step returned beside its loss tensor; None where that was all.
         tensor_plan: How layers are split along the axis tp of a mesh; None: they are not.
         layout: Sizes of the axes of a mesh along which ranks have other layers, or parts of them.
@@ -88,6 +90,7 @@ class ShardedRoot(nn.Module):
     """
 
     replicated: tuple[nn.Parameter, ...] = ()
+    unused: UnusedParameters | None = None
     tensor_plan: TensorPlan | None = None
     layout: Mapping[str, int] = {}
 
@@ -135,6 +138,12 @@ class ShardedRoot(nn.Module):
         for one in self.replicated:
             if one.requires_grad and not self.is_by_parts:
                 one.register_post_accumulate_grad_hook(self.reached.set)
+
+    def expect_unused(self) -> None:
+        """Note, from now on, which sharded parameters a backward pass does not reach."""
+        groups = [group.fsdp_params for unit in units_of(self) for group in groups_of(unit) if group.fsdp_params]
+        if groups:
+            self.unused = UnusedParameters(groups, self.group)
 
     def _note_backward_from(self, output: object) -> None:
         """Note a backward pass that begins at this output, also on a rank where it reaches no replicated parameter."""

@@ -458,6 +458,8 @@ class FSDPStrategy(ProcessGroupStrategy):
                 root.has_deferred = True
                 continue
             root.has_deferred = root.waits_for_average()  # of parts that this pass did not reach
+            if root.unused is not None:
+                root.unused.settle()
             # Only of a module that this pass went through: one that is not in use any more may still be alive here,
             # and not on the other ranks, which would wait for each other in different collectives.
             if root.reached.is_set:

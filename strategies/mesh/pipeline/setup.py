@@ -117,6 +117,8 @@ def _reducing_once(root: ShardedRoot) -> Iterator[None]:
         for group in one._fsdp_param_groups:
             group.post_backward()
     state._root_post_backward_final_callback()
+    if root.unused is not None:
+        root.unused.settle()
     average_gradients(root.replicated, root.group)
 
 
