@@ -107,7 +107,7 @@ class _Noted(FSDPParam):
 
     @property
     def unsharded_zero_grad_data(self) -> Tensor:
-        """A gradient of 0, which torch reduces in the place of one that this rank's loss does not give."""
+        """A gradient of 0, which torch reduces if the loss of this rank gives none."""
         self.use.note(self, is_used=False)
         return super().unsharded_zero_grad_data
 
