@@ -24,10 +24,10 @@ from loopwright.errors import CheckpointError
 # --- copies on every rank: rank 0 writes -----------------------------------------------------------------------------
 
 
-def trainer_of(size: int, plugin: Any, *callbacks: Any) -> lw.Trainer:
+def trainer_of(size: int, plugin: Any, *callbacks: Any, root: Path | None = None) -> lw.Trainer:
     return lw.Trainer(
         accelerator="cpu", devices=size, strategy="ddp", max_epochs=2, callbacks=list(callbacks), plugins=plugin,
-        logger=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, default_root_dir=root,
     )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def saved_and_resumed(size: int, folder: Path, plugin: Any) -> Any:
     lw.seed_everything(5, verbose=False)
     trainer_of(size, plugin, checkpoint).fit(whole, loader())
     resumed = Net(dropout=0.2)
-    trainer_of(size, plugin).fit(resumed, loader(), ckpt_path=folder / "step=5.ckpt")
+    trainer_of(size, plugin, root=folder / "rest").fit(resumed, loader(), ckpt_path=folder / "step=5.ckpt")
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
     return names(folder), [parameter.tolist() for parameter in resumed.parameters()]
 

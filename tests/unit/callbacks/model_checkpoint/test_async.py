@@ -167,7 +167,7 @@ def test_weights_are_those_of_the_step_and_a_resumed_run_is_the_same_bit_for_bit
         trainer = quiet(plugin, checkpoint, max_epochs=2)
         trainer.fit(net(ValidatedNet, momentum, dropout=0.2, norm=True), *data())
         again = net(ValidatedNet, momentum, seed=8, dropout=0.2, norm=True)
-        trainer = quiet(plugin, max_epochs=2)
+        trainer = quiet(plugin, max_epochs=2, default_root_dir=folder)
         trainer.fit(again, *data(), ckpt_path=folder / "step=5.ckpt")
         assert_same(again, whole)
         ends.append(torch.load(folder / "step=5.ckpt", weights_only=True))

@@ -94,7 +94,7 @@ def test_a_resume_in_mid_epoch_trains_on_the_same_samples(option: str, tmp_path:
     def fit(steps: int, path: Path | None = None) -> tuple[lw.Trainer, Seen]:
         lw.seed_everything(5, verbose=False)
         module = Seen()
-        trainer = quiet(max_steps=steps, max_epochs=2, enable_checkpointing=None)
+        trainer = quiet(max_steps=steps, max_epochs=2, enable_checkpointing=None, default_root_dir=tmp_path)
         trainer.fit(module, make(option), ckpt_path=path)
         return trainer, module
 
