@@ -272,6 +272,7 @@ def close(found: dict[str, Tensor], wanted: dict[str, Tensor], case: str) -> Non
         torch.testing.assert_close(found[name], value, rtol=TOLERANCE, atol=TOLERANCE, msg=f"{case}: {name}")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_the_one_that_never_stopped(saved: tuple[Path, dict[str, list[Any]]]) -> None:
     root, runs = saved
     (one,) = [ranks["full"] for ranks in runs["one"]]
@@ -299,6 +300,7 @@ def test_a_resumed_run_equals_the_one_that_never_stopped(saved: tuple[Path, dict
                 close(ranks[f"{source} by hand"], wanted_by_hand, f"{source} to {target}, by hand")
 
 
+@pytest.mark.slow
 def test_folders_and_files_are_read_alike_where_nobody_trains(saved: tuple[Path, dict[str, list[Any]]]) -> None:
     root, _ = saved
     name = f"step={SAVED_AT}.ckpt"

@@ -76,6 +76,7 @@ def ends_of(children: list[int]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
+@pytest.mark.slow
 def test_a_kill_at_every_stage_of_each_rank_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     stores = tmp_path / "stores"
     stores.mkdir()

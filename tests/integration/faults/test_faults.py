@@ -113,6 +113,7 @@ def test_an_exception_ends_a_rank_that_is_stuck_in_its_loader() -> None:
     assert "ValueError: a bad sample" in ended[0].said
 
 
+@pytest.mark.slow
 def test_the_rank_that_hangs_in_its_loader_is_named_after_the_time_out() -> None:
     def fault(rank: int, step: int) -> None:
         if (rank, step) == (1, 5):
@@ -167,6 +168,7 @@ def test_c_code_that_keeps_python_from_running_is_named() -> None:
     assert "in wait_in_c" in ended[0].said  # its stack, though it holds the interpreter
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_named() -> None:
     def fault(rank: int, step: int) -> None:
         if (rank, step) == (1, 5):
@@ -192,6 +194,7 @@ def test_a_stall_makes_one_report_and_ends_nothing() -> None:
     assert not ended[2].said
 
 
+@pytest.mark.slow
 def test_an_error_that_all_ranks_have_is_theirs_to_handle() -> None:
     def program(rank: int, size: int, store: Any) -> None:
         from datetime import timedelta
@@ -244,7 +247,7 @@ def test_the_store_that_vanishes_is_a_failure_of_its_host() -> None:
     assert "the store does not answer" in ended[0].said
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_host_that_falls_silent_is_named(lost: int) -> None:
     def fault(rank: int, step: int) -> None:
         if step == 5:

@@ -290,7 +290,7 @@ def on_ranks(rank: int, size: int, name: str, folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_what_one_rank_meets_all_ranks_act_on_alike(name: str, tmp_path: Path) -> None:
     first, second = run_ranks(on_ranks, 2, name, str(tmp_path), connect=False)
     alone = {key: [one.pop(key) for one in (first, second)] for key in ("alone", "raise nan", "float32")}

@@ -106,6 +106,7 @@ def test_ctrl_c_at_one_rank_interrupts_all() -> None:
     assert len({last(one.said)["done"] for one in ended}) == 1
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_rank_that_hangs_in_a_collective() -> None:
     def program(rank: int, size: int, store: Any) -> None:
         timeout = datetime.timedelta(seconds=300)

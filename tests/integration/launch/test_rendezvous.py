@@ -293,6 +293,7 @@ raise ValueError("main fails while a collective waits")
 """
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_while_a_collective_waits_for_another_rank() -> None:
     server = rendezvous.host_store("127.0.0.1", 0, SHORT)
     variables = {**os.environ, "MASTER_PORT": str(server.port), "LOOPWRIGHT_STORE": "hosted"}

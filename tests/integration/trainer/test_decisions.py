@@ -368,7 +368,7 @@ def skip(name: str, size: int, *, alone: bool) -> Any:
     raise AssertionError("one rank has skipped what the other has not")
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_the_rest_of_an_epoch_is_skipped_on_all_ranks_or_the_one_that_does_is_named(name: str) -> None:
     first, second = run_ranks(lambda rank, size: skip(name, size, alone=False), 2, connect=False)
     assert first == second
