@@ -197,8 +197,8 @@ def test_weights_and_losses_do_not_depend_on_the_split(name: str, size: int, cou
             assert rank or state, case
             for key, value in state.items():
                 torch.testing.assert_close(value, weights[key], rtol=rel, atol=rel, msg=f"{case}: {key}")
-            # A window reduces its gradients once, be it short or found to be short. After 1, 2, 4, ... of them the ranks
-            # also compare which parameters they used.
+            # A window reduces its gradients once, be it short or found to be short. After 1, 2, 4, ... of them the
+            # ranks also compare which parameters they used.
             compared = [number & (number - 1) == 0 for number in range(1, len(reductions) + 1)]
             once = {count - extra for count, extra in zip(reductions, compared, strict=True)}
             assert len(once) == (name == "fsdp"), case
