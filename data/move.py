@@ -65,7 +65,7 @@ def mover_to(device: torch.device) -> Callable[..., Any]:
 
     def move_to_cpu(batch: Batch, *_: object) -> Any:
         if type(batch) is tuple or type(batch) is list:
-            for item in batch:  # the most frequent batch: to ask a tensor for its device takes four times as long
+            for item in batch:  # the most frequent batch, without a further call; and devices take longer to compare
                 if type(item) is not Tensor or not item.is_cpu:
                     return move_to_device(batch, device)
             return batch

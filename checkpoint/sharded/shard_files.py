@@ -41,13 +41,16 @@ _compared: dict[str, tuple[int, ...]] = {}
 class ShardFiles:
     """The files of a folder, as its manifest has them. Threads may share it.
 
-    Attributes:
+    Args:
         backend: The folder.
-        manifest: Its manifest, which was decoded from `content`.
+        manifest: Its manifest.
+        content: The bytes that the manifest was decoded from.
+
+    Attributes:
         least_run_bytes: Bytes in a row that are worth a read of their own.
     """
 
-    def __init__(self, backend: LocalBackend | RemoteBackend, manifest: Manifest, content: bytes = b"") -> None:
+    def __init__(self, backend: LocalBackend | RemoteBackend, manifest: Manifest, content: bytes) -> None:
         self.backend = backend
         self.manifest = manifest
         self._digest = digest_of(content)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ...checkpoint.file.digest import crc32
 from ...data.distributed.fingerprint import fingerprint_batch
 from ...data.move import find_tensors
 from ...errors import DataError
@@ -42,7 +42,7 @@ class _ComparedBatches:
     def __call__(self) -> Batch:
         batch = self._take()
         if all(tensor.device.type == "cpu" for tensor in find_tensors(batch)):
-            self._checksum = crc32(repr(fingerprint_batch(batch)).encode(), self._checksum)
+            self._checksum = zlib.crc32(repr(fingerprint_batch(batch)).encode(), self._checksum)
         self._count += 1
         if not self._count & (self._count - 1):
             self._compare()
