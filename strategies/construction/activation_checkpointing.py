@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ...errors import ConfigError, ModuleError
 from .wrap_policy import repeated_blocks, select_modules
 
-__all__ = ["apply_activation_checkpointing", "is_checkpointed", "replay_in"]
+__all__ = ["apply_activation_checkpointing", "choose_checkpointed", "is_checkpointed", "replay_in"]
 
 # Any in this file: arguments and results of the user's forward.
 
@@ -49,16 +49,8 @@ def apply_activation_checkpointing(module: nn.Module, policy: object, *, units: 
         ConfigError: No submodule is chosen; lists the classes of the submodules.
         ModuleError: A chosen module is compiled to TorchScript, or its forward was replaced on the object.
     """
-    chosen = _chosen(module, policy, units)
-    wrong = [name for name, one in chosen if isinstance(one, torch.jit.ScriptModule) or "forward" in vars(one)]
-    if wrong:
-        raise ModuleError(
-            f"Expected modules with a forward defined in their class for activation_checkpointing=, got "
-            f"{', '.join(wrong)}: TorchScript, or forward was replaced on the object.",
-            fix="define forward in the class, or remove these modules from activation_checkpointing=.",
-        )
     done = []
-    for name, one in chosen:
+    for name, one in choose_checkpointed(module, policy, units=units):
         if not is_checkpointed(one):
             one.__class__ = _checkpointed_class(type(one))
             done.append(name)
@@ -82,13 +74,27 @@ def replay_in(module: nn.Module, replay: Replay) -> None:
     module.__dict__.setdefault(_REPLAYS, []).append(replay)
 
 
+def choose_checkpointed(
+    module: nn.Module, policy: object, *, units: Iterable[nn.Module] = ()
+) -> list[tuple[str, nn.Module]]:
+    """Return name and module of each submodule that `apply_activation_checkpointing` changes, and raise as it does."""
+    chosen = _chosen(module, policy, units)
+    wrong = [name for name, one in chosen if isinstance(one, torch.jit.ScriptModule) or "forward" in vars(one)]
+    if wrong:
+        raise ModuleError(
+            f"Expected modules with a forward defined in their class for activation_checkpointing=, got "
+            f"{', '.join(wrong)}: TorchScript, or forward was replaced on the object.",
+            fix="define forward in the class, or remove these modules from activation_checkpointing=.",
+        )
+    return chosen
+
+
 def _chosen(module: nn.Module, policy: object, units: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
     if policy is not True:
         return select_modules(module, policy, argument="activation_checkpointing")[0]
     wanted = {id(one) for one in units}
     chosen = [(name, one) for name, one in module.named_modules() if id(one) in wanted and one is not module]
-    chosen = [(name, one) for name, one in chosen if not _is_simple(one)]
-    chosen = chosen or [(name, one) for name, one in repeated_blocks(module) if not _is_simple(one)]
+    chosen = [(name, one) for name, one in chosen if not _is_simple(one)] or _repeated(module)
     if not chosen:
         names = sorted({type(one).__name__ for one in module.modules() if one is not module})
         raise ConfigError(
@@ -96,6 +102,17 @@ def _chosen(module: nn.Module, policy: object, units: Iterable[nn.Module]) -> li
             fix=f"pass the classes of modules to checkpoint; submodules: {', '.join(names) or 'none'}.",
         )
     return chosen
+
+
+def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return repeated blocks; these are instances of `nn.Sequential` if most weights are in them and in no other."""
+    inner = [(name, one) for name, one in repeated_blocks(module) if not _is_simple(one)]
+    outer = [(name, one) for name, one in repeated_blocks(module, opens_sequential=False) if not _is_simple(one)]
+    return outer if _numel(outer) > 2 * _numel(inner) else inner
+
+
+def _numel(blocks: Iterable[tuple[str, nn.Module]]) -> int:
+    return sum(parameter.numel() for _, one in blocks for parameter in one.parameters())
 
 
 def _is_simple(module: nn.Module) -> bool:

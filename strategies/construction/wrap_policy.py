@@ -167,7 +167,11 @@ def select_modules(
 
 
 def repeated_blocks(
-    module: nn.Module, *, ignored: Collection[nn.Parameter] = frozenset(), least: int = 1
+    module: nn.Module,
+    *,
+    ignored: Collection[nn.Parameter] = frozenset(),
+    least: int = 1,
+    opens_sequential: bool = True,
 ) -> list[tuple[str, nn.Module]]:
     """Return the outermost modules that are repeated in a list: several of one class, with parameters.
 
@@ -175,9 +179,11 @@ def repeated_blocks(
         module: The user's module.
         ignored: Parameters that count as size 0.
         least: Minimum number of elements of a block.
+        opens_sequential: Whether the modules of an `nn.Sequential` in a list are considered, and not the Sequential.
     """
     skipped = {id(one) for one in ignored}
-    return _blocks(module, skipped, _CLOSED, lambda one: _numel(one, skipped) >= least)
+    opened = (nn.Sequential,) if opens_sequential else ()
+    return _blocks(module, skipped, _CLOSED, lambda one: _numel(one, skipped) >= least, opened)
 
 
 # -- by default --------------------------------------------------------------------------------------------------------
@@ -204,13 +210,17 @@ def _by_default(
 
 
 def _blocks(
-    root: nn.Module, skipped: set[int], closed: tuple[type, ...], counts: Callable[[nn.Module], bool]
+    root: nn.Module,
+    skipped: set[int],
+    closed: tuple[type, ...],
+    counts: Callable[[nn.Module], bool],
+    opened: tuple[type, ...] = (nn.Sequential,),
 ) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
 
     def look(name: str, module: nn.Module) -> None:
-        members = list(_members_of(name, module)) if isinstance(module, nn.ModuleList | nn.Sequential) else []
+        members = list(_members_of(name, module, opened)) if isinstance(module, nn.ModuleList | nn.Sequential) else []
         distinct = {id(one): type(one) for _, one in members if counts(one) and not _is_sharded(one, closed)}
         classes = list(distinct.values())
         for path, one in members or [(_join(name, key), child) for key, child in module.named_children()]:
@@ -226,12 +236,12 @@ def _blocks(
     return found
 
 
-def _members_of(name: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a container; a container in it (of attention and feed-forward, say) is one module."""
+def _members_of(name: str, container: nn.Module, opened: tuple[type, ...]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a container; in place of containers in it, and of the classes `opened`, their modules."""
     for key, one in container.named_children():
         path = _join(name, key)
-        if type(one) is nn.Sequential or (isinstance(one, nn.ModuleList | nn.ModuleDict) and not _is_called(one)):
-            yield from _members_of(path, one)
+        if type(one) in opened or (isinstance(one, nn.ModuleList | nn.ModuleDict) and not _is_called(one)):
+            yield from _members_of(path, one, opened)
         else:
             yield path, one
 

@@ -21,7 +21,9 @@ from ...errors import ConfigError, ModuleError
 from ...precision.base import compute_gradients
 from ..base import NoLoss, non_finite_norm
 from ..capabilities import MemoryShares
+from ..construction.activation_checkpointing import choose_checkpointed
 from ..construction.deferred import DeferredInit
+from ..construction.wrap_policy import choose_units
 from ..constructors import passed_on, rest_of
 from ..distributed import gradients
 from ..distributed.clipping import scale_to_norm, total_norm
@@ -207,6 +209,17 @@ class FSDPStrategy(ProcessGroupStrategy):
         return super().accumulation_refusal(dtype)
 
     # -- the model -----------------------------------------------------------------------------------------------
+
+    def check_layers(self, module: nn.Module) -> None:
+        """Refuse a module in which a policy chooses nothing; see `Strategy.check_layers`."""
+        from .root import root_of
+
+        is_own = type(self).configure_fsdp_auto_wrap_policy is FSDPStrategy.configure_fsdp_auto_wrap_policy
+        if root_of(module) is not None or not is_own:  # an override decides in the ranks
+            return
+        units = [one for _, one in choose_units(module, self.plan.auto_wrap_policy).units]
+        if self.plan.activation_checkpointing is not None:
+            choose_checkpointed(module, self.plan.activation_checkpointing, units=units)
 
     @contextmanager
     def init_context(self, empty_init: bool | None = None) -> Iterator[None]:

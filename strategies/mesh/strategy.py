@@ -148,6 +148,7 @@ class MeshStrategy(MeshLayers):
         """Refuse a module that cannot be split along these axes; see `Strategy.check_layers`."""
         if root_of(module) is not None:  # of an earlier run: its layers are those of a rank
             return
+        super().check_layers(module)
         axes = self._expected_axes
         if axes.ep > 1:
             from .experts.sharding import check_layers

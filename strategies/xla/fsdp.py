@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla
 from ...errors import ConfigError, nearest
-from ..construction.activation_checkpointing import apply_activation_checkpointing
+from ..construction.activation_checkpointing import apply_activation_checkpointing, choose_checkpointed
 from ..construction.wrap_policy import check_policy, choose_units
 from ..constructors import passed_on
 from ..tree import leaves
@@ -105,6 +105,12 @@ class XLAFSDPStrategy(XLAStrategy):
         self.auto_wrap_policy = auto_wrap_policy
         self.activation_checkpointing_policy = policy
         self.sequential_save = sequential_save
+
+    def check_layers(self, module: nn.Module) -> None:
+        """Refuse a module in which a policy chooses nothing; see `Strategy.check_layers`."""
+        units = [one for _, one in choose_units(module, self.auto_wrap_policy).units]
+        if self.activation_checkpointing_policy is not None:
+            choose_checkpointed(module, self.activation_checkpointing_policy, units=units)
 
     def place_module(self, module: nn.Module) -> nn.Module:
         """Return the module as it runs in evaluation: sharded as well."""

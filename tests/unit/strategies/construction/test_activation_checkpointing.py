@@ -11,7 +11,9 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
+import loopwright as lw
 from loopwright.errors import ConfigError, ModuleError
+from loopwright.strategies import FSDPStrategy, MeshStrategy
 from loopwright.strategies.construction.activation_checkpointing import apply_activation_checkpointing, is_checkpointed
 
 
@@ -167,6 +169,64 @@ def test_true_means_the_units_or_the_repeated_blocks() -> None:
         apply_activation_checkpointing(Block(), True)
     with pytest.raises(ConfigError, match=r"activation_checkpointing=\{Blok\}|did you mean 'Block'"):
         apply_activation_checkpointing(model, {"Blok"})
+
+
+class Scale(nn.Module):
+    """A norm of the user's own: its class is not torch's, and it has few of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_true_finds_blocks_that_are_sequential() -> None:
+    def layers() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+    blocks = nn.ModuleList(layers() for _ in range(3))
+    assert apply_activation_checkpointing(nn.ModuleDict({"blocks": blocks}), True) == [f"blocks.{i}" for i in range(3)]
+    assert apply_activation_checkpointing(nn.Sequential(layers(), layers()), True) == ["0", "1"]
+    scaled = nn.Sequential(*(nn.Sequential(Scale(), nn.Linear(8, 8), Scale(), nn.GELU()) for _ in range(2)))
+    assert apply_activation_checkpointing(scaled, True) == ["0", "1"]
+    # Stages of blocks are no blocks: these are in them.
+    stages = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
+    assert apply_activation_checkpointing(stages, True) == ["0.0", "0.1", "1.0", "1.1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"activation_checkpointing": True}, "Expected repeated blocks in OneLayer"),
+        ({"activation_checkpointing": {"Blok"}}, "activation_checkpointing= to contain a class of OneLayer"),
+        ({"auto_wrap_policy": {"Blok"}}, "auto_wrap_policy= to contain a class of OneLayer"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["fsdp", "mesh"])
+def test_what_chooses_no_module_is_an_error_before_processes_start(
+    strategy: str, arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OneLayer(lw.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("processes were started")
+
+    made = FSDPStrategy(**arguments) if strategy == "fsdp" else MeshStrategy(fsdp=2, **arguments)
+    trainer = lw.Trainer(strategy=made, devices=2, accelerator="cpu", logger=False)
+    monkeypatch.setattr(type(trainer.fabric.launcher), "launch", start)
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(OneLayer(), [torch.ones(2, 2)])
 
 
 def test_a_forward_that_is_not_the_classs_is_refused() -> None:
