@@ -1,10 +1,10 @@
-"""Advice on torch's error about a loss without a graph. Imported when a fit ends with an error."""
+"""Advice on torch's error about a loss without a graph. Imported when a run ends with an error."""
 
 from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["advice_on_graph"]
+__all__ = ["advice_on_evaluation", "advice_on_graph"]
 
 _FREED_GRAPH = "backward through the graph a second time"
 _NO_GRAPH = "does not require grad and does not have a grad_fn"
@@ -41,4 +41,23 @@ def advice_on_graph(error: Exception, module: nn.Module, hook: str) -> str | Non
     return (
         "Loopwright: the loss of training_step has no graph (requires_grad is False). To fix it: look for detach(), "
         "item(), numpy(), torch.no_grad(), argmax or torch.tensor(...) between the model's output and the loss"
+    )
+
+
+def advice_on_evaluation(error: Exception, verb: str | None, inference_mode: bool) -> str | None:
+    """Return what to do where a validate, test or predict computes gradients without a graph; None for other errors.
+
+    Args:
+        error: What ended the run.
+        verb: Of the Trainer.
+        inference_mode: The Trainer's argument.
+    """
+    if _NO_GRAPH not in str(error) and "inference tensor" not in str(error).lower():
+        return None
+    enable = "compute gradients within `with torch.enable_grad():`"
+    if not inference_mode:
+        return f"Loopwright: trainer.{verb} runs without gradients. To fix it: {enable}"
+    return (
+        f"Loopwright: trainer.{verb} runs in inference mode, where torch records no graph, even under "
+        f"torch.enable_grad(). To fix it: pass Trainer(inference_mode=False), and {enable}"
     )

@@ -838,11 +838,14 @@ class Trainer(TrainerAttributes):
                 from .batch_shapes import shapes_of
 
                 add_place(error, f"Loopwright: the batch is {shapes_of(run.metrics.batch)}")
-            if isinstance(error, RuntimeError) and self.state.fn == "fit":
-                from .graph_advice import advice_on_graph
+            if isinstance(error, RuntimeError):
+                from .graph_advice import advice_on_evaluation, advice_on_graph
                 from .inference_tensors import advice_on
 
-                advice = advice_on(error, run.module) or advice_on_graph(error, run.module, hook)
+                if self.state.fn == "fit":
+                    advice = advice_on(error, run.module) or advice_on_graph(error, run.module, hook)
+                else:
+                    advice = advice_on_evaluation(error, self.state.fn, self._arguments.inference_mode)
                 if advice is not None:
                     add_place(error, advice)
         self.saving.is_after_error = run.is_after_error = True

@@ -189,6 +189,49 @@ def test_gradients_are_off(verb: str, inference_mode: bool) -> None:
     assert torch.is_grad_enabled()
 
 
+class Forces(Net):
+    """A network whose gradient with respect to its input is evaluated."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            x = batch[0].detach().requires_grad_()
+            (force,) = torch.autograd.grad(self(x).sum(), x)
+        assert force.shape == x.shape
+
+    test_step = predict_step = validation_step
+
+
+class OutsideOfInferenceMode(Forces):
+    """The same, with the batch, which is an inference tensor."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.inference_mode(False):
+            super().validation_step(batch, batch_idx)
+
+    test_step = predict_step = validation_step
+
+
+@pytest.mark.parametrize("kind", [Forces, OutsideOfInferenceMode])
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_gradients_need_inference_mode_to_be_off_and_the_error_says_so(verb: str, kind: type[Net]) -> None:
+    with pytest.raises(RuntimeError, match=r"require grad|requires_grad|[Ii]nference tensor") as raised:
+        getattr(quiet(), verb)(net(kind), loader())
+    assert f"trainer.{verb} runs in inference mode" in raised.value.__notes__[-1]
+    advice = "pass Trainer(inference_mode=False), and compute gradients within `with torch.enable_grad():`"
+    assert raised.value.__notes__[-1].endswith(advice)
+    getattr(quiet(inference_mode=False), verb)(net(kind), loader())
+
+
+def test_gradients_without_enable_grad_are_an_error_that_names_it() -> None:
+    class Backward(Net):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self(batch[0]).sum().backward()
+
+    with pytest.raises(RuntimeError) as raised:
+        quiet(inference_mode=False).test(net(Backward), loader())
+    assert raised.value.__notes__[-1].endswith("To fix it: compute gradients within `with torch.enable_grad():`")
+
+
 def test_predictions_can_be_trained_on_without_inference_mode() -> None:
     (prediction, *_) = quiet(inference_mode=False).predict(net(ValidatedNet), loader())  # type: ignore[misc]
     assert not prediction.is_inference()
