@@ -172,6 +172,12 @@ class TrainerAttributes:
         """
         return self._metrics.callback_metrics()
 
+    def may_log_at_epoch_end(self, name: str) -> bool:
+        """Whether the end of the present training epoch may bring a metric of this name."""
+        from .setup.monitored import may_log_at_epoch_end
+
+        return self._run is not None and may_log_at_epoch_end(self._run, name)
+
     @property
     def timeline(self) -> Timeline:
         """Where the time of the present or last fit went, phase by phase; its settings hold for the next fit."""

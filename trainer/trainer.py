@@ -1354,8 +1354,7 @@ class Trainer(TrainerAttributes):
             self._spawned_checkpoint = checkpoint
         self._spawned_module = module
         self.state.fn, self.state.status = result["state"]
-        self._metrics.results = dict(result["metrics"])
-        self._metrics.result_steps = dict(result["metric_steps"])
+        self._metrics.take_results(result["metrics"], result["metric_steps"])
         self._metrics.progress_bar.update(result["progress_bar"])
         self.output.latest.update(result["logged"])
         self.should_stop = result["should_stop"]

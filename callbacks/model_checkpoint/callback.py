@@ -70,7 +70,8 @@ class ModelCheckpoint(Checkpoint):
 
     Raises:
         ConfigError: Invalid arguments, all named. At the start of training: the directory is not writable.
-        ModuleError: After the first validation or epoch: no metric has the name of `monitor`.
+        ModuleError: After the first validation, or after the first epoch if its end may log more: no metric has the
+            name of `monitor`.
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
@@ -143,7 +144,7 @@ class ModelCheckpoint(Checkpoint):
         self._start_step = 0
         self._written_step = -1  # global_step of the newest file of this run
         self._validated = False
-        self._reported: set[str] = set()  # metrics in the file name that a warning has named
+        self._reported: set[str] = set()  # missing metrics that a line has named
         self._interval: TimeInterval | None = None
         if train_time_interval is not None:
             self._interval = TimeInterval(train_time_interval)
@@ -350,10 +351,12 @@ class ModelCheckpoint(Checkpoint):
         if self._is_inert(trainer):
             return
         self._validated = True
+        # A metric of training may follow at the end of the epoch.
+        strict = not any(map(trainer.may_log_at_epoch_end, self._score_metrics()))
         if not self._at_epoch_end and self._is_epoch_due(trainer):
-            self._trigger(trainer, strict=True)
+            self._trigger(trainer, strict=strict)
         elif self._state.is_waiting:
-            self._save_if_fresh(trainer, strict=True)
+            self._save_if_fresh(trainer, strict=strict)
         elif self._at_epoch_end and self._is_epoch_due(trainer) and self._is_scored_by(trainer):
             trainer.saving.keep_validated()
 
@@ -361,7 +364,7 @@ class ModelCheckpoint(Checkpoint):
         """Save if saves follow epochs, or if a save waits for metrics of the epoch."""
         if self._is_inert(trainer):
             return
-        strict = self._validated or not sum(trainer.num_val_batches)
+        strict = self._validated or not trainer.enable_validation
         if self._at_epoch_end and self._is_epoch_due(trainer):
             self._trigger(trainer, strict=strict)
         elif self._state.is_waiting:
@@ -456,7 +459,7 @@ class ModelCheckpoint(Checkpoint):
     def _resolve_at_epoch_end(self, trainer: Trainer) -> bool:
         if self._save_on_train_epoch_end is not None:
             return self._save_on_train_epoch_end
-        if not sum(trainer.num_val_batches):
+        if not trainer.enable_validation:
             return True
         interval = 1.0 if trainer.val_check_interval is None else trainer.val_check_interval
         return isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
@@ -488,6 +491,13 @@ class ModelCheckpoint(Checkpoint):
         # What only the name shows is worth waiting for where it comes right now, with a validation at this step.
         wanted = self._needed_metrics() if trainer.validation_is_due else score
         if self._stale_metrics(trainer, wanted):
+            if missing and trainer.is_global_zero and not self._reported.issuperset(missing):
+                _log.info(
+                    "ModelCheckpoint: the checkpoint of step %d waits until %s is logged.",
+                    trainer.global_step,
+                    ", ".join(map(repr, missing)),
+                )
+            self._reported.update(missing)
             return False
         unlogged = [name for name in self._needed_metrics() if name not in metrics and name not in self._reported]
         if unlogged and trainer.is_global_zero:
@@ -690,7 +700,7 @@ class ModelCheckpoint(Checkpoint):
         is_used = os.path.isdir(dirpath) and bool(os.listdir(dirpath))
         if self.save_top_k != 0 and not trainer.ckpt_path and is_used:
             _log.warning("ModelCheckpoint: the folder %s is not empty.", self.dirpath)
-        if not self._at_epoch_end and self._every_n_epochs and not sum(trainer.num_val_batches):
+        if not self._at_epoch_end and self._every_n_epochs and not trainer.enable_validation:
             _log.warning("ModelCheckpoint: it saves at the end of validations, and this run has none.")
 
     def _described(self) -> str:

@@ -128,7 +128,7 @@ class EarlyStopping(Callback):
         if at_epoch_end is None:
             interval = 1.0 if trainer.val_check_interval is None else trainer.val_check_interval
             each_epoch = isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
-            at_epoch_end = each_epoch or not sum(trainer.num_val_batches)
+            at_epoch_end = each_epoch or not trainer.enable_validation
         self._at_epoch_end = at_epoch_end
         was_loaded, self._was_loaded = self._was_loaded, False
         has_patience = (

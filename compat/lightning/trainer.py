@@ -104,6 +104,7 @@ class Trainer(trainer.Trainer):
         is_disabled = self._metrics.is_disabled
         self._metrics = _Metrics(self.fabric.device)
         self._metrics.is_disabled = is_disabled
+        self._metrics.shows_evaluated_batches = False
         self._checkpoint_connector = connectors._CheckpointConnector(self)
         self._callback_connector = connectors._CallbackConnector(self)
         self._accelerator_connector = connectors._AcceleratorConnector(self)
@@ -136,8 +137,7 @@ class Trainer(trainer.Trainer):
 
         Loopwright adds up numbers in float64. With precision="64-true", values stay as they are.
         """
-        left_out = self._metrics.keys_of_evaluated_batches
-        found = {name: value for name, value in super().callback_metrics.items() if name not in left_out}
+        found = super().callback_metrics
         if self.precision == "64-true":
             return found
         dtype = torch.get_default_dtype()
@@ -410,15 +410,14 @@ class _Metrics(Metrics):
     def waiting_for_loggers(self) -> dict[str, Tensor]:
         """Return the latest values of keys that are sent to loggers, also those that are not sent yet."""
         found = {}
-        for stage in ("train", "validation", "test"):
-            for accumulator in self.accumulators(stage):
-                if not accumulator.logger:
-                    continue
-                if accumulator.on_epoch and accumulator.epoch_key in self.results:
-                    found[accumulator.epoch_key] = self.results[accumulator.epoch_key]
-                if accumulator.on_step and accumulator.step_values:
-                    value = accumulator.step_value(self.device)
-                    found[accumulator.step_key] = torch.as_tensor(value, device=self.device).detach().reshape(())
+        sent = [one for stage in ("train", "validation", "test") for one in self.accumulators(stage) if one.logger]
+        for accumulator in sorted(sent, key=lambda one: one.window):
+            if accumulator.on_epoch and accumulator.epoch_key in self.results:
+                found[accumulator.epoch_key] = self.results[accumulator.epoch_key]
+            key = accumulator.step_key
+            if accumulator.step_values and accumulator.window > self.result_windows.get(key, -1):
+                value = accumulator.step_value(self.device)
+                found[key] = torch.as_tensor(value, device=self.device).detach().reshape(())
         return found
 
 

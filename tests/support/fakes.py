@@ -91,6 +91,7 @@ class FakeTrainer:
         self.batches_until_max_samples = math.inf
         self.num_training_batches: float = windows * accumulate
         self.num_val_batches = self.num_sanity_val_batches = [val_batches] if val_batches else []
+        self.enable_validation = bool(val_batches)
         self.num_test_batches = self.num_predict_batches = [val_batches]
         self.val_every = val_every
         self.val_check_interval = 1.0 if val_every is None else val_every
@@ -146,6 +147,9 @@ class FakeTrainer:
 
     def metric_step(self, name: str) -> int | None:
         return self.metric_steps.get(name)
+
+    def may_log_at_epoch_end(self, name: str) -> bool:
+        return name in self.epoch_metrics(self.global_step)
 
     def synchronize_metrics(self, *names: str) -> None:
         """Do nothing: there is one process."""

@@ -105,7 +105,6 @@ class ScalarAccumulator:
         weighs: Whether the values of a mean always need their weights: where they are joined with others.
         synchronized: The ranks' common value of the step of `synchronized_window`.
         window: Number of the window that `step_values` belong to.
-        finished_window: Window of the latest step value when the epoch's value was published.
         step: `global_step` that a step value logged now belongs to.
         version: Sum of the versions of `values` when they were logged: tensors are kept, not copied, so one that was
             changed in place since would count wrongly; it is found by its version. Likewise `step_version`.
@@ -114,7 +113,6 @@ class ScalarAccumulator:
 
     __slots__ = (
         "dtype",
-        "finished_window",
         "hook",
         "is_empty",
         "logger",
@@ -162,7 +160,6 @@ class ScalarAccumulator:
         self.dtype = torch.float32
         self.shapes: object = None  # nested sizes of an ambiguous batch, compared by ==
         self.window = -1
-        self.finished_window = -1
         self.step = -1
         self.step_values: list[Number] = []
         self.step_weights: list[Number] = []
@@ -191,11 +188,6 @@ class ScalarAccumulator:
     def epoch_key(self) -> str:
         """Key of the value of an epoch."""
         return with_suffix(self.name, "_epoch") if self.on_step else self.name
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether a step value is newer than the latest value of an epoch."""
-        return self.window > self.finished_window
 
     @property
     def keys(self) -> set[str]:

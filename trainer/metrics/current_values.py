@@ -42,19 +42,13 @@ class CurrentValues:
         if kind not in ("cpu", "cuda"):
             return {}
         values: dict[str, Tensor | float] = {}
-        for accumulator in metrics.accumulators("train"):
-            if not (accumulator.prog_bar and accumulator.on_step and accumulator.step_values):
+        for key, accumulator in metrics.newest_steps().items():
+            if not accumulator.prog_bar or metrics.table_of(accumulator.hook).stage != "train":
                 continue
-            if accumulator.on_epoch and not accumulator.is_ahead:
-                continue  # the epoch's own value is newer
             if metrics.gather is not None and accumulator.step_key in metrics.progress_bar:
                 continue
-            if accumulator.is_step_changed:
-                continue
-            value = accumulator.step_value(metrics.device)
-            values[accumulator.step_key] = value
-            if accumulator.on_epoch:
-                values[accumulator.name] = value
+            if not accumulator.is_step_changed:
+                values[key] = accumulator.step_value(metrics.device)
         if kind == "cpu":
             return {name: float(value) for name, value in values.items()}
         return self._from_device(values)

@@ -169,14 +169,13 @@ def make_accumulator(
     return accumulator
 
 
-def refuse_conflict(new: ScalarAccumulator, stage: str, tables: Iterable[HookTable], *, window: int) -> None:
+def refuse_conflict(new: ScalarAccumulator, tables: Iterable[HookTable], *, window: int) -> None:
     """Refuse a key whose values another key in use would take or give.
 
-    The same name in training and in validation is one key with two sources, as in the field: the latest counts.
+    The same name in two hooks is one key with two sources, as in the field: the latest value counts.
 
     Args:
         new: The accumulator of the key, with the line that logs it.
-        stage: The stage that logs it.
         tables: The tables of all hooks.
         window: Number of the present window.
 
@@ -191,9 +190,8 @@ def refuse_conflict(new: ScalarAccumulator, stage: str, tables: Iterable[HookTab
                 continue
             is_same_name = accumulator.name == new.name
             shared = accumulator.keys & new.keys
-            if not shared or (is_same_name and table.stage != stage):
-                continue
-            raise _conflict(accumulator, new, min(shared), is_same_name=is_same_name)
+            if shared and not (is_same_name and accumulator.hook != new.hook):
+                raise _conflict(accumulator, new, min(shared), is_same_name=is_same_name)
 
 
 def _names_that_meet(key: str) -> set[str]:
@@ -206,8 +204,9 @@ def _names_that_meet(key: str) -> set[str]:
 def _conflict(old: ScalarAccumulator, new: ScalarAccumulator, key: str, *, is_same_name: bool) -> ModuleError:
     if is_same_name:
         return ModuleError(
-            f"log({new.name!r}) was called in {old.hook} ({old.where}) and in {new.hook} ({new.where}).",
-            fix="log a key in one hook only, or use two keys.",
+            f"log({new.name!r}) was called in {old.hook} for one data loader ({old.where}) and for all of them "
+            f"({new.where}).",
+            fix="log a key with one value of add_dataloader_idx, or use two keys.",
         )
     return ModuleError(
         f"log({old.name!r}) in {old.hook} ({old.where}) and log({new.name!r}) in {new.hook} ({new.where}) both give "

@@ -8,7 +8,7 @@ have: trainer/metrics/ranks_metrics.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import NoneType
 from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
@@ -76,16 +76,20 @@ class Metrics:
         is_muted: Whether `log` does nothing now (a closure that evaluates a batch again).
         results: Latest epoch value of each key: shape (), on the device.
         result_steps: `global_step` at which each of them was computed.
+        result_windows: Window after which each was published; step values of later windows are newer.
         loaders_of_keys: Key -> the loaders whose batches logged it on any rank, of the last evaluation with several.
         progress_bar: Host values for the bar, as of the last log boundary.
         decisive: Keys on which schedules and callbacks decide: with several ranks their step values need weights.
         accumulator_type: The class of accumulators of numbers that are logged for the first time.
+        shows_evaluated_batches: Whether step values of evaluations count as a key's latest value.
         late_listeners: Stage -> whether anybody's hook runs between `publish_epoch` and `finish_epoch`, and may log.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
-        self._tables = {name: HookTable(name, rule) for name, rule in LOG_RULES.items()}
+        # In the order in which hooks write: of two that log one key, the later one's value stays.
+        hooks = sorted(LOG_RULES, key=lambda hook: hook.endswith("epoch_end"))
+        self._tables = {hook: HookTable(hook, LOG_RULES[hook]) for hook in hooks}
         self.nowhere = HookTable("", None)
         self.table = self.nowhere
         self.batch: Batch = None
@@ -103,14 +107,16 @@ class Metrics:
         self.loader_index = 0
         self.results: dict[str, Tensor] = {}
         self.result_steps: dict[str, int] = {}
+        self.result_windows: dict[str, int] = {}
         self.loaders_of_keys: dict[str, set[int]] = {}
-        self._replaced: dict[str, tuple[Tensor | None, int]] = {}
+        self._replaced: dict[str, tuple[Tensor | None, int, int]] = {}
         self.progress_bar: dict[str, float] = {}
         self._bar_at_end: dict[str, Tensor | float] = {}  # newer than `progress_bar`, of the latest epoch's end
         self._step_accumulators: dict[ScalarAccumulator, None] = {}  # in the order in which they came
         self._synchronized: dict[str, tuple[Tensor, int, int]] = {}
         self.decisive: frozenset[str] = frozenset()
         self.accumulator_type = ScalarAccumulator
+        self.shows_evaluated_batches = True
         self.late_listeners: dict[str, bool] = {}
         self._ranks: RanksMetrics | None = None
 
@@ -153,6 +159,11 @@ class Metrics:
     def place(self) -> tuple[int, int]:
         """This process's rank and the number of ranks."""
         return (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
+
+    @property
+    def hooks(self) -> Iterable[str]:
+        """The hooks that may log, in the order in which they write."""
+        return self._tables
 
     def table_of(self, hook: str) -> HookTable:
         """Return the table of a hook."""
@@ -310,7 +321,7 @@ class Metrics:
                 kind=self.accumulator_type,
             )  # fmt: skip
             accumulator.where = arguments.calling_line()
-            arguments.refuse_conflict(accumulator, table.stage, self._tables.values(), window=self.window)
+            arguments.refuse_conflict(accumulator, self._tables.values(), window=self.window)
         accumulator.requested = requested
         accumulator.prog_bar = bool(prog_bar)
         accumulator.logger = logger is not False
@@ -410,24 +421,20 @@ class Metrics:
             self._ranks.publish_epoch(stage, step)
             return
         for accumulator in self.filled_accumulators(stage):
-            value = accumulator.epoch_value(self.device)
-            if value is None:  # a metric may have none
-                self.results.pop(accumulator.epoch_key, None)
-            else:
-                self.put(value, step, accumulator.epoch_key, accumulator.name)
-            accumulator.finished_window = accumulator.window
+            self.put(accumulator.epoch_value(self.device), step, accumulator.epoch_key, accumulator.name)
 
     def show_epoch(self, stage: str) -> None:
         """Let the progress bar show the epoch's values and each key's latest step value. Reads nothing from the device.
 
         With several ranks, a step value of the last log boundary stays: it is of all ranks, and the latest is not.
         """
-        shown = self._bar_at_end
+        shown, newest = self._bar_at_end, self.newest_steps()
         for accumulator in self.accumulators(stage):
             if not accumulator.prog_bar:
                 continue
             is_kept = self._ranks is not None and accumulator.step_key in self.progress_bar
-            if accumulator.on_step and accumulator.step_values and not accumulator.is_step_changed and not is_kept:
+            is_newest = newest.get(accumulator.step_key) is accumulator
+            if is_newest and not accumulator.is_step_changed and not is_kept:
                 value = accumulator.step_value(self.device)
                 # The user's own tensor, perhaps, which may be changed before it is read.
                 shown[accumulator.step_key] = value.clone() if isinstance(value, Tensor) else value
@@ -437,13 +444,24 @@ class Metrics:
                 if accumulator.on_step:
                     shown[accumulator.name] = value
 
-    def put(self, value: Tensor, step: int, *keys: str) -> None:
-        """Make an epoch's value readable under these keys, remembering what was there before."""
-        for key in keys:
+    def put(self, value: Tensor | None, step: int, *keys: str) -> None:
+        """Make an epoch's value readable under these keys, remembering what was there before; None: there is no value.
+
+        It is newer than every step value up to now.
+        """
+        for key in dict.fromkeys(keys):
             self._synchronized.pop(key, None)
-            self._replaced.setdefault(key, (self.results.get(key), self.result_steps.get(key, 0)))
-            self.results[key] = value
-            self.result_steps[key] = step
+            before = (self.results.pop(key, None), self.result_steps.pop(key, 0), self.result_windows.get(key, -1))
+            self._replaced.setdefault(key, before)
+            self.result_windows[key] = self.window
+            if value is not None:
+                self.results[key], self.result_steps[key] = value, step
+
+    def take_results(self, values: Mapping[str, Tensor], steps: Mapping[str, int]) -> None:
+        """Take over the values of a checkpoint or of other processes: newer than every step value up to now."""
+        self.results, self.result_steps = dict(values), dict(steps)
+        self.result_windows = dict.fromkeys(values, self.window)
+        self._synchronized = {}
 
     def finish_epoch(self, stage: str, step: int) -> tuple[dict[str, float], dict[str, float]]:
         """End the epoch of a stage: publish, copy to the host in one packed copy, and start over. On every rank.
@@ -498,11 +516,12 @@ class Metrics:
 
     def discard_epoch(self, stage: str) -> None:
         """Discard what a stage logged and restore what it overwrote, so that the sanity check has no effect."""
-        for key, (value, step) in self._replaced.items():
-            if value is None:
-                del self.results[key], self.result_steps[key]
-            else:
+        for key, (value, step, window) in self._replaced.items():
+            self.result_windows[key] = window
+            if value is not None:
                 self.results[key], self.result_steps[key] = value, step
+            elif key in self.results:
+                del self.results[key], self.result_steps[key]
         self._replaced = {}
         for accumulator in self.accumulators(stage):
             accumulator.reset()
@@ -539,53 +558,52 @@ class Metrics:
         With several ranks, epoch values are the same on all of them; those of a step are this rank's own, and all
         ranks' once they were joined: by `synchronize`, or with sync_dist=True at a log boundary.
         """
-        values = dict(self.results)
-        for accumulator in self._step_accumulators:
-            if accumulator.step_values:
-                value = (
-                    accumulator.synchronized
-                    if accumulator.synchronized_window == accumulator.window
-                    else accumulator.step_value(self.device)
-                )
-                if not isinstance(value, Tensor):
-                    value = torch.tensor(value, dtype=accumulator.dtype)
-                values[accumulator.step_key] = value.reshape(())
-                if accumulator.is_ahead:
-                    values[accumulator.name] = values[accumulator.step_key]
-        for name in self._synchronized:
-            if (joint := self._joint(name)) is not None:
-                values[name] = joint[0]
+        values, newest = dict(self.results), self.newest_steps()
+        for key, accumulator in newest.items():
+            value = (
+                accumulator.synchronized
+                if accumulator.synchronized_window == accumulator.window
+                else accumulator.step_value(self.device)
+            )
+            if not isinstance(value, Tensor):
+                value = torch.tensor(value, dtype=accumulator.dtype)
+            values[key] = value.reshape(())
+        for name, (joint, _, window) in self._synchronized.items():
+            if name not in newest or newest[name].window <= window:
+                values[name] = joint
         return values
-
-    @property
-    def keys_of_evaluated_batches(self) -> set[str]:
-        """Keys of the step values of evaluations."""
-        accumulators = self._step_accumulators
-        return {one.step_key for one in accumulators if _stage_of(one.hook) != "train"} - self.results.keys()
 
     def metric_step(self, name: str) -> int | None:
         """Return the `global_step` at which the value of `callback_metrics[name]` was computed; None without one."""
-        if (joint := self._joint(name)) is not None:
+        accumulator, joint = self.step_accumulator(name), self._synchronized.get(name)
+        if joint is not None and (accumulator is None or accumulator.window <= joint[2]):
             return joint[1]
-        accumulator = self.step_accumulator(name)
         return self.result_steps.get(name) if accumulator is None else accumulator.step
 
     def step_accumulator(self, name: str) -> ScalarAccumulator | None:
         """Return the accumulator whose step value `callback_metrics[name]` is; None where it is not a step value."""
+        return self.newest_steps().get(name)
+
+    def newest_steps(self) -> dict[str, ScalarAccumulator]:
+        """Return each key whose latest value is that of a step, and the accumulator that has it."""
+        newest: dict[str, ScalarAccumulator] = {}
         for accumulator in self._step_accumulators:
-            if accumulator.step_values and (
-                name == accumulator.step_key or (name == accumulator.name and accumulator.is_ahead)
-            ):
-                return accumulator
-        return None
+            if accumulator.step_values and (self.shows_evaluated_batches or _stage_of(accumulator.hook) == "train"):
+                for key in (accumulator.step_key, accumulator.name):
+                    other = newest.get(key)
+                    if accumulator.window > self.result_windows.get(key, -1) and (
+                        other is None or accumulator.window >= other.window
+                    ):
+                        newest[key] = accumulator
+        return newest
 
     def latest_steps(self, stage: str) -> dict[str, tuple[Tensor, int]]:
         """Return the latest step value of each key of a stage, on the CPU, and its step."""
         values = self.callback_metrics()
         return {
-            one.step_key: (values[one.step_key].detach().to("cpu", copy=True), one.step)
-            for one in self._step_accumulators
-            if one.step_values and _stage_of(one.hook) == stage
+            key: (values[key].detach().to("cpu", copy=True), one.step)
+            for key, one in self.newest_steps().items()
+            if key == one.step_key and _stage_of(one.hook) == stage
         }
 
     def take_over(self, value: Tensor, step: int, *keys: str | None) -> None:
@@ -593,15 +611,6 @@ class Metrics:
         for key in keys:
             if key is not None:
                 self._synchronized[key] = (value.to(self.device, non_blocking=True), step, self.window)
-
-    def _joint(self, name: str) -> tuple[Tensor, int] | None:
-        """Return all ranks' value of a key and its step, unless this rank has logged a newer one since."""
-        found = self._synchronized.get(name)
-        if found is None:
-            return None
-        value, step, window = found
-        accumulator = self.step_accumulator(name)
-        return None if accumulator is not None and accumulator.window > window else (value, step)
 
     def synchronize(self, names: Iterable[str]) -> None:
         """Let `callback_metrics` and `metric_step` be equal on all ranks for these keys until they are logged again.
@@ -678,10 +687,9 @@ class Metrics:
             state_dict = state_of_rank(state_dict, *self.place)
         elif self.place[0]:  # one process saved it, and its sums are taken over by rank 0
             state_dict = {**state_dict, "slots": []}
-        self.results = {name: value.to(self.device) for name, value in state_dict["results"].items()}
-        self.result_steps = dict(state_dict["result_steps"])
-        self._synchronized = {}
         self.window = state_dict["window"]
+        values = {name: value.to(self.device) for name, value in state_dict["results"].items()}
+        self.take_results(values, state_dict["result_steps"])
         self.progress_bar = dict(state_dict["progress_bar"])
         for state in state_dict["slots"]:
             if state["hook"] in HOOKS:

@@ -30,6 +30,10 @@ __all__ = ["RanksMetrics", "joined", "state_of_rank"]
 _HOW = ("hook", "reduce", "on_step", "rank_zero_only", "epoch_key", "logger", "prog_bar", "dtype")
 
 
+_Key = tuple[str, str]
+"""Hook and name: two hooks may log one name."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Share:
     """What one rank has of one key: how it was logged, and the reduction over its own values.
@@ -89,8 +93,8 @@ class _Epoch:
         may_change: Whether some rank has a hook that may log before the epoch is finished.
     """
 
-    known: list[dict[str, _Share]]
-    sent: dict[str, _Share] = field(default_factory=dict)
+    known: list[dict[_Key, _Share]]
+    sent: dict[_Key, _Share] = field(default_factory=dict)
     may_change: bool = True
 
 
@@ -135,30 +139,32 @@ class RanksMetrics:
         """
         metrics = self._metrics
         epoch = self._epochs.setdefault(stage, _Epoch([{} for _ in range(self.size)]))
-        accumulators = {accumulator.name: accumulator for accumulator in metrics.filled_accumulators(stage)}
+        accumulators = {(one.hook, one.name): one for one in metrics.filled_accumulators(stage)}
         mine = self._shares(accumulators.values(), metrics.find_loaders(stage))
-        changed = {name: share for name, share in mine.items() if epoch.sent.get(name) != share}
+        changed = {key: share for key, share in mine.items() if epoch.sent.get(key) != share}
         epoch.sent = mine
         latest = metrics.latest_steps(stage) if self._has_silent_ranks else {}
         everywhere = self.gather((changed, metrics.late_listeners.get(stage, True), latest))
         epoch.may_change = any(may_change for _, may_change, _ in everywhere)
-        names = list(dict.fromkeys(name for theirs, _, _ in everywhere for name in theirs))
+        keys = [key for theirs, _, _ in everywhere for key in theirs]
+        order = {hook: index for index, hook in enumerate(metrics.hooks)}
+        keys = sorted(dict.fromkeys(keys), key=lambda key: order[key[0]])  # of one name, the later hook's value stays
         for known, (theirs, _, _) in zip(epoch.known, everywhere, strict=True):
             known.update(theirs)
         for key, (value, step_of_value) in everywhere[self.rank][2].items():
             if key not in latest:
                 metrics.take_over(value, step_of_value, key)
-        shares = {name: self._counting(name, epoch) for name in names}
+        for name in dict.fromkeys(name for _, name in keys):
+            _refuse_other_hooks(name, epoch.known)
+        shares = {key: self._counting(key, epoch) for key in keys}
         objects = self._compute_objects(
-            {name: next(iter(s.values())) for name, s in shares.items() if next(iter(s.values())).is_object},
+            {key: next(iter(s.values())) for key, s in shares.items() if next(iter(s.values())).is_object},
             accumulators,
         )
-        for name, by_rank in shares.items():
+        for (hook, name), by_rank in shares.items():
             share = next(iter(by_rank.values()))
-            value = objects[name] if share.is_object else _merged(name, by_rank).to(metrics.device)
+            value = objects[hook, name] if share.is_object else _merged(name, by_rank).to(metrics.device)
             metrics.put(value, step, share.epoch_key, name)
-        for accumulator in accumulators.values():
-            accumulator.finished_window = accumulator.window
 
     def finish_epoch(
         self, stage: str, step: int
@@ -179,27 +185,27 @@ class RanksMetrics:
                     loaders.setdefault(share.epoch_key, set()).update(share.loaders)
         finished = [
             (share.epoch_key, name if share.on_step else None, share.logger, share.prog_bar)
-            for name, share in self.discard_epoch(stage).items()
+            for (_, name), share in self.discard_epoch(stage).items()
         ]
         return finished, loaders
 
-    def discard_epoch(self, stage: str) -> dict[str, _Share]:
+    def discard_epoch(self, stage: str) -> dict[_Key, _Share]:
         """Forget what was exchanged, and return one share of each key."""
         epoch = self._epochs.pop(stage, None)
-        logged: dict[str, _Share] = {}
+        logged: dict[_Key, _Share] = {}
         if epoch is None:
             return logged
         for known in epoch.known:
-            for name, share in known.items():
-                logged.setdefault(name, share)
-        for name, share in logged.items():
+            for key, share in known.items():
+                logged.setdefault(key, share)
+        for key, share in logged.items():
             # One that this rank updated and did not log counted, and starts over like those that were logged.
-            metric = self._find(share.path) if name not in epoch.sent else None
+            metric = self._find(share.path) if key not in epoch.sent else None
             if metric is not None:
                 metric.reset()
         return logged
 
-    def _shares(self, accumulators: Iterable[ScalarAccumulator], loaders: Mapping[str, set[int]]) -> dict[str, _Share]:
+    def _shares(self, accumulators: Iterable[ScalarAccumulator], loaders: Mapping[str, set[int]]) -> dict[_Key, _Share]:
         """Return this rank's shares, read in one packed copy; `loaders` are those of each epoch's key."""
         metrics = self._metrics
         accumulators = list(accumulators)
@@ -220,61 +226,54 @@ class RanksMetrics:
                 own = {"total": next(numbers), "shapes": accumulator.shapes}
                 own["weight"] = next(numbers) if pair[1] is not None else 0.0
             how = {name: getattr(accumulator, name) for name in _HOW}
-            shares[accumulator.name] = _Share(**how, **own, loaders=frozenset(loaders.get(accumulator.epoch_key, ())))
+            own["loaders"] = frozenset(loaders.get(accumulator.epoch_key, ()))
+            shares[accumulator.hook, accumulator.name] = _Share(**how, **own)
         return shares
 
-    def _counting(self, name: str, epoch: _Epoch) -> dict[int, _Share]:
+    def _counting(self, key: _Key, epoch: _Epoch) -> dict[int, _Share]:
         """Return the shares of a key that count, by rank."""
-        shares = {rank: known[name] for rank, known in enumerate(epoch.known) if name in known}
+        shares = {rank: known[key] for rank, known in enumerate(epoch.known) if key in known}
         ways: dict[str, list[int]] = {}
         for rank, share in shares.items():
-            way = (
-                f"in {share.hook}, reduce_fx={share.reduce!r}, on_step={share.on_step}, "
-                f"rank_zero_only={share.rank_zero_only}"
-            )
-            ways.setdefault(way, []).append(rank)
-        if len(ways) > 1:
-            raise ModuleError(
-                f"log({name!r}) was called in different ways: "
-                f"{'; '.join(f'{way} on ranks {ranks}' for way, ranks in ways.items())}.",
-                fix="log a key in one hook and with the same arguments on every rank, or use two keys.",
-            )
+            way = f"reduce_fx={share.reduce!r}, on_step={share.on_step}, rank_zero_only={share.rank_zero_only}"
+            ways.setdefault(f"in {share.hook}, {way}", []).append(rank)
+        _refuse_ways(key[1], ways)
         is_of_rank_zero = 0 in shares and shares[0].rank_zero_only
         return {0: shares[0]} if is_of_rank_zero else shares
 
     # --- metric objects ----------------------------------------------------------------------------------------------
 
     def _compute_objects(
-        self, shares: dict[str, _Share], accumulators: dict[str, ScalarAccumulator]
-    ) -> dict[str, Tensor]:
+        self, shares: dict[_Key, _Share], accumulators: dict[_Key, ScalarAccumulator]
+    ) -> dict[_Key, Tensor]:
         """Compute metric objects on every rank from the states of all, in one exchange; none without any."""
         if not shares:
             return {}
-        metrics = {name: self._object(name, share.path, accumulators) for name, share in shares.items()}
-        states: Any = {name: None if m is None else to_cpu(metric_states(m)) for name, m in metrics.items()}
+        metrics = {key: self._object(key, share.path, accumulators) for key, share in shares.items()}
+        states: Any = {key: None if m is None else to_cpu(metric_states(m)) for key, m in metrics.items()}
         everywhere = self.gather(states)
-        values: dict[str, Tensor] = {}
-        of_path: dict[str, Any] = {}  # Any: a tensor or a number, as the metric computes
-        for name, share in shares.items():
-            theirs = [states[name] for states in everywhere]
+        values: dict[_Key, Tensor] = {}
+        of_path: dict[str | _Key, Any] = {}  # Any: a tensor or a number, as the metric computes
+        for key, share in shares.items():
+            theirs = [states[key] for states in everywhere]
             if None in theirs:
                 without = [rank for rank, state in enumerate(theirs) if state is None]
                 raise ModuleError(
-                    f"log({name!r}): the metric object is not known on ranks {without}, which did not log it.",
+                    f"log({key[1]!r}): the metric object is not known on ranks {without}, which did not log it.",
                     fix="make it an attribute of the module, in __init__ on every rank, or log it on every rank.",
                 )
             if share.path is None or share.path not in of_path:
-                of_path[share.path or name] = compute_joined(
-                    metrics[name], theirs[:1] if share.rank_zero_only else theirs
+                of_path[share.path or key] = compute_joined(
+                    metrics[key], theirs[:1] if share.rank_zero_only else theirs
                 )
-            value = of_path[share.path or name]
-            values[name] = value if isinstance(value, Tensor) else torch.tensor(float(value))
-            values[name] = values[name].to(self._metrics.device)
+            value = of_path[share.path or key]
+            tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
+            values[key] = tensor.to(self._metrics.device)
         return values
 
-    def _object(self, name: str, path: str | None, accumulators: dict[str, ScalarAccumulator]) -> TorchMetric:
+    def _object(self, key: _Key, path: str | None, accumulators: dict[_Key, ScalarAccumulator]) -> TorchMetric:
         """Return this rank's metric object of a key: the one that it logged, else the one at the same place."""
-        accumulator = accumulators.get(name)
+        accumulator = accumulators.get(key)
         return accumulator.metric if isinstance(accumulator, MetricAccumulator) else self._find(path)
 
     def _find(self, path: str | None) -> TorchMetric:
@@ -399,6 +398,26 @@ def _joined_accumulators(ranks: list[list[StateDict]]) -> list[StateDict]:
             }
         )
     return joined
+
+
+def _refuse_other_hooks(name: str, known: Sequence[Mapping[_Key, _Share]]) -> None:
+    """Refuse a name that ranks log in other hooks, none of them in common: each value would miss some ranks."""
+    hooks = {rank: {hook for hook, one in theirs if one == name} for rank, theirs in enumerate(known)}
+    hooks = {rank: found for rank, found in hooks.items() if found}
+    if not set.intersection(*hooks.values()):
+        ways: dict[str, list[int]] = {}
+        for rank, found in hooks.items():
+            ways.setdefault(f"in {' and '.join(sorted(found))}", []).append(rank)
+        _refuse_ways(name, ways)
+
+
+def _refuse_ways(name: str, ways: Mapping[str, list[int]]) -> None:
+    if len(ways) > 1:
+        raise ModuleError(
+            f"log({name!r}) was called in different ways: "
+            f"{'; '.join(f'{way} on ranks {ranks}' for way, ranks in ways.items())}.",
+            fix="log a key in the same hook and with the same arguments on every rank, or use two keys.",
+        )
 
 
 def _merged(name: str, shares: dict[int, _Share]) -> Tensor:

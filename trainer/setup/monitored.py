@@ -14,7 +14,7 @@ from ..hooks import find_override, module_bases
 if TYPE_CHECKING:
     from ..run import Run
 
-__all__ = ["MonitoredNames"]
+__all__ = ["MonitoredNames", "may_log_at_epoch_end"]
 
 _VALIDATION = ("val", "valid")
 # What a name is likely to be logged by when nothing has logged it yet.
@@ -120,6 +120,13 @@ def _monitored(run: Run) -> Iterator[tuple[str, str]]:
     for config in run.schedulers:
         if config.reduce_on_plateau and config.strict and config.monitor is not None:
             yield f"the schedule {type(config.scheduler).__name__}", config.monitor
+
+
+def may_log_at_epoch_end(run: Run, name: str) -> bool:
+    """Return whether training steps log the name for the epoch, or a hook at its end may log it."""
+    if any(one.on_epoch and name in one.keys for one in run.metrics.accumulators("train")):
+        return True
+    return _has_late_callbacks(run) or _overrides(run.module, _LATE_HOOKS[:1], module_bases())
 
 
 def _has_late_callbacks(run: Run) -> bool:

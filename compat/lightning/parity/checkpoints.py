@@ -104,7 +104,7 @@ def _is_fresh(callback: ModelCheckpoint, trainer: Trainer, *, strict: bool) -> b
     is_missing = any(name not in trainer.callback_metrics for name in callback._score_metrics())
     if is_missing and strict:
         return type(callback)._is_fresh(callback, trainer, strict=True)  # raises
-    validates = trainer.fit_loop.validates_in_this_epoch and bool(sum(trainer.num_val_batches))
+    validates = trainer.fit_loop.validates_in_this_epoch and trainer.enable_validation
     is_step_due = not strict and not callback._at_epoch_end and callback._state.is_waiting
     will_come = is_step_due and bool(callback._score_metrics()) and trainer.is_last_batch and validates
     return not is_missing and not (will_come and trainer.state.stage == "train")

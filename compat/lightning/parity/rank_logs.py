@@ -31,7 +31,8 @@ class OwnRanksMetrics(RanksMetrics):
             if isinstance(accumulator, MetricAccumulator):
                 continue
             if accumulator.sync_dist and not accumulator.rank_zero_only:
-                shares = [theirs[accumulator.name] for theirs in known if accumulator.name in theirs]
+                key = accumulator.hook, accumulator.name
+                shares = [theirs[key] for theirs in known if key in theirs]
                 pairs = [(share.total, share.weight) for share in shares]
                 value: Tensor | None = averaged(accumulator, pairs).to(metrics.device)
             else:

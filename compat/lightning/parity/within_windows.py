@@ -103,6 +103,7 @@ def _validate(run: Run) -> None:
     finally:
         for name in own:
             delattr(trainer, name)
+    metrics.window += 1  # what the window logs from now on is newer than the validation's values
     for accumulator in metrics.accumulators("train"):  # an evaluation counts windows, too
         if accumulator.window == window:
             accumulator.window = metrics.window

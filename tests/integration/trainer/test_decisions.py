@@ -233,7 +233,41 @@ def judged(name: str, size: int, folder: Path) -> dict[str, Any]:
         trainer.fit(Net(in_turns, **how), loader())
         state = {key: str(value) for key, value in saving.state_dict().items()}
         found[f"checkpoints of {case}"] = (sorted(os.listdir(path)), state)
+    for case, how in (("steps", {}), ("with the epoch", {"on_step": True, "on_epoch": True})):
+        found[f"latest of {case}"] = latest(name, size, **how)
     return found
+
+
+def latest(name: str, size: int, **how: Any) -> list[float]:
+    """Return "seen" at each validation and end of an epoch, where validation logs it, too, as does the epoch's end."""
+    seen: list[float] = []
+
+    class Twice(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("seen", 1000.0 + self.trainer.current_epoch)
+
+        def on_train_epoch_end(self) -> None:
+            if self.trainer.global_rank == 0:
+                self.log("seen", 7.0)
+
+    class Watch(lw.Callback):
+        def note(self, trainer: lw.Trainer) -> None:
+            trainer.synchronize_metrics("seen")
+            seen.append(float(trainer.callback_metrics["seen"]))
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch:
+                self.note(trainer)
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            self.note(trainer)
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            self.note(trainer)
+
+    trainer = trainer_of(name, size, callbacks=[Watch()], limit_val_batches=1.0)
+    trainer.fit(Twice(apart, **how), loader(), loader())
+    return [*seen, float(trainer.callback_metrics["seen"])]
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
@@ -246,6 +280,8 @@ def test_callbacks_judge_the_common_value_of_a_key_that_is_logged_in_steps(name:
     assert first["divergence"][:2] == (0, 2)
     assert first["not finite"][:2] == (1, 4)
     assert first["one rank alone"][:2] == (0, 4)
+    assert first["latest of steps"] == [1000, 1000, 7, 1001, 1001, 7]
+    assert first["latest of with the epoch"] == [1000, 0.75, 7, 1001, 2.75, 7]  # the epochs' means of steps / 2
     means = [mean([in_turns(0, step), in_turns(1, step)]) for step in range(8)]
     least = [min(in_turns(0, step), in_turns(1, step)) for step in range(8)]
     for case, values in (("steps", means), ("synced", means), ("smallest", least)):

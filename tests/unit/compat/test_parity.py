@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,6 +183,35 @@ def test_of_equal_scores_the_earliest_is_replaced(parity: list[str], kept: list[
     finally:
         uninstall()
     assert seen[3:] == kept
+
+
+@pytest.mark.parametrize("parity", [False, True])
+def test_checkpoints_follow_validations_where_the_first_epoch_has_none(parity: bool, tmp_path: Path) -> None:
+    install(children=False, parity=parity)
+    try:
+        import lightning as L
+        from lightning.pytorch.callbacks import ModelCheckpoint
+        from lightning.pytorch.demos.boring_classes import BoringModel
+
+        class Scored(BoringModel):
+            def on_validation_epoch_end(self) -> None:
+                self.log("score", 1.0)
+
+        def files(name: str, **options: Any) -> list[str]:
+            trainer = L.Trainer(
+                max_epochs=2, check_val_every_n_epoch=2, num_sanity_val_steps=0, limit_train_batches=2, logger=False,
+                limit_val_batches=1, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+                callbacks=[ModelCheckpoint(tmp_path / name, save_top_k=-1, **options)],
+            )  # fmt: skip
+            trainer.fit(Scored())
+            return sorted(path.name for path in (tmp_path / name).iterdir())
+
+        # What Lightning 2.6.6 writes.
+        assert files("epochs", filename="{epoch}") == ["epoch=1.ckpt"]
+        assert files("steps", monitor="score", every_n_train_steps=1) == ["epoch=1-step=4.ckpt"]
+        assert files("time", monitor="score", train_time_interval=timedelta(0, 0, 1)) == ["epoch=1-step=4.ckpt"]
+    finally:
+        uninstall()
 
 
 def test_workers_are_seeded_as_lightning_seeds_them() -> None:

@@ -210,6 +210,17 @@ def test_an_epoch_metric_is_waited_for_until_the_end_of_the_epoch(tmp_path: Path
     assert names(tmp_path / "c") == ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"]
 
 
+@pytest.mark.parametrize("trigger", [{"every_n_train_steps": 3}, {"save_on_train_epoch_end": False}])
+def test_a_validation_within_the_epoch_does_not_end_the_wait_for_an_epoch_metric(
+    tmp_path: Path, trigger: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "c", monitor="e", save_top_k=-1, **trigger)
+    caplog.set_level("INFO")
+    fit(tmp_path, checkpoint, max_epochs=2, val_every=1, epoch_metrics=lambda step: {"e": 1.0})
+    assert names(tmp_path / "c") == ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"]
+    assert caplog.text.count("waits until 'e' is logged") == 1
+
+
 @pytest.mark.parametrize("trigger", [{}, {"every_n_train_steps": 1}])
 def test_a_score_that_is_never_logged_is_an_error_after_the_first_validation(
     tmp_path: Path, trigger: dict[str, Any]

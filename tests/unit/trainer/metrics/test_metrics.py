@@ -552,19 +552,6 @@ def test_an_epoch_hook_has_no_steps(hook: str, how: dict[str, bool]) -> None:
         quiet(max_epochs=1).fit(net(Misplaced), loader())
 
 
-def test_one_key_from_two_hooks_is_refused() -> None:
-    class Twice(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("x", 1.0, on_step=False, on_epoch=True)
-            return self.loss(batch)
-
-        def on_train_epoch_end(self) -> None:
-            self.log("x", 1.0)
-
-    with pytest.raises(ModuleError, match=r"training_step \(.*\) and in on_train_epoch_end"):
-        quiet(max_epochs=1).fit(net(Twice), loader())
-
-
 def test_a_module_outside_of_a_run_drops_what_it_logs_and_says_so_once(monkeypatch: Any) -> None:
     from loopwright.trainer import module as source
 
