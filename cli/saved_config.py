@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,9 @@ import fsspec
 
 from ..callbacks import Callback
 from ..errors import ConfigError
+from ..files import only_describes, replace_file
 from ..messages import warn
+from ..remote import is_url
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
@@ -55,7 +58,8 @@ class SaveConfig(Callback):
         self._is_written = True
         folders = [trainer.log_dir, *(getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks)]
         for folder in dict.fromkeys(str(one) for one in folders if one):
-            self._write(folder)
+            with only_describes(f"The configuration {folder}/{self.filename}"):
+                self._write(folder)
 
     def _write(self, folder: str) -> None:
         files, path = fsspec.core.url_to_fs(folder)
@@ -69,7 +73,10 @@ class SaveConfig(Callback):
                         "run is in its checkpoints",
                     )
                     return
-        temporary = f"{path.rstrip('/')}/.{self.filename}.tmp"
+        if not is_url(folder):
+            replace_file(target, self.text)
+            return
+        temporary = f"{path.rstrip('/')}/.{self.filename}.{os.urandom(8).hex()}.tmp"
         with files.open(temporary, "w", encoding="utf-8") as file:
             file.write(self.text)
         files.mv(temporary, target)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..files import replacing
 from ..remote import absolute_place
 from .base import Lock, Metrics, scalars
 from .folder import DEFAULT_NAME, FolderLogger, keep_old_file
@@ -200,9 +201,9 @@ class ExperimentWriter:
         return {"rows": self._rows, "columns": list(self.metrics_keys), "last_row": dict(self._last_row)}
 
     def _rewrite(self, columns: list[str]) -> None:
-        temporary = f"{self.metrics_file_path}.tmp"
         os.makedirs(self.log_dir, exist_ok=True)  # resumed from before the first row: it may not be there
-        with open(temporary, "w", encoding="utf-8", newline="") as file:
+        with replacing(self.metrics_file_path) as raw:
+            file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
             writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
             if self._rows:
@@ -211,7 +212,7 @@ class ExperimentWriter:
                         writer.writerow(row)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, self.metrics_file_path)
+            file.detach()
         self.metrics_keys = columns
         self._has_rows_to_drop = False
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..protocols import StateDict
     from .run_folder import RunFolder
 
-__all__ = ["DEFAULT_NAME", "FolderLogger", "keep_old_file", "replace_file", "share_version"]
+__all__ = ["DEFAULT_NAME", "FolderLogger", "keep_old_file", "share_version"]
 
 DEFAULT_NAME = "loopwright_logs"
 
@@ -204,6 +204,7 @@ class FolderLogger(RunLogger):
         """
         if self.is_silent:
             return
+        from ..files import replace_file
         from .pictures import read_pictures, to_png  # not imported where there are no pictures
 
         for number, (pixels, options) in enumerate(read_pictures(key, images, kwargs)):
@@ -226,6 +227,8 @@ class FolderLogger(RunLogger):
             ConfigError: `key` leaves the folder.
         """
         if not self.is_silent:
+            from ..files import replace_file
+
             replace_file(os.path.join(self._media_folder(key), f"{self._at(step)}.txt"), text)
             self._send_if_due()
 
@@ -261,6 +264,7 @@ class FolderLogger(RunLogger):
         return chosen
 
     def _write_hparams(self) -> None:
+        from ..files import replace_file
         from .hyperparameters import to_yaml
 
         text = to_yaml(self.hparams)
@@ -307,11 +311,3 @@ def keep_old_file(path: str) -> str:
         "Leave version out to get a new folder for each run.",
     )
     return kept
-
-
-def replace_file(path: str, text: str) -> None:
-    """Write a small text file so that a reader sees the old content or the new one, never a part."""
-    temporary = f"{path}.tmp"
-    with open(temporary, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-    os.replace(temporary, path)

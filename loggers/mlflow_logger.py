@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import ConfigError
+from ..files import replace_file
 from .base import rank_zero_experiment
-from .folder import replace_file
 from .hyperparameters import Plain, to_yaml
 from .pictures import read_pictures, to_png
 from .service import ServiceLogger, require_package

@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, MissingDependency
+from ..files import replace_file
 from .base import Metrics, RunLogger, scalars
-from .folder import replace_file
 from .hyperparameters import Plain, flatten, plain_hyperparameters
 
 if TYPE_CHECKING:

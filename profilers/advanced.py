@@ -9,6 +9,7 @@ import pstats
 from collections.abc import Sequence
 
 from ..errors import ConfigError, nearest
+from ..files import only_describes
 from .base import Profiler
 
 __all__ = ["AdvancedProfiler"]
@@ -135,8 +136,9 @@ class AdvancedProfiler(Profiler):
                 stats = self._stats(profile, io.StringIO())
                 path = self.path_of("prof", name)
                 if stats is not None and path is not None:
-                    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-                    stats.dump_stats(path)
+                    with only_describes(f"The profiler's file {path}"):
+                        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+                        stats.dump_stats(path)
         super().describe()
 
     def _enable(self, profile: cProfile.Profile) -> None:

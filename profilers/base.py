@@ -167,9 +167,12 @@ class Profiler:
         report = self.summary()
         path = self._report_path()
         if report and path is not None:
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(report.rstrip("\n") + "\n")
+            from ..files import only_describes
+
+            with only_describes(f"The profiler's report {path}"):
+                os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write(report.rstrip("\n") + "\n")
         elif report and self.local_rank == 0:
             _log.info("%s", report)
         self.teardown(self._stage)

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerAction, profile, record_function
 
 from ..errors import ConfigError, nearest
 from ..fabric.compiling import compiled_parts
+from ..files import only_describes
 from .base import Profiler
 
 if TYPE_CHECKING:
@@ -283,8 +284,9 @@ class PyTorchProfiler(Profiler):
         if path is None and (self.export_to_chrome or self.memory_timeline or self.export_to_flame_graph):
             _log.warning("PyTorchProfiler writes no files: it has no dirpath, and there is no log directory")
         elif path is not None:
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            self._write(recorded, path)
+            with only_describes(f"The profiler's trace {path}"):
+                os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+                self._write(recorded, path)
         if self.on_trace_ready is not None:
             self.on_trace_ready(recorded)
 

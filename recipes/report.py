@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks import ModelCheckpoint
+from ..files import only_describes, replace_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,8 +123,9 @@ class RunReport:
 
     def write(self, run: RunFolder) -> None:
         """Write report.json and report.txt."""
-        run.report.with_suffix(".txt").write_text(self.describe() + "\n", encoding="utf-8")
-        run.report.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+        with only_describes(f"The report {run.report}"):
+            replace_file(run.report.with_suffix(".txt"), self.describe() + "\n")
+            replace_file(run.report, json.dumps(self.as_dict(), indent=1) + "\n")
 
     @classmethod
     def of_complete(cls, run: RunFolder) -> RunReport | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..cli.yaml_file import read, write
 from ..errors import ConfigError
+from ..files import replace_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -127,9 +128,7 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         content = {"command": command, "loopwright": __version__, **facts, "settings": dict(settings)}
-        temporary = self.recipe.with_suffix(f".{os.getpid()}.part")
-        temporary.write_text(_FIRST_LINE + write(content), encoding="utf-8")
-        temporary.replace(self.recipe)
+        replace_file(self.recipe, _FIRST_LINE + write(content))
 
     def save_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Copy the tokenizer with its chat template, unless it is there."""
@@ -137,6 +136,7 @@ class RunFolder:
             return
         temporary = self.tokenizer.with_name(f"tokenizer.{os.getpid()}.part")
         shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()  # a new one: no link is followed
         tokenizer.save_pretrained(str(temporary))
         temporary.rename(self.tokenizer)
 

@@ -10,6 +10,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from ..files import replace_file
+
 __all__ = ["ENVIRONMENT_FILE", "describe_environment", "write_environment"]
 
 ENVIRONMENT_FILE = "environment.json"
@@ -53,9 +55,7 @@ def write_environment(folder: str | os.PathLike[str]) -> Path:
     """
     path = Path(folder, ENVIRONMENT_FILE)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(describe_environment(), indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    replace_file(path, json.dumps(describe_environment(), indent=2) + "\n")
     return path
 
 

@@ -117,7 +117,17 @@
     });
   }
 
-  function layout(chart) {
+  // Where all values are the same, up to rounding, Plotly would show one unit around them, on which 0.001 is 0.
+  function flat(list) {
+    const values = list.flatMap((one) => one.y).filter((value) => value !== null);
+    const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+    const size = Math.max(Math.abs(low), Math.abs(high));
+    if (!values.length || high - low > size * 1e-9) return {};
+    if (controls.log.checked) return low > 0 ? { range: [Math.log10(low) - 0.5, Math.log10(low) + 0.5] } : {};
+    return { range: [low - (0.1 * size || 1), high + (0.1 * size || 1)] };
+  }
+
+  function layout(chart, list) {
     const { ink, dim, line, card } = style();
     const axis = controls.axis.value;
     const frame = { gridcolor: line, linecolor: line, zerolinecolor: line, automargin: true };
@@ -127,7 +137,7 @@
       hoverlabel: { bgcolor: card }, modebar: { bgcolor: "rgba(0,0,0,0)", color: dim, activecolor: ink }, shapes: marks(), uirevision: axis,
       legend: { orientation: "h", yanchor: "top", y: -0.2, x: 0, font: { size: 11 } }, showlegend: true,
       xaxis: { ...frame, ...(zoomed ? { range: [...zoomed] } : {}), title: { text: axis === "time" ? data.time.title : axisTitles[axis], font: { size: 11 } } },
-      yaxis: { ...frame, type: controls.log.checked ? "log" : "linear", exponentformat: "e", hoverformat: ".6g" },
+      yaxis: { ...frame, ...flat(list), type: controls.log.checked ? "log" : "linear", exponentformat: "e", hoverformat: ".6g" },
     };
   }
 
@@ -135,7 +145,8 @@
 
   function drawChart(chart) {
     const isNew = !chart.node.data;
-    Plotly.react(chart.node, traces(chart), layout(chart), config);
+    const list = traces(chart);
+    Plotly.react(chart.node, list, layout(chart, list), config);
     if (isNew) {
       // Zooming one chart zooms all of them: the same stretch of training is looked at everywhere.
       chart.node.on("plotly_relayout", (change) => {

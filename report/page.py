@@ -20,6 +20,7 @@ from itertools import groupby
 from pathlib import Path
 
 from ..errors import ConfigError, MissingDependency
+from ..files import replace_file
 from .charts import GRADIENTS, METRICS, MOST_TOGETHER, Chart, extremes, make_charts, not_finite, thin, with_speed
 from .names import natural, short_names
 from .page_media import render_media
@@ -69,10 +70,7 @@ def write_report(
     if target.is_dir() or not target.absolute().parent.is_dir():
         problem = "is a directory" if target.is_dir() else "is in a directory that does not exist"
         raise ConfigError(f"{str(path)!r} {problem}.", fix="pass the path of the HTML file that is to be written.")
-    text = render_page(runs, title=title, smoothing=smoothing)
-    temporary = target.with_name(f".{target.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, target)
+    replace_file(target, render_page(runs, title=title, smoothing=smoothing))
     return target
 
 

@@ -155,8 +155,9 @@ def _draw(chart: Chart, runs: Sequence[LoggedRun], width: int, height: int, smoo
         return text.append("no finite value\n", "red")
     left, right = min(x for x, _ in everything), max(x for x, _ in everything)
     low, high = min(y for _, y in everything), max(y for _, y in everything)
-    if high - low <= abs(high) * 1e-12:  # a straight line, in the middle
-        margin = abs(high) * 0.1 or 1.0
+    size = max(abs(low), abs(high))
+    if high - low <= size * 1e-9:  # a straight line, in the middle
+        margin = size * 0.1 or 1.0
         low, high = low - margin, high + margin
     cells = _cells([(points, color) for _, color, points, _ in lines], inner, height, (left, right, low, high))
     for row in range(height):

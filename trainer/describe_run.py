@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, cast
 
+from ..files import only_describes
 from ..report import write_environment
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def describe_run(trainer: Trainer) -> None:
     folder = trainer.output.files_dir(cast("str | None", getattr(trainer.logger, "log_dir", None)))
     if not folder or not os.path.isdir(folder):
         return
-    write_environment(folder)
-    if trainer.timeline.is_enabled:
-        trainer.timeline.save(os.path.join(folder, "timeline.json"))
+    with only_describes(f"What the run ran on, and where its time went, in {folder},"):
+        write_environment(folder)
+        if trainer.timeline.is_enabled:
+            trainer.timeline.save(os.path.join(folder, "timeline.json"))

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoint import sharded, verified
-from ...checkpoint.file.disk import open_temporary, remove_quietly, remove_stale, sync_file, sync_folder
+from ...checkpoint.file.disk import sync_file, sync_folder
 from ...checkpoint.sharded.copying import copy as copy_folder
 from ...errors import ConfigError
+from ...files import open_temporary, remove_quietly, remove_stale
 from ...remote import is_url, names_in, why_unwritable
 
 if TYPE_CHECKING:
@@ -253,9 +254,7 @@ def link(target: str, path: str) -> None:
     Raises:
         OSError: The file system does not support links.
     """
-    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.tmp-link-{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(temporary)
+    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.tmp-link-{os.urandom(8).hex()}")
     os.symlink(os.path.relpath(target, os.path.dirname(path)), temporary)
     try:
         os.replace(temporary, path)
@@ -316,11 +315,11 @@ def write_trial(dirpath: str) -> None:
     Raises:
         ConfigError: It cannot be written to: a full disk, a share that is read only, missing credentials.
     """
-    path = f"{dirpath.rstrip('/')}/.loopwright-trial-{os.getpid()}"
+    path = f"{dirpath.rstrip('/')}/.loopwright-trial-{os.urandom(8).hex()}"
     try:
         if is_local(dirpath):
             os.makedirs(dirpath, exist_ok=True)
-            with open(path, "wb") as file:
+            with open(path, "xb") as file:
                 file.write(b"0")
             os.remove(path)
         else:

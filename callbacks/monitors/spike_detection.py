@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError, LoopwrightError
+from ...files import only_describes, replace_file
 from ..base import Callback, from_rank_zero
 
 if TYPE_CHECKING:
@@ -257,8 +258,9 @@ class SpikeDetection(Callback):
         self.bad_batches = sorted({*self.bad_batches, *numbers})
         path = self._file(trainer)
         if trainer.is_global_zero:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.bad_batches))
+            with only_describes(f"The list of batches {path}"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(path, json.dumps(self.bad_batches))
         raise TrainingSpikeException(
             f"batch {number} of epoch {trainer.current_epoch} has the loss {loss:.6g}, the mean of those before is "
             f"{mean:.6g}.",

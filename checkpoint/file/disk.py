@@ -1,9 +1,8 @@
-"""File system operations for checkpoints: locked temporary files, fsync, rename, removal of stale files."""
+"""File system operations for checkpoints: fsync, and files that are on the disk before they get their name."""
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -14,25 +13,17 @@ from ...errors import CheckpointError
 
 try:
     import fcntl
-except ImportError:  # Windows: temporary files of killed processes stay
+except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 __all__ = [
     "cannot_remove",
     "cannot_write",
     "make_folder",
-    "open_temporary",
-    "remove_quietly",
-    "remove_stale",
     "sync_file",
     "sync_folder",
     "write_file",
 ]
-
-logger = logging.getLogger(__name__)
-
-_MARK = ".tmp-"
-_LONGEST_NAME = 150  # of 255 bytes that file systems allow
 
 
 def make_folder(folder: Path) -> None:
@@ -41,23 +32,6 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for parent in reversed(new):
         sync_folder(parent.parent)
-
-
-def open_temporary(target: Path) -> tuple[FileIO, Path]:
-    """Return a new, locked file beside `target`, open for reading and writing, and its path.
-
-    The kernel drops the lock when the process ends, however it ends: so the next save knows what is stale.
-    """
-    stem = target.name.encode()[:_LONGEST_NAME].decode(errors="ignore")
-    while True:
-        path = target.with_name(f".{stem}{_MARK}{os.getpid()}-{os.urandom(4).hex()}")
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0), 0o666)
-        file = FileIO(descriptor, "r+")
-        # Another process that looks for stale files may have locked or removed it in between.
-        if _lock(descriptor) is not False and path.exists():
-            return file, path
-        file.close()
-        remove_quietly(path)
 
 
 def write_file(
@@ -73,6 +47,8 @@ def write_file(
     Raises:
         OSError: It cannot be written, or there is a folder; no unfinished file is left.
     """
+    from ...files import open_temporary, remove_quietly, remove_stale
+
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     make_folder(target.parent)
@@ -93,31 +69,6 @@ def write_file(
     reached("renamed")
     sync_folder(target.parent)
     reached("folder-synced")
-
-
-def remove_stale(folder: Path) -> None:
-    """Remove temporary files that killed processes have left in a folder."""
-    if fcntl is None:
-        return
-    for name in os.listdir(folder):
-        if not name.startswith(".") or _MARK not in name:
-            continue
-        path = folder / name
-        try:
-            with open(path, "rb") as file:
-                if _lock(file.fileno()) is True:
-                    path.unlink()
-                    logger.info("removed %s, which an interrupted save had left", path)
-        except OSError as error:  # another user's file, or gone already: it does not stop this save
-            logger.debug("left %s: %s", path, error)
-
-
-def remove_quietly(path: Path) -> None:
-    """Remove a temporary file; a failure is logged, since an error is already on its way."""
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        logger.warning("cannot remove the unfinished file %s: %s", path, error)
 
 
 def sync_file(descriptor: int) -> None:
@@ -141,19 +92,6 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool | None:
-    """Lock an open file: True done, False another process holds it, None this file system has no locks."""
-    if fcntl is None:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 _FIXES = {

@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO
 
+from ...files import remove_quietly
 from ...protocols import StorageOptions
 from ..file import disk
 from ..file.disk import cannot_remove
@@ -97,13 +98,13 @@ class LocalBackend:
             disk.sync_folder(self.folder)
         except BaseException:
             if self.folder.is_dir():
-                disk.remove_quietly(path)
+                remove_quietly(path)
             raise
 
     def remove(self, names: set[str]) -> None:
         """Remove files; a failure is logged."""
         for name in sorted(names):
-            disk.remove_quietly(self.folder / name)
+            remove_quietly(self.folder / name)
 
 
 class RemoteBackend:

@@ -14,6 +14,7 @@ from io import FileIO
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ...files import open_temporary, remove_quietly, remove_stale
 from ...protocols import StorageOptions
 from ..file import disk
 from ..file.disk import cannot_write
@@ -88,8 +89,8 @@ class LocalTarget:
         """Lock, remove what killed saves have left, and make the folder to write to."""
         parent = self.path.parent
         disk.make_folder(parent)
-        disk.remove_stale(parent)
-        self._lock, self._lock_path = disk.open_temporary(self.path)
+        remove_stale(parent)
+        self._lock, self._lock_path = open_temporary(self.path)
         if self.is_new:
             self.backend = LocalBackend(parent / (self._lock_path.name + _FOLDER))
         self.token = self._lock_path.name.rpartition(".tmp-")[2]
@@ -101,7 +102,7 @@ class LocalTarget:
         if self.is_new:
             self.backend.folder.mkdir()
             return
-        disk.remove_stale(self.path)
+        remove_stale(self.path)
         old = _read_manifest(self.backend)
         if old is not None or MANIFEST not in self.backend.names():
             self._remove_unlocked(set(old.files) if old is not None else set())
@@ -111,7 +112,7 @@ class LocalTarget:
         old = _read_manifest(self.backend)
         folder = self.backend.folder
         disk.sync_folder(folder)
-        file, temporary = disk.open_temporary(folder / MANIFEST)
+        file, temporary = open_temporary(folder / MANIFEST)
         try:
             with file:
                 content = memoryview(encode(manifest))
@@ -121,7 +122,7 @@ class LocalTarget:
                 stages.reached("manifest-synced")
                 os.replace(temporary, folder / MANIFEST)
         except BaseException:
-            disk.remove_quietly(temporary)
+            remove_quietly(temporary)
             raise
         self.is_committed = not self.is_new
         stages.reached("manifest-renamed")
@@ -152,7 +153,7 @@ class LocalTarget:
     def close(self) -> None:
         """Give up the lock."""
         if self._lock is not None:
-            disk.remove_quietly(self._lock_path)
+            remove_quietly(self._lock_path)
             self._lock.close()
             self._lock = None
 

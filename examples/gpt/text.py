@@ -72,7 +72,7 @@ class StandardLibrary(lw.DataModule):
         held_out = files[::HELD_OUT_FILE_EVERY]
         text = {"train": concatenate(sorted(set(files) - set(held_out))), "val": concatenate(held_out)}
         self.cache.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.cache.with_suffix(f".{os.getpid()}.tmp")
+        unfinished = self.cache.with_suffix(f".{os.urandom(8).hex()}.tmp")
         torch.save(text, unfinished)
         unfinished.replace(self.cache)  # atomic: a killed run leaves no incomplete file
 

@@ -11,7 +11,7 @@ from .sources import ROOT, package_files, place, tree_of
 # A folder or file may import what stands in an earlier row, and itself.
 LAYERS = (
     {"errors", "messages", "protocols"},
-    {"console", "deferred_compiler", "lazy", "remote"},
+    {"console", "deferred_compiler", "files", "lazy", "remote"},
     {"tracebacks"},
     {"accelerators"},
     {"optim", "precision"},

@@ -243,9 +243,12 @@ class LogOutput:
     def _keep(self, logger: Logger, rows: Sequence[Row]) -> None:
         """Write rows that a logger did not take into a file."""
         name = type(logger).__name__
-        root = tempfile.gettempdir() if is_url(self._root) else self._root
-        path = os.path.join(root, f"unwritten_rows_{name}.jsonl")
+        start = f"unwritten_rows_{name}"
+        path = os.path.join(self._root, f"{start}.jsonl")
         try:
+            if is_url(self._root):
+                descriptor, path = tempfile.mkstemp(prefix=f"{start}-", suffix=".jsonl")
+                os.close(descriptor)
             with open(path, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row, step, _, _ in rows)
         except (OSError, TypeError) as error:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from ...files import replace_file
 from .optimizer_trial import OptimizerTrial, try_fused
 from .phases import STEP_PHASES, WHOLE_PHASES, StepRecord
 from .report import TimelineReport, make_report
@@ -482,8 +483,7 @@ class Timeline:
             path: Of the file, such as `<log_dir>/timeline.json`, where `loopwright report` looks for it.
         """
         os.makedirs(os.path.dirname(os.fspath(path)) or ".", exist_ok=True)
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(self.as_dict(), file)
+        replace_file(path, json.dumps(self.as_dict()))
 
 
 def exposed_communication(model: object) -> float:

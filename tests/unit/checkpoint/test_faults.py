@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from loopwright import files
 from loopwright.checkpoint import load, save, storage, verify
-from loopwright.checkpoint.file import disk
 from loopwright.errors import CheckpointError
 
 # Python 3.12 warns of a fork beside threads; the children here only save and die.
@@ -115,7 +115,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FailingFile]]:
     class File(FailingFile):
         pass
 
-    monkeypatch.setattr(disk, "FileIO", File)
+    monkeypatch.setattr(files, "FileIO", File)
     yield File
     gc.collect()  # a writer that tried to write again would warn here
 
@@ -178,7 +178,7 @@ def test_a_folder_that_cannot_be_written_is_explained(target: Path, code: int, m
     def refuse(path: Path, *args: Any) -> int:
         raise OSError(code, os.strerror(code), str(path))
 
-    monkeypatch.setattr(disk.os, "open", refuse)
+    monkeypatch.setattr(files.os, "open", refuse)
     with pytest.raises(CheckpointError, match=os.strerror(code)) as raised:
         save(AFTER, target)
     assert "dirpath" in raised.value.fix
@@ -214,15 +214,15 @@ def test_a_name_that_is_too_long_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_file_of_a_running_save_is_not_removed(target: Path) -> None:
-    file, temporary = disk.open_temporary(target)
+    file, temporary = files.open_temporary(target)
     try:
         save(AFTER, target)
         assert temporary.exists()
-        assert in_child(lambda: disk.remove_stale(target.parent)) == 0
+        assert in_child(lambda: files.remove_stale(target.parent)) == 0
         assert temporary.exists()
     finally:
         file.close()
-    disk.remove_stale(target.parent)
+    files.remove_stale(target.parent)
     assert os.listdir(target.parent) == ["a.ckpt"]
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import html
 import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ PROBE = """
     title: plot.parentNode.firstChild.textContent, lines: plot.querySelectorAll("path.js-line").length,
     legend: [...plot.querySelectorAll(".legendtext")].map((text) => text.textContent),
     axis: plot.querySelector(".xtitle")?.textContent, y: plot.layout.yaxis.type, range: plot.layout.xaxis.range,
+    yrange: plot.layout.yaxis.range,
     marks: (plot.layout.shapes || []).length,
     traces: plot.data.map((one) => ({ name: one.name, x: one.x, y: one.y, opacity: one.opacity })) }));
   const set = async (id, value) => { const control = document.querySelector(id);
@@ -63,6 +66,15 @@ PROBE = """
 })();</script></body>"""
 
 
+CONSTANT: dict[str, Callable[[int], float]] = {
+    "small": lambda step: 0.001,
+    "negative": lambda step: -5.0,
+    "zero": lambda step: 0.0,
+    "rounded": lambda step: 7.0 * (1 + step * 1e-12),
+    "gaps": lambda step: 2.0 if step % 2 else math.nan,
+}
+
+
 def browse(page: Path, folder: Path, *options: str) -> tuple[str, str]:
     """Return the page's elements as they are at the end, and what was said on the console."""
     command = [
@@ -78,7 +90,14 @@ def browse(page: Path, folder: Path, *options: str) -> tuple[str, str]:
 def page(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     rows = [
-        {"step": step, "wall_s": step / 10, "val_loss": value, "train_loss": value / 2, "<b>odd</b> & name": value}
+        {
+            "step": step,
+            "wall_s": step / 10,
+            "val_loss": value,
+            "train_loss": value / 2,
+            "<b>odd</b> & name": value,
+            **{name: of(step) for name, of in CONSTANT.items()},
+        }
         for step, value in enumerate(falling(40))
     ]
     write_lines(folder / "other", rows)
@@ -163,6 +182,17 @@ def test_a_filter_leaves_the_charts_that_it_names(seen: dict[str, Any]) -> None:
 
 def test_a_folded_group_is_drawn_when_it_is_opened(seen: dict[str, Any]) -> None:
     assert seen["folded"] == {"before": False, "after": True}
+
+
+@pytest.mark.parametrize("name", ["learning rate", *CONSTANT])
+def test_the_vertical_axis_of_a_constant_is_about_its_value(seen: dict[str, Any], name: str) -> None:
+    value = 0.1 if name == "learning rate" else CONSTANT[name](1)
+    low, high = chart(seen["begin"], name)["yrange"]
+    margin = 0.1 * abs(value) or 1.0
+    assert (low, high) == pytest.approx((value - margin, value + margin))
+    if value > 0:
+        low, high = chart(seen["log"], name)["yrange"]
+        assert (low, high) == pytest.approx((math.log10(value) - 0.5, math.log10(value) + 0.5))
 
 
 def test_zooming_one_chart_zooms_the_others(seen: dict[str, Any]) -> None:

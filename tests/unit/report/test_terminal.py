@@ -48,10 +48,14 @@ def test_a_falling_curve_falls() -> None:
     assert rows[-1][-1] >= 46
 
 
-def test_a_constant_curve_is_one_line_in_the_middle() -> None:
-    run = LoggedRun("run", series={"x": Series("x", [0, 5, 9], [3.0] * 3)})
-    rows = dots(shown([run], width=60))
+@pytest.mark.parametrize("value", [3.0, 0.001, 0.0, -5.0, 1e-12, 1e300])
+def test_a_constant_curve_is_one_line_in_the_middle(value: float) -> None:
+    values = [value, value * (1 + 1e-12), value]
+    run = LoggedRun("run", series={"x": Series("x", [0, 5, 9], values)})
+    text = shown([run], width=60)
+    rows = dots(text)
     assert [number for number, row in enumerate(rows) if row] in ([7], [8])
+    assert f"{value + (0.1 * abs(value) or 1.0):.4g} │" in text
     assert len(max(rows, key=len)) == 60 - 13
 
 
