@@ -23,6 +23,7 @@ from ...trainer.setup import assemble
 from .attached import collect_attached
 from .imports.absent import refuse
 from .optimizers import replace_optimizers, replace_schedules
+from .patch import extend, patch
 
 if TYPE_CHECKING:
     import torch
@@ -91,16 +92,15 @@ def _set_schedules(strategy: Strategy, configs: list[LRSchedulerConfig]) -> None
 def _set_module(strategy: Strategy, module: nn.Module | None) -> None:
     trainer = strategy.__dict__.get("_lightning_trainer")
     if trainer is not None:
-        trainer._spawned_module = module
+        patch(trainer, "_spawned_module", module)
 
 
 # In place, so that `trainer.strategy` is the strategy itself, and not a wrapper.
-Strategy.__getattr__ = _of_trainer  # type: ignore[attr-defined]
-Strategy.optimizers = property(_get_optimizers, _set_optimizers)  # type: ignore[attr-defined]
-Strategy.lr_scheduler_configs = property(_get_schedules, _set_schedules)  # type: ignore[attr-defined]
-Strategy._lightning_module = property(  # type: ignore[attr-defined]
-    lambda strategy: _of_trainer(strategy, "lightning_module"), _set_module
-)
+extend(Strategy, "__getattr__", _of_trainer)
+extend(Strategy, "optimizers", property(_get_optimizers, _set_optimizers))
+extend(Strategy, "lr_scheduler_configs", property(_get_schedules, _set_schedules))
+_lightning_module = property(lambda strategy: _of_trainer(strategy, "lightning_module"), _set_module)
+extend(Strategy, "_lightning_module", _lightning_module)
 
 
 def _sharding_strategy(plan: ShardingPlan) -> object:
@@ -126,7 +126,7 @@ def _connect(trainer: Trainer) -> Callable[[nn.Module], None]:
     """Return a function that attaches a module to the trainer, outside of a run."""
 
     def connect(model: nn.Module) -> None:
-        trainer._spawned_module = model
+        patch(trainer, "_spawned_module", model)
 
     return connect
 

@@ -7,6 +7,7 @@ import warnings
 
 from ... import errors
 from .imports.finder import LightningFinder
+from .patch import patch
 
 __all__ = [
     "LightningDeprecationWarning",
@@ -64,8 +65,8 @@ def _accept_one_argument() -> None:
     def __str__(self: errors.LoopwrightError) -> str:
         return shown(self) if self.fix else str(self.what)
 
-    errors.LoopwrightError.__init__ = __init__  # type: ignore[method-assign]
-    errors.LoopwrightError.__str__ = __str__  # type: ignore[method-assign]
+    patch(errors.LoopwrightError, "__init__", __init__)
+    patch(errors.LoopwrightError, "__str__", __str__)
 
 
 _accept_one_argument()

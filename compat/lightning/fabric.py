@@ -23,6 +23,7 @@ from .callbacks.external import with_external
 from .objects import trust_objects, with_objects
 from .overrides import find_own
 from .parity import switches
+from .patch import extend
 
 __all__ = ["Fabric", "find_free_network_port", "unwrap_objects"]
 
@@ -112,8 +113,8 @@ class Fabric(fabric.Fabric):
 
 
 # Libraries look into a wrapped module: at what the strategy made of it, and at the user's own.
-FabricModule._forward_module = property(lambda module: module._without_fabric)  # type: ignore[attr-defined]
-FabricModule._original_module = property(lambda module: module.module)  # type: ignore[attr-defined]
+extend(FabricModule, "_forward_module", property(lambda module: module._without_fabric))
+extend(FabricModule, "_original_module", property(lambda module: module.module))
 
 
 def find_free_network_port() -> int:

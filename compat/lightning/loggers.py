@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import loggers
 from ...loggers.folder import FolderLogger
+from .patch import extend
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -37,9 +38,9 @@ def _filesystem(logger: FolderLogger) -> object:  # fsspec is not annotated
     return get_filesystem(logger.save_dir or ".")
 
 
-FolderLogger._fs = property(_filesystem)  # type: ignore[attr-defined]
+extend(FolderLogger, "_fs", property(_filesystem))
 # In place: libraries assign it to start the next run of a logger.
-FolderLogger._version = property(lambda logger: logger.taken_version, _set_version)  # type: ignore[attr-defined]
+extend(FolderLogger, "_version", property(lambda logger: logger.taken_version, _set_version))
 
 
 class TensorBoardLogger(loggers.TensorBoardLogger):

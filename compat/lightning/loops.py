@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ...protocols import Loader, Loaders, StateDict
     from ...trainer.run import Run
     from ...trainer.trainer import Trainer
+    from .parity.progress import Count, LoopCounts
 
 __all__ = ["BatchProgress", "Counts", "LoopView", "TrainLoop", "count_evaluations", "refuse_own_loop"]
 
@@ -131,8 +132,11 @@ class LoopView:
     # --- counts ----------------------------------------------------------------------------------------------------
 
     @property
-    def batch_progress(self) -> BatchProgress:
+    def batch_progress(self) -> BatchProgress | Count:
         """Counts of batches; while a batch is trained on, it is ready and not completed."""
+        counts = self._counts
+        if counts is not None:
+            return counts.batch if self._stage == "train" else counts.evaluated[self._key]
         if self._stage != "train":
             return self._evaluated_batches()
         run = self._trainer.latest_run()
@@ -153,6 +157,10 @@ class LoopView:
         counts = dict(zip(("ready", "started", "processed", "completed"), counted, strict=True))
         is_last = counts["ready"] > 0 and counts["ready"] == sum(self._batches())
         return BatchProgress(Counts(**counts), Counts(**counts), is_last)
+
+    @property
+    def _counts(self) -> LoopCounts | None:
+        return getattr(self._trainer, "loop_counts", None)
 
     @property
     def batch_idx(self) -> int:
@@ -178,14 +186,22 @@ class LoopView:
     @property
     def automatic_optimization(self) -> SimpleNamespace:
         """Counts of optimizer steps: `optim_progress.optimizer_steps`."""
+        counted = self._counts
+        if counted is not None:
+            optimizer = SimpleNamespace(step=counted.step, zero_grad=counted.zero_grad)
+            steps = counted.step.total.completed
+            return SimpleNamespace(optim_progress=SimpleNamespace(optimizer_steps=steps, optimizer=optimizer))
         steps = self._trainer.global_step if self._is_automatic else 0
         counts = _FreeCounts(ready=steps, started=steps, completed=steps)
-        optimizer = SimpleNamespace(step=SimpleNamespace(total=counts, current=counts))
+        step = SimpleNamespace(total=counts, current=counts)
+        optimizer = SimpleNamespace(step=step, zero_grad=step)
         return SimpleNamespace(optim_progress=SimpleNamespace(optimizer_steps=steps, optimizer=optimizer))
 
     @property
-    def scheduler_progress(self) -> SimpleNamespace:
+    def scheduler_progress(self) -> SimpleNamespace | Count:
         """Counts of steps of schedules: `scheduler_progress.total.completed`."""
+        if self._counts is not None:
+            return self._counts.schedule
         configs = self._trainer.lr_scheduler_configs
         steps = sum(getattr(config.scheduler, "last_epoch", 0) for config in configs)
         return SimpleNamespace(total=Counts(ready=steps, completed=steps))
@@ -193,6 +209,8 @@ class LoopView:
     @property
     def manual_optimization(self) -> SimpleNamespace:
         """Counts of steps in manual optimization: `optim_step_progress.total.completed`."""
+        if self._counts is not None:
+            return SimpleNamespace(optim_step_progress=self._counts.manual)
         steps = 0 if self._is_automatic else self._trainer.global_step
         counts = _FreeCounts(ready=steps, completed=steps)
         return SimpleNamespace(optim_step_progress=SimpleNamespace(total=counts, current=counts))
@@ -359,8 +377,10 @@ class TrainLoop(FitLoop):
         return self.epoch_loop._combined_loader
 
     @property
-    def epoch_progress(self) -> SimpleNamespace:
+    def epoch_progress(self) -> SimpleNamespace | Count:
         """Counts of epochs, to be read: `epoch_progress.current.completed`."""
+        if self.epoch_loop._counts is not None:
+            return self.epoch_loop._counts.epoch
         run, done = self._trainer._run, self._trainer.current_epoch
         begun = done + (run is not None and run.stream is not None and self._trainer.state.stage == "train")
         processed = done + (run is not None and run.is_epoch_over and begun > done)
@@ -371,6 +391,10 @@ class TrainLoop(FitLoop):
     def max_batches(self) -> int | float:
         """Micro-batches of an epoch."""
         return self._trainer.num_training_batches
+
+    @property
+    def _counts(self) -> LoopCounts | None:
+        return getattr(self._trainer, "loop_counts", None)
 
     @property
     def batch_idx(self) -> int:

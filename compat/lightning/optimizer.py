@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ...protocols import StateDict
 from ...trainer.loop.optimizers import ManagedOptimizer
+from .patch import extend, patch
 
 __all__ = ["do_nothing_closure"]
 
@@ -65,7 +66,7 @@ def _around_step(name: str) -> property:
         own = managed.__dict__
         own[name] = function
         if "step" not in own:  # from now on this optimizer calls them; others pay nothing
-            own["step"] = lambda closure=None, **kwargs: _step(managed, closure, **kwargs)
+            patch(managed, "step", lambda closure=None, **kwargs: _step(managed, closure, **kwargs))
 
     return property(read, assign)
 
@@ -85,8 +86,8 @@ def _shown(managed: ManagedOptimizer) -> str:
     return f"Lightning{managed.optimizer!r}"
 
 
-ManagedOptimizer.__repr__ = _shown  # type: ignore[method-assign]  # programs print it
+patch(ManagedOptimizer, "__repr__", _shown)  # programs print it
 
 for _name in ("_on_before_step", "_on_after_step"):
-    setattr(ManagedOptimizer, _name, _around_step(_name))
-ManagedOptimizer._optimizer = property(lambda managed: managed.optimizer)  # type: ignore[attr-defined]
+    extend(ManagedOptimizer, _name, _around_step(_name))
+extend(ManagedOptimizer, "_optimizer", property(lambda managed: managed.optimizer))

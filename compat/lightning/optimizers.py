@@ -12,6 +12,7 @@ from ...trainer.checkpointing import optimizer_record
 from ...trainer.loop.schedule import needs_closure
 from ...trainer.setup import assemble, begin
 from .imports.absent import refuse
+from .patch import patch
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -52,7 +53,7 @@ def replace_optimizers(trainer: Trainer, optimizers: list[Optimizer]) -> None:
     if run.plan is not None:
         fresh = assemble.make_plan(run, trainer)
         for name in _BOUND:
-            setattr(run.plan, name, getattr(fresh, name))
+            patch(run.plan, name, getattr(fresh, name))
         trainer.timeline.rebind()
 
 

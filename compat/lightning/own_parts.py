@@ -16,6 +16,7 @@ from ...strategies import Strategy
 from ...trainer.loop.optimizers import ManagedOptimizer
 from .enums import GradClipAlgorithmType
 from .overrides import find_own
+from .patch import extend, patch
 from .precision import computed
 
 if TYPE_CHECKING:
@@ -46,26 +47,26 @@ def serve_overrides(trainer: Trainer) -> None:
         if own and not _is_core(cls):
             cls.__bases__ = tuple(map(_adapted, cls.__bases__))
     if "backward" in own:
-        strategy.__dict__["backward"] = partial(_backward, trainer)
+        patch(strategy, "backward", partial(_backward, trainer))
     if "optimizer_step" in own:
-        strategy.__dict__["optimizer_step"] = partial(_optimizer_step, trainer, strategy)
+        patch(strategy, "optimizer_step", partial(_optimizer_step, trainer, strategy))
         if trainer.fabric._precision_steps:
             strategy.__dict__["_stepping_precision"] = precision
-            trainer.fabric._precision_steps = False
+            patch(trainer.fabric, "_precision_steps", False)
     if own.keys() & set(_STEPS):
-        strategy.__dict__["bind_step"] = partial(_bind_step, strategy, own.keys())
+        patch(strategy, "bind_step", partial(_bind_step, strategy, own.keys()))
     if "convert_input" in of_precision:
-        strategy.__dict__["bind_step"] = partial(_bind_converting, strategy.bind_step, precision)
+        patch(strategy, "bind_step", partial(_bind_converting, strategy.bind_step, precision))
     if _OF_PRECISION & of_precision.keys():
         strategy.__dict__["_precision_of_program"] = precision
         if not own:
-            strategy.__dict__["backward"] = partial(_with_optimizer(type(strategy).backward), strategy)
+            patch(strategy, "backward", partial(_with_optimizer(type(strategy).backward), strategy))
     if _CLIPPING & of_precision.keys():
         for algorithm in ("norm", "value"):
             clip = getattr(strategy, f"clip_gradients_{algorithm}")
-            strategy.__dict__[f"clip_gradients_{algorithm}"] = partial(_clip, precision, clip, algorithm)
+            patch(strategy, f"clip_gradients_{algorithm}", partial(_clip, precision, clip, algorithm))
     if "optimizer_step" in of_precision:
-        precision.__dict__["optimizer_step"] = partial(_optimizer_step, trainer, precision)
+        patch(precision, "optimizer_step", partial(_optimizer_step, trainer, precision))
 
 
 def call_strategy_hooks(run: Run) -> None:
@@ -165,7 +166,7 @@ def _make_step(name: str) -> Callable[..., Any]:
 
 
 for _name in _STEPS:
-    setattr(Strategy, _name, _make_step(_name))
+    extend(Strategy, _name, _make_step(_name))
 
 
 def _do_nothing(self: Strategy, *arguments: Any) -> None:
@@ -177,8 +178,8 @@ def _do_nothing_with_batch(self: Strategy, batch: Any, batch_idx: int) -> None:
 
 
 for _name in ("setup", *_EVENTS):
-    setattr(Strategy, _name, _do_nothing)
-Strategy.on_train_batch_start = _do_nothing_with_batch  # type: ignore[attr-defined]
+    extend(Strategy, _name, _do_nothing)
+patch(Strategy, "on_train_batch_start", _do_nothing_with_batch)
 
 
 def _is_core(cls: type) -> bool:

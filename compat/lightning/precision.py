@@ -17,6 +17,7 @@ from ...precision.base import DefaultDtype, cast_floats
 from ...strategies.deepspeed import precision as deepspeed
 from ...trainer.loop.optimizers import ManagedOptimizer
 from ...trainer.module import Module
+from .patch import extend, patch
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as ShardedDtypes
@@ -57,7 +58,7 @@ def _with_model(core: Any) -> Any:
 
 
 for _class in (Precision, MixedPrecision):
-    _class.optimizer_step = _with_model(_class.__dict__["optimizer_step"])  # type: ignore[method-assign]
+    patch(_class, "optimizer_step", _with_model(_class.__dict__["optimizer_step"]))
 
 
 def _main_params(self: Any, optimizer: Optimizer) -> Iterator[Tensor]:
@@ -144,8 +145,8 @@ _METHODS = {
     **{f"{stage}_step_context": _forward_context for stage in ("train", "val", "test", "predict")},
 }
 for _name, _method in _METHODS.items():
-    setattr(Precision, _name, _method)
-MixedPrecision.autocast_context_manager = _forward_context  # type: ignore[attr-defined]
+    extend(Precision, _name, _method)
+extend(MixedPrecision, "autocast_context_manager", _forward_context)
 
 
 class DeepSpeedPrecision(deepspeed.DeepSpeedPrecision):

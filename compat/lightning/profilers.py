@@ -13,6 +13,7 @@ from torch.profiler import ProfilerAction
 from ... import profilers
 from ...messages import warn
 from ...profilers.pytorch import Session
+from .patch import extend
 
 __all__ = ["PyTorchProfiler"]
 
@@ -39,9 +40,9 @@ def _prepare_filename(profiler: profilers.Profiler, action_name: str | None = No
 
 # Libraries ask for the file that Lightning's profilers hold open while they write; here none is. Profilers of programs
 # call the other two. In place, because programs with and without this layer share the class.
-profilers.Profiler._output_file = None  # type: ignore[attr-defined]
-profilers.Profiler._stats_to_str = _stats_to_str  # type: ignore[attr-defined]
-profilers.Profiler._prepare_filename = _prepare_filename  # type: ignore[attr-defined]
+extend(profilers.Profiler, "_output_file", None)
+extend(profilers.Profiler, "_stats_to_str", _stats_to_str)
+extend(profilers.Profiler, "_prepare_filename", _prepare_filename)
 
 
 def _record_always(step: int) -> ProfilerAction:

@@ -54,6 +54,7 @@ from .optimizers import replace_optimizers
 from .overrides import check_overrides
 from .own_parts import call_strategy_hooks, serve_overrides, set_strategy_up
 from .parity import switches
+from .patch import patch
 from .profilers import PyTorchProfiler
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from ...trainer.loop.eval_loop import EvalLoader
     from ...trainer.metrics.accumulators import ScalarAccumulator
     from ...trainer.run import Run
+    from .parity.progress import LoopCounts
 
 __all__ = ["Trainer"]
 
@@ -94,15 +96,16 @@ class Trainer(trainer.Trainer):
         check_overrides(self.fabric.accelerator, "accelerator")
         connectors.bind_strategy(self)
         serve_overrides(self)
-        self.profiler.STEP_ACTION = STEP
+        patch(self.profiler, "STEP_ACTION", STEP)
         self.state = TrainerState()
         self.evaluated: dict[str, list[int]] = {}
+        self.loop_counts: LoopCounts | None = None
         self._own_loops: dict[str, LoopView] = {}
-        self.saving = _Saving(self)
+        patch(self, "saving", _Saving(self))
         limits = {name: getattr(self.fit_loop, name) for name in ("max_epochs", "min_epochs", "max_steps", "min_steps")}
-        self.fit_loop = TrainLoop(self, **limits)
+        patch(self, "fit_loop", TrainLoop(self, **limits))
         is_disabled = self._metrics.is_disabled
-        self._metrics = _Metrics(self.fabric.device)
+        patch(self, "_metrics", _Metrics(self.fabric.device))
         self._metrics.is_disabled = is_disabled
         self._metrics.shows_evaluated_batches = False
         self._checkpoint_connector = connectors._CheckpointConnector(self)
@@ -111,9 +114,9 @@ class Trainer(trainer.Trainer):
         self._has_parity = False
         self._around_run = ExitStack()  # left when a verb ends
         self._has_fitted = False
-        self.batch_size_rule = _search_sizes
+        patch(self, "batch_size_rule", _search_sizes)
         for curve in switches.functions("search"):
-            self.learning_rate_curve = curve
+            patch(self, "learning_rate_curve", curve)
         for change in switches.functions("tuning"):
             change(self)
 
@@ -250,7 +253,8 @@ class Trainer(trainer.Trainer):
             before = change(self, before)
         every = self.check_val_every_n_epoch or 1
         is_checked = bool(self.num_sanity_val_steps) or ckpt_path is not None
-        self.loaders.waits_for_validation = not is_checked and bool((self.current_epoch + 1) % every)
+        waits = not is_checked and bool((self.current_epoch + 1) % every)
+        patch(self.loaders, "waits_for_validation", waits)
         restore = super()._begin_fit(run, ckpt_path, is_trusted=is_trusted, before=before)
         resting = sum(not module.training for module in run.module.modules())
         if resting:
@@ -354,7 +358,7 @@ class Trainer(trainer.Trainer):
 
     @_model.setter
     def _model(self, model: nn.Module | None) -> None:
-        self._spawned_module = model
+        patch(self, "_spawned_module", model)
 
     @property
     def _results(self) -> connectors.ResultsView:
@@ -380,7 +384,8 @@ class _Saving(Saving):
         own = checkpoint.get(OWN_KEY)
         if isinstance(own, dict) and not self._trainer.strategy.saves_shards("full"):
             checkpoint.setdefault(LIGHTNING_VERSION_KEY, VERSION)
-            checkpoint.setdefault("loops", {"fit_loop": lightning_loop(own.get("progress", {}))})
+            loop, counts = lightning_loop(own.get("progress", {})), self._trainer.loop_counts
+            checkpoint.setdefault("loops", {"fit_loop": loop if counts is None else {**loop, **counts.fit_state()}})
 
     def _write(self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: object) -> None:
         own = checkpoint.get(OWN_KEY)
@@ -515,6 +520,7 @@ _OF_A_LOADER = {
 }
 
 # The replaced functions of the core, which are not part of a run and have no Trainer.
-lifecycle.find_override = _find_override  # type: ignore[attr-defined]
-snapshot.hyperparameters = _hyperparameters
-begin.check_hook_names = trainer.check_hook_names = _warn_of_hook_names  # type: ignore[attr-defined]
+patch(lifecycle, "find_override", _find_override)
+patch(snapshot, "hyperparameters", _hyperparameters)
+for _module in (begin, trainer):
+    patch(_module, "check_hook_names", _warn_of_hook_names)

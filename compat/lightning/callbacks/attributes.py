@@ -21,6 +21,7 @@ from ....callbacks import (
     WeightAveraging,
 )
 from ....callbacks.averaging.weights import tensors_of, write
+from ..patch import extend, patch
 from .progress import get_standard_metrics
 
 if TYPE_CHECKING:
@@ -103,5 +104,5 @@ _ATTRIBUTES: dict[type, dict[str, Callable[[Any], object]]] = {
 # In place, because programs with and without this layer share the classes.
 for _class, _readable in _ATTRIBUTES.items():
     for _name, _compute in _readable.items():
-        setattr(_class, _name, _Readable(_compute))
-ProgressBar.get_metrics = _metrics_of_bar  # type: ignore[method-assign,assignment]
+        extend(_class, _name, _Readable(_compute))
+patch(ProgressBar, "get_metrics", _metrics_of_bar)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any  # Any: what a subclass assigns
 from torch import Tensor, tensor
 
 from ....callbacks import ModelCheckpoint
+from ..patch import extend, patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -105,9 +106,10 @@ def _assignable(name: str, assign: Callable[[Any, Any], None]) -> property:
 
 
 for _name, _assign in _ASSIGNED.items():
-    setattr(ModelCheckpoint, _name, _assignable(_name, _assign))
-for _function in (_monitor_candidates, _save, _save_topk_checkpoint, _save_last_checkpoint):
-    setattr(ModelCheckpoint, _function.__name__, _function)
+    patch(ModelCheckpoint, _name, _assignable(_name, _assign))
+patch(ModelCheckpoint, "_save", _save)
+for _function in (_monitor_candidates, _save_topk_checkpoint, _save_last_checkpoint):
+    extend(ModelCheckpoint, _function.__name__, _function)
 
 
 def _last_step(callback: Any) -> Any:
@@ -119,9 +121,7 @@ def _last_path(callback: Any) -> Any:
 
 
 # A program that saves by itself assigns them.
-ModelCheckpoint._last_global_step_saved = property(  # type: ignore[attr-defined]
-    _last_step, lambda callback, step: setattr(callback, "_written_step", step)
-)
-ModelCheckpoint._last_checkpoint_saved = property(  # type: ignore[attr-defined]
-    _last_path, lambda callback, path: callback.__dict__.update(_own_last_path=path)
-)
+_last_saved = property(_last_step, lambda callback, step: patch(callback, "_written_step", step))
+_last_file = property(_last_path, lambda callback, path: callback.__dict__.update(_own_last_path=path))
+extend(ModelCheckpoint, "_last_global_step_saved", _last_saved)
+extend(ModelCheckpoint, "_last_checkpoint_saved", _last_file)

@@ -11,6 +11,7 @@ from ....callbacks.model_checkpoint.top_k import TopK
 from ....trainer.hooks import Hook
 from ....trainer.run import Run
 from ....trainer.trainer import Trainer
+from ..patch import patch
 
 __all__ = [
     "keep_first_folder",
@@ -26,14 +27,14 @@ def save_last_with_best(run: Run) -> None:
     """Let a ModelCheckpoint that counts epochs write `last` only where it writes another file, or never has."""
     for callback in run.callbacks:
         if isinstance(callback, ModelCheckpoint):
-            callback._updates_last_alone = False
+            patch(callback, "_updates_last_alone", False)
 
 
 def write_all_digits(run: Run) -> None:
     """Let a metric without a format have all its digits in the name of a checkpoint."""
     for callback in run.callbacks:
         if isinstance(callback, ModelCheckpoint):
-            callback._number_format = ""
+            patch(callback, "_number_format", "")
 
 
 def keep_first_folder(run: Run) -> None:
@@ -43,7 +44,7 @@ def keep_first_folder(run: Run) -> None:
         def on_fit_start() -> None:
             for callback in run.callbacks:
                 if isinstance(callback, ModelCheckpoint) and callback._given_dirpath is None:
-                    callback._given_dirpath = callback.dirpath or default_dirpath(run.trainer)
+                    patch(callback, "_given_dirpath", callback.dirpath or default_dirpath(run.trainer))
             fire()
 
         return on_fit_start
@@ -60,7 +61,7 @@ def keep_written_steps(run: Run) -> None:
             written = [callback._written_step for callback in callbacks]
             fire()
             for callback, step in zip(callbacks, written, strict=True):
-                callback._written_step = step
+                patch(callback, "_written_step", step)
 
         return on_train_start
 
@@ -71,7 +72,8 @@ def save_with_latest_values(run: Run) -> None:
     """Let a ModelCheckpoint save when it is due, once per step, with the values that there are."""
     callbacks = [one for one in run.callbacks if isinstance(one, ModelCheckpoint)]
     for callback in callbacks:
-        vars(callback).update(_trigger=partial(_trigger, callback), _is_fresh=partial(_is_fresh, callback))
+        patch(callback, "_trigger", partial(_trigger, callback))
+        patch(callback, "_is_fresh", partial(_is_fresh, callback))
 
     def around(fire: Hook) -> Hook:
         def on_train_epoch_end() -> None:
@@ -127,7 +129,7 @@ def replace_earliest(run: Run) -> None:
     """Let a ModelCheckpoint replace the earliest of several files with the same score."""
     for callback in run.callbacks:
         if isinstance(callback, ModelCheckpoint):
-            callback._top_k_type = _EarliestFirst
+            patch(callback, "_top_k_type", _EarliestFirst)
             known = callback._state.top_k
             top_k = _EarliestFirst(known.k, known.mode, known.scores)
-            callback._state = replace(callback._state, top_k=top_k)
+            patch(callback, "_state", replace(callback._state, top_k=top_k))

@@ -18,6 +18,7 @@ from ....trainer.loop.loss import Loss, read_loss
 from ....trainer.loop.step import count_window, detached_mean, drop_window, outputs_of
 from ....trainer.run import Run
 from ....trainer.trainer import Trainer
+from ..patch import patch
 
 __all__ = ["step_with_closures", "train_window_with_closure"]
 
@@ -25,7 +26,7 @@ __all__ = ["step_with_closures", "train_window_with_closure"]
 def step_with_closures(trainer: Trainer) -> None:
     """Let optimizers get the training step of a window's last micro-batch as their closure."""
     loop = trainer.fit_loop
-    setattr(loop, "_choose_step", partial(_choose_step, loop))  # noqa: B010
+    patch(loop, "_choose_step", partial(_choose_step, loop))
 
 
 def _choose_step(loop: FitLoop, run: Run) -> Callable[[Run, int], bool]:
@@ -35,7 +36,7 @@ def _choose_step(loop: FitLoop, run: Run) -> Callable[[Run, int], bool]:
     if not is_one_step or run.fabric.precision.has_scaler or run.skips_bad_steps:
         return chosen
     for managed in run.managed:
-        managed._take_step = partial(_take_step, run)
+        patch(managed, "_take_step", partial(_take_step, run))
     return train_window_with_closure
 
 

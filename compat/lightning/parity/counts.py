@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from ....trainer.loop.step import count_own_step
 from ....trainer.run import Run
 from ....trainer.state import Progress
 from ....trainer.trainer import Trainer
+from ..patch import patch
 
 __all__ = [
     "OptimizerProgress",
@@ -22,6 +24,7 @@ __all__ = [
     "count_cut_epochs",
     "count_optimizers",
     "count_own_steps",
+    "estimate_steps",
     "keep_callbacks",
 ]
 
@@ -55,7 +58,8 @@ class OptimizerProgress(Progress):
 
 def count_optimizers(trainer: Trainer) -> None:
     """Let the Trainer's steps be those of all optimizers."""
-    trainer.progress = OptimizerProgress(**{one.name: getattr(trainer.progress, one.name) for one in fields(Progress)})
+    counts = {one.name: getattr(trainer.progress, one.name) for one in fields(Progress)}
+    patch(trainer, "progress", OptimizerProgress(**counts))
 
 
 def count_own_steps(run: Run) -> None:
@@ -68,7 +72,7 @@ def count_own_steps(run: Run) -> None:
     for one in run.managed:
         one.num_steps = 0
         one.__dict__.pop("_uncounted", None)
-    loop.plan_counts_steps = True
+    patch(loop, "plan_counts_steps", True)
 
     def finish(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
         progress.steps += 1
@@ -86,7 +90,7 @@ def count_cut_epochs(trainer: Trainer) -> None:
         ("_validation_is_due", _validation_is_due),
         ("_when_to_look", _when_to_look),
     ):
-        setattr(loop, name, partial(function, loop))
+        patch(loop, name, partial(function, loop))
 
 
 def _close_epoch(loop: FitLoop, run: Run, *, is_over: bool, is_stuck: bool) -> None:
@@ -98,6 +102,8 @@ def _close_epoch(loop: FitLoop, run: Run, *, is_over: bool, is_stuck: bool) -> N
 
 
 def _validation_is_due(loop: FitLoop, run: Run, *, is_epoch_over: bool) -> bool:
+    if run.progress.epoch_left:  # by a -1 of on_train_batch_start
+        return False
     if FitLoop._validation_is_due(loop, run, is_epoch_over=is_epoch_over):
         return True
     trainer, progress, every = run.trainer, run.progress, run.trainer.check_val_every_n_epoch
@@ -117,7 +123,7 @@ def _when_to_look(loop: FitLoop, run: Run) -> int:
 
 def keep_callbacks(trainer: Trainer) -> None:
     """Let callbacks that another Trainer has trained with continue with what they know of that run."""
-    setattr(trainer, "_adopt_callbacks", _adopt_as_they_are)  # noqa: B010
+    patch(trainer, "_adopt_callbacks", _adopt_as_they_are)
 
 
 def _adopt_as_they_are() -> None:
@@ -127,5 +133,26 @@ def _adopt_as_they_are() -> None:
 def begin_anew(trainer: Trainer, before: StateDict | None) -> StateDict | None:
     """Let a fit leave out what optimizers, schedules and data of the one before have left."""
     if not trainer.progress.epoch_open:
-        trainer.stream_state = None
+        patch(trainer, "stream_state", None)
     return None
+
+
+def estimate_steps(trainer: Trainer) -> int | float | None:
+    """Return the number of steps with the present accumulation, also where a callback changes it later.
+
+    None outside of fit.
+    """
+    run, loop = trainer.present_run(), trainer.fit_loop
+    if run is None:
+        return None
+    if loop.epoch_limit == -1:
+        return math.inf if loop.max_steps == -1 else loop.max_steps
+    trainer.open_training(run)
+    assert run.stream is not None
+    if math.isinf(run.stream.num_batches):
+        return loop.max_steps
+    scheduler, accumulate = trainer.accumulation_scheduler, trainer.accumulate_grad_batches
+    if scheduler is not None and run.plan is not None:
+        accumulate = scheduler.get_accumulate_grad_batches(trainer.current_epoch)
+    steps = math.ceil(run.stream.num_batches / accumulate) * max(loop.epoch_limit, 1)
+    return steps if loop.max_steps == -1 else min(steps, loop.max_steps)

@@ -7,6 +7,7 @@ from typing import Any
 from ....data.module import DataModule
 from ....trainer.hooks import Hook, data_bases, find_override
 from ....trainer.run import Run
+from ..patch import patch
 
 __all__ = ["call_earlier_data_module"]
 
@@ -39,6 +40,6 @@ def call_earlier_data_module(run: Run) -> None:
 
         return around
 
-    setattr(lifecycle, "all_own", all_own_with_earlier)  # noqa: B010
+    patch(lifecycle, "all_own", all_own_with_earlier)
     for name in ("setup", "teardown"):
         lifecycle.wrap(name, first(name))

@@ -14,6 +14,7 @@ from ....trainer.loop.eval_loop import EvalLoader, EvalLoop
 from ....trainer.run import Run
 from ....trainer.setup.loaders import StageLoaders
 from ....trainer.trainer import Trainer
+from ..patch import patch
 from .reading import try_to_iterate
 
 __all__ = ["begin_before_hooks"]
@@ -37,9 +38,9 @@ class BegunLoader(EvalLoader):
 
 def begin_before_hooks(trainer: Trainer) -> None:
     """Let each evaluation begin to iterate before its hooks: what the first loader draws then, it draws before them."""
-    setattr(trainer, "_eval_loop", partial(_loop_that_begins, trainer._eval_loop))  # noqa: B010
+    patch(trainer, "_eval_loop", partial(_loop_that_begins, trainer._eval_loop))
     loaders = trainer.loaders
-    setattr(loaders, "open_eval", partial(_open_and_try, loaders, loaders.open_eval))  # noqa: B010
+    patch(loaders, "open_eval", partial(_open_and_try, loaders, loaders.open_eval))
 
 
 def _open_and_try(loaders: StageLoaders, open_eval: Callable[[str], EvalLoader], stage: str) -> EvalLoader:
@@ -53,7 +54,7 @@ def _open_and_try(loaders: StageLoaders, open_eval: Callable[[str], EvalLoader],
 
 def _loop_that_begins(make: Callable[..., EvalLoop], run: Run, stage: str, data: EvalLoader) -> EvalLoop:
     loop = make(run, stage, data)
-    setattr(loop, "run", partial(_begin_and_run, loop.run))  # noqa: B010
+    patch(loop, "run", partial(_begin_and_run, loop.run))
     return loop
 
 

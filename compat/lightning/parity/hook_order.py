@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ....trainer.hooks import module_bases
 from ....trainer.run import Run
+from ..patch import patch
 
 __all__ = ["save_within_events"]
 
@@ -18,9 +19,9 @@ def save_within_events(run: Run) -> None:
         system = [life._system[name]] if name in life._system else []
         # In a checkpoint of on_validation_end the validation is done; a batch's row has what the module logs there.
         ordered = [*system, *hooks, *own] if name == "on_validation_end" else [*hooks, *own, *system]
-        setattr(life, name, life._fire(name, ordered, [], []))
-    setattr(life, "finish_event", _finish_nothing)  # noqa: B010
-    setattr(life, "pending_checkpoints", _finish_nothing)  # noqa: B010
+        patch(life, name, life._fire(name, ordered, [], []))
+    patch(life, "finish_event", _finish_nothing)
+    patch(life, "pending_checkpoints", _finish_nothing)
 
 
 def _finish_nothing() -> None:

@@ -19,6 +19,7 @@ from ....trainer.metrics.accumulators import with_suffix
 from ....trainer.metrics.current_values import CurrentValues
 from ....trainer.run import Run
 from ....trainer.trainer import Trainer
+from ..patch import patch
 
 __all__ = [
     "LearningRateMonitor",
@@ -64,8 +65,8 @@ def show_latest(trainer: Trainer) -> None:
 def show_one_key(trainer: Trainer) -> None:
     """Let a value that is logged by step and by epoch be in the bar's metrics under the two keys, not under its own."""
     metrics = trainer._metrics
-    setattr(metrics, "show", partial(_show_first, metrics.show))  # noqa: B010  # a Trainer is pickled with it
-    trainer._current_values = _OneKey(metrics)
+    patch(metrics, "show", partial(_show_first, metrics.show))  # a Trainer is pickled with it
+    patch(trainer, "_current_values", _OneKey(metrics))
 
 
 class _OneKey(CurrentValues):
@@ -84,7 +85,7 @@ def _show_first(show: Callable[..., None], number: float, *keys: str) -> None:
 def log_after_training(run: Run) -> None:
     """Let the rows of an evaluation stand at the step after the last one that this Trainer has trained."""
     progress = run.progress
-    run.trainer.records_at = (progress.steps + 1, progress.epochs)
+    patch(run.trainer, "records_at", (progress.steps + 1, progress.epochs))
 
 
 def keep_step_values(run: Run) -> None:
@@ -116,7 +117,7 @@ def keep_step_values(run: Run) -> None:
 
 def log_each_evaluation_step(trainer: Trainer) -> None:
     """Let each batch of an evaluation have a row of its step values; its step counts the batches of its loader."""
-    setattr(trainer, "_eval_loop", partial(_counting_loop, trainer._eval_loop, {}))  # noqa: B010
+    patch(trainer, "_eval_loop", partial(_counting_loop, trainer._eval_loop, {}))
 
 
 _Seen = dict[str, tuple[EvalLoader, Counter[int]]]
@@ -141,9 +142,9 @@ def _counting_loop(make: Callable[..., EvalLoop], seen: _Seen, run: Run, stage: 
             note_row_of_validation(run)
             run.trainer.log_metrics(row, step=counts[present[0]] - 1)
 
-    setattr(loop, "_transfer", transfer_noting)  # noqa: B010
-    setattr(loop, "_log_every_n_steps", 1)  # noqa: B010
-    setattr(loop, "_log_step", log_step)  # noqa: B010
+    patch(loop, "_transfer", transfer_noting)
+    patch(loop, "_log_every_n_steps", 1)
+    patch(loop, "_log_step", log_step)
     return loop
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ....trainer.metrics.accumulators import Number, ScalarAccumulator
 from ....trainer.trainer import Trainer
+from ..patch import patch
 
 __all__ = ["RunningAccumulator", "add_one_by_one"]
 
@@ -51,4 +52,4 @@ def as_float(number: Number, device: torch.device) -> Tensor:
 
 def add_one_by_one(trainer: Trainer) -> None:
     """Let values that are logged from now on be added one by one."""
-    trainer._metrics.accumulator_type = RunningAccumulator
+    patch(trainer._metrics, "accumulator_type", RunningAccumulator)

@@ -14,6 +14,7 @@ from ....fabric import Fabric
 from ....precision import MixedPrecision
 from ....precision.base import cast_floats
 from ....trainer.trainer import Trainer
+from ..patch import patch
 
 __all__ = ["cast_at_each_use", "cast_inputs", "exit_on_interrupt", "run_without_autocast", "use_bfloat16"]
 
@@ -38,8 +39,8 @@ def cast_inputs(fabric: Fabric) -> None:
     """Cast what modules of a Fabric get to the 16 bits of its mixed precision."""
     precision = fabric.precision
     if type(precision) is MixedPrecision:
-        setattr(precision, "convert_input", partial(cast_floats, dtype=precision.policy.compute_dtype))  # noqa: B010
-        precision.converts_input = True
+        patch(precision, "convert_input", partial(cast_floats, dtype=precision.policy.compute_dtype))
+        patch(precision, "converts_input", True)
 
 
 def cast_at_each_use(trainer: Trainer) -> None:
@@ -47,7 +48,7 @@ def cast_at_each_use(trainer: Trainer) -> None:
     precision = trainer.fabric.precision
     is_own = type(precision).forward_context is not MixedPrecision.forward_context
     if isinstance(precision, MixedPrecision) and not is_own:
-        setattr(precision, "forward_context", partial(_autocast, precision))  # noqa: B010
+        patch(precision, "forward_context", partial(_autocast, precision))
 
 
 def _autocast(precision: MixedPrecision) -> torch.autocast:

@@ -9,6 +9,7 @@ from ....protocols import StateDict
 from ....trainer.loop.training_rng import TrainingRng
 from ....trainer.run import BeforeValidation, Run
 from ....trainer.trainer import Trainer
+from ..patch import patch
 
 __all__ = ["SharedRng", "share_generators"]
 
@@ -34,10 +35,10 @@ class SharedRng(TrainingRng):
 
 def share_generators(trainer: Trainer) -> None:
     """Let evaluations, and loaders that are asked for during fit, draw from the generators of training."""
-    trainer.training_rng = SharedRng()
+    patch(trainer, "training_rng", SharedRng())
     loaders = trainer.loaders
-    loaders.apart = nullcontext
-    loaders.capture_generators = _no_states  # type: ignore[method-assign]
+    patch(loaders, "apart", nullcontext)
+    patch(loaders, "capture_generators", _no_states)
 
 
 def _no_states() -> StateDict:

@@ -13,6 +13,7 @@ from ....trainer.hooks import Hook
 from ....trainer.metrics.accumulators import MetricAccumulator, ScalarAccumulator
 from ....trainer.metrics.ranks_metrics import RanksMetrics
 from ....trainer.run import Run
+from ..patch import patch
 
 __all__ = ["OwnRanksMetrics", "keep_own_values", "reduce_each_step", "tell_all_ranks"]
 
@@ -64,7 +65,8 @@ def keep_own_values(run: Run) -> None:
     if metrics._ranks is None or run.fabric.strategy.has_stages:
         return
     rank, size = metrics.place
-    metrics._ranks = OwnRanksMetrics(metrics, metrics._ranks.gather, rank=rank, size=size, module=run.module)
+    ranks = OwnRanksMetrics(metrics, metrics._ranks.gather, rank=rank, size=size, module=run.module)
+    patch(metrics, "_ranks", ranks)
 
 
 def reduce_each_step(run: Run) -> None:
@@ -109,7 +111,7 @@ def tell_all_ranks(run: Run) -> None:
             action()
 
     for name, function in (("write", write_here), ("tell", tell_here)):
-        setattr(output, name, function)
+        patch(output, name, function)
 
 
 def _writes_on_rank_zero(logger: Any) -> bool:  # Any: any object with `log_metrics`

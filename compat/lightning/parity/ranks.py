@@ -27,6 +27,7 @@ from ....strategies import ParallelStrategy, Strategy
 from ....trainer.loop.eval_loop import EvalLoader
 from ....trainer.run import Run
 from ....trainer.trainer import Trainer
+from ..patch import patch
 from ..utilities.sizes import DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper
 
 __all__ = ["decide_on_own_values", "draw_alike", "insert_samplers", "seed_again"]
@@ -34,7 +35,7 @@ __all__ = ["decide_on_own_values", "draw_alike", "insert_samplers", "seed_again"
 
 def draw_alike(trainer: Trainer) -> None:
     """Let all ranks keep the generators that they have, which the same seed makes the same."""
-    trainer.training_rng.separate_ranks = _stay  # type: ignore[method-assign]
+    patch(trainer.training_rng, "separate_ranks", _stay)
 
 
 def seed_again(run: Run) -> None:
@@ -56,14 +57,14 @@ def decide_on_own_values(run: Run) -> None:
     if not run.has_ranks or run.fabric.strategy.has_stages:
         return
     run.compares_rates = False
-    setattr(trainer, "synchronize_metrics", _synchronize_nothing)  # noqa: B010
-    setattr(trainer, "managed_schedulers", partial(_schedulers, trainer))  # noqa: B010
+    patch(trainer, "synchronize_metrics", _synchronize_nothing)
+    patch(trainer, "managed_schedulers", partial(_schedulers, trainer))
     for callback in run.callbacks:
-        own = vars(callback)
-        if isinstance(callback, EarlyStopping) and "_evaluate_stopping_criteria" not in own:
-            own["_evaluate_stopping_criteria"] = partial(_stop_together, trainer, callback._evaluate_stopping_criteria)
+        if isinstance(callback, EarlyStopping) and "_evaluate_stopping_criteria" not in vars(callback):
+            judge = partial(_stop_together, trainer, callback._evaluate_stopping_criteria)
+            patch(callback, "_evaluate_stopping_criteria", judge)
         elif isinstance(callback, ModelCheckpoint):
-            own["_metrics"] = _own_metrics
+            patch(callback, "_metrics", _own_metrics)
 
 
 def _synchronize_nothing(*names: str) -> None:
@@ -89,7 +90,7 @@ def insert_samplers(run: Run) -> None:
     """Give loaders without a sampler for ranks a `DistributedSampler`; each rank predicts for itself."""
     if not run.has_ranks or not run.trainer.use_distributed_sampler:
         return
-    setattr(run.trainer, "order_predictions", _own_predictions)  # noqa: B010
+    patch(run.trainer, "order_predictions", _own_predictions)
     loaders = run.loaders
     ask = type(loaders)._ask
 
@@ -100,7 +101,7 @@ def insert_samplers(run: Run) -> None:
             return found
         return map_loaders(lambda one: _distributed(run, one, stage), found)
 
-    loaders._ask = ask_distributed  # type: ignore[method-assign]
+    patch(loaders, "_ask", ask_distributed)
 
 
 def _own_predictions(outputs: list[list[Any]], data: EvalLoader) -> list[list[Any]]:  # Any: of any module

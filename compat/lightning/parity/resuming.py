@@ -14,6 +14,7 @@ from ....trainer.loop.fit_loop import FitLoop
 from ....trainer.run import Run
 from ....trainer.setup import begin
 from ....trainer.trainer import Trainer
+from ..patch import patch
 
 __all__ = [
     "begin_new_logs",
@@ -26,7 +27,7 @@ __all__ = [
 
 def start_before_restoring(trainer: Trainer) -> None:
     """Let `on_fit_start` come before counts and states of optimizers are read from a checkpoint."""
-    setattr(trainer, "restore_and_start", partial(_start_and_restore, trainer))  # noqa: B010
+    patch(trainer, "restore_and_start", partial(_start_and_restore, trainer))
 
 
 def _start_and_restore(
@@ -42,7 +43,7 @@ def _start_and_restore(
 
 def leave_frozen_as_it_is(trainer: Trainer) -> None:
     """Let the program say which parameters require gradients and which modules evaluate, not the checkpoint."""
-    setattr(trainer, "restore_and_start", partial(_restore_without_frozen, trainer.restore_and_start))  # noqa: B010
+    patch(trainer, "restore_and_start", partial(_restore_without_frozen, trainer.restore_and_start))
 
 
 def _restore_without_frozen(
@@ -59,7 +60,7 @@ def _restore_without_frozen(
 
 def begin_new_logs(trainer: Trainer) -> None:
     """Let loggers of a resumed fit write as those of any fit: where their arguments say, after the rows there are."""
-    setattr(trainer, "continue_logs", _continue_nothing)  # noqa: B010
+    patch(trainer, "continue_logs", _continue_nothing)
 
 
 def _continue_nothing(states: StateDict) -> None:
@@ -119,11 +120,11 @@ def begin_with_saved_epoch(run: Run) -> None:
         def on_fit_start() -> None:
             fire()
             if saved:
-                setattr(trainer, "open_training", open_training)  # noqa: B010
+                patch(trainer, "open_training", open_training)
 
         return on_fit_start
 
-    setattr(lifecycle, "of_callbacks", of_callbacks_noting)  # noqa: B010
+    patch(lifecycle, "of_callbacks", of_callbacks_noting)
     lifecycle.wrap("on_fit_start", at_fit_start)
     lifecycle.wrap("on_sanity_check_start", at_sanity_check)
     lifecycle.wrap("on_sanity_check_end", after_sanity_check)
@@ -142,8 +143,11 @@ def leave_events_unfinished(run: Run) -> None:
     if progress.validated_at == progress.total_batches:
         return
     is_at_end = bool(stream.state_dict()["is_at_end"])
-    loop._next_validation = loop._plan_validation(run)
+    patch(loop, "_next_validation", loop._plan_validation(run))
     if FitLoop._validation_is_due(loop, run, is_epoch_over=is_at_end):
+        counts = getattr(run.trainer, "loop_counts", None)
+        if counts is not None:
+            counts.leaves_validation_out = True
         run.lifecycle.wrap("on_train_start", partial(_and_begin_to_validate, run))
         progress.validated_at = progress.total_batches
     if is_at_end:

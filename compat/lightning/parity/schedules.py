@@ -6,6 +6,7 @@ import warnings
 from functools import partial
 
 from ....errors import ModuleError, nearest
+from ....protocols import AnyBatch
 from ....trainer.hooks import Hook
 from ....trainer.loop.schedule import LRSchedulerConfig, step_scheduler
 from ....trainer.run import Run
@@ -42,6 +43,18 @@ def count_batches(run: Run) -> None:
                 if config.reduce_on_plateau and config.is_due("step", number):
                     step_plateau(run, config)
 
+    def at_batch_start(fire: Hook) -> Hook:
+        def on_train_batch_start(batch: AnyBatch, index: int) -> object:
+            result = fire(batch, index)
+            if result == -1:  # the batch is left out, and is the epoch's last
+                own = run.lifecycle.own("lr_scheduler_step")
+                for config in run.schedulers:
+                    if not config.reduce_on_plateau and config.is_due("step", index + 1):
+                        step_scheduler(config, None, own)
+            return result
+
+        return on_train_batch_start
+
     def begin(size: int) -> None:
         step_waiting()
         begin_window(size)
@@ -54,6 +67,7 @@ def count_batches(run: Run) -> None:
         return on_train_epoch_end
 
     plan.step_schedules, plan.begin_window = step_schedules, begin
+    run.lifecycle.wrap("on_train_batch_start", at_batch_start)
     if any(config.reduce_on_plateau and config.interval == "step" for config in run.schedulers):
         run.lifecycle.wrap("on_train_epoch_end", before)
 

@@ -12,6 +12,7 @@ from ....data.rng import capture_rng, restore_rng
 from ....trainer.trainer import Trainer
 from ....tuner.batch_size import Search, Trials
 from ....tuner.lr_curve import SMOOTHING, LearningRateCurve
+from ..patch import patch
 from .random_numbers import share_generators
 from .reading import fetch_batches
 
@@ -66,7 +67,7 @@ class SearchCurve(LearningRateCurve):
 
 def choose_batch_sizes(trainer: Trainer) -> None:
     """Let a batch-size search try the sizes that Lightning tries."""
-    trainer.batch_size_rule = try_sizes
+    patch(trainer, "batch_size_rule", try_sizes)
 
 
 def try_sizes(search: Search, most: int, trials: Trials) -> int:
@@ -115,7 +116,7 @@ def try_sizes(search: Search, most: int, trials: Trials) -> int:
 
 def train_in_trials(trainer: Trainer) -> None:
     """Let the trials of searches draw, read, validate and end as the training does."""
-    trainer.prepare_trial = partial(_prepare, trainer)
+    patch(trainer, "prepare_trial", partial(_prepare, trainer))
 
 
 def _prepare(trainer: Trainer, trial: Trainer) -> None:
@@ -128,7 +129,7 @@ def _prepare(trainer: Trainer, trial: Trainer) -> None:
         if trainer.state.status == "running":
             _open_as_after(trainer, capture_rng())
 
-    trial.__dict__["fit"] = fit_and_note
+    patch(trial, "fit", fit_and_note)
     if trial.max_steps != -1:
         trial.fit_loop.max_epochs = trainer.max_epochs
         trial.limit_val_batches = trial.max_steps
@@ -143,11 +144,11 @@ def _open_as_after(trainer: Trainer, drawn: RngState) -> None:
     """
 
     def open_training(run: Run) -> None:
-        del trainer.__dict__["open_training"]
+        delattr(trainer, "open_training")
         if run.stream is None:
             now = capture_rng()
             restore_rng(drawn)
             trainer.open_training(run)
             restore_rng(now)
 
-    trainer.__dict__["open_training"] = open_training
+    patch(trainer, "open_training", open_training)

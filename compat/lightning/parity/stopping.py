@@ -9,6 +9,7 @@ from torch import Tensor
 from ....callbacks import EarlyStopping
 from ....trainer.run import Run
 from ....trainer.trainer import Trainer
+from ..patch import patch
 
 __all__ = ["judge_at_each_check"]
 
@@ -17,7 +18,7 @@ def judge_at_each_check(run: Run) -> None:
     """Let EarlyStopping judge the latest value at each check."""
     for callback in run.callbacks:
         if isinstance(callback, EarlyStopping):
-            vars(callback)["_read"] = partial(_read_as_new, callback)
+            patch(callback, "_read", partial(_read_as_new, callback))
 
 
 def _read_as_new(callback: EarlyStopping, trainer: Trainer) -> tuple[Tensor | None, int | None]:

@@ -88,6 +88,13 @@ SWITCHES = (
         ("trainer:closure.step_with_closures",),
     ),
     Switch(
+        "loop_progress",
+        "Loops count what is ready, started, processed and completed, in total and in the present epoch: at each hook, "
+        "in checkpoints, and in a run that continues from one. A fit whose limits are reached has no on_train_start.",
+        "The counts of fit_loop are computed from trainer.progress where they are read. Each fit has on_train_start.",
+        ("trainer:progress.begin_counts", "run:progress.follow_hooks", "step:progress.count_zero_grad"),
+    ),
+    Switch(
         "hook_order",
         "At the end of a batch and of a validation, ModelCheckpoint and EarlyStopping act before the module's hook. "
         "A checkpoint that is saved within a hook is taken there.",
@@ -155,7 +162,7 @@ SWITCHES = (
     Switch(
         "cut_epochs",
         "should_stop within an epoch brings one more validation. An epoch that is cut short by it, or by max_steps, "
-        "counts as one.",
+        "counts as one. One that on_train_batch_start ends with -1 is not validated.",
         "Training stops after the step. An epoch that was cut short can be continued, and does not count.",
         ("trainer:counts.count_cut_epochs",),
     ),
@@ -342,7 +349,7 @@ SWITCHES = (
         "stepping_batches",
         "estimated_stepping_batches assumes the present accumulation, also with a GradientAccumulationScheduler.",
         "It is the number of steps that fit takes.",
-        ("estimate:estimates.estimate_steps",),
+        ("estimate:counts.estimate_steps",),
     ),
     Switch(
         "fabric_methods",

@@ -10,6 +10,7 @@ from typing import Any
 from ....trainer.hooks import Hook
 from ....trainer.run import Run
 from ....trainer.trainer import Trainer
+from ..patch import patch
 from .windows import window_size
 
 __all__ = ["WindowEnded", "act_within_windows", "end_windows_early"]
@@ -30,7 +31,7 @@ class WindowEnded(Exception):
 def end_windows_early(trainer: Trainer) -> None:
     """Let a window end where training stops, and where it does when all batches of the epoch are counted."""
     loop = trainer.fit_loop
-    setattr(loop, "_choose_step", partial(_choose_step, loop._choose_step))  # noqa: B010
+    patch(loop, "_choose_step", partial(_choose_step, loop._choose_step))
 
 
 def _choose_step(choose: Callable[[Run], Callable[[Run, int], bool]], run: Run) -> Callable[[Run, int], bool]:
@@ -66,7 +67,7 @@ def act_within_windows(run: Run) -> None:
 
     plan.zero_grad = zero_at_first
     saving = run.trainer.saving
-    setattr(saving, "save", partial(_save, type(saving).save.__get__(saving)))  # noqa: B010
+    patch(saving, "save", partial(_save, type(saving).save.__get__(saving)))
 
 
 def _then_validate(run: Run, fire: Hook) -> Hook:
@@ -82,8 +83,8 @@ def _then_validate(run: Run, fire: Hook) -> Hook:
                     _validate(run)
                     if run.stop_coordination is not None:
                         run.stop_coordination.begin_phase(may_stop=loop.may_stop)
-                loop._next_validation = loop._plan_validation(run)
-                loop._look_at = loop._when_to_look(run)
+                patch(loop, "_next_validation", loop._plan_validation(run))
+                patch(loop, "_look_at", loop._when_to_look(run))
             if trainer.should_stop and loop.stops_here:
                 raise WindowEnded(index + 1)
 
@@ -97,7 +98,7 @@ def _validate(run: Run) -> None:
     window = metrics.window
     own: dict[str, Any] = {"free_gradients": _keep, "log_metrics": partial(_log_at_present_step, run, log)}
     for name, function in own.items():
-        setattr(trainer, name, function)
+        patch(trainer, name, function)
     try:
         trainer.validate_in_fit(run)
     finally:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from ....data.sources.base import announce_epoch
 from ....fabric import Fabric
 from ....fabric.dataloaders import FabricDataLoader
+from ..patch import patch
 from ..utilities.versions import package_available
 
 __all__ = ["seed_worker", "seed_workers", "seeded"]
@@ -33,7 +34,7 @@ def seed_workers(fabric: Fabric) -> None:
                 one.__class__ = _AsItIs
         return ready
 
-    fabric.__dict__["setup_dataloaders"] = setup_dataloaders
+    patch(fabric, "setup_dataloaders", setup_dataloaders)
 
 
 class _AsItIs(FabricDataLoader):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ....data import CombinedLoader, move_to_device
+from ..patch import extend
 
 __all__ = ["CombinedLoader", "move_data_to_device"]
 
@@ -14,8 +15,8 @@ __all__ = ["CombinedLoader", "move_data_to_device"]
 
 
 # In place, because a Trainer makes such loaders itself, which programs look for by this class.
-CombinedLoader._mode = property(lambda loader: loader.mode)  # type: ignore[attr-defined]
-CombinedLoader._iterator = property(lambda loader: loader._latest)  # type: ignore[attr-defined]
+extend(CombinedLoader, "_mode", property(lambda loader: loader.mode))
+extend(CombinedLoader, "_iterator", property(lambda loader: loader._latest))
 
 
 def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
