@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import set_detect_anomaly
 from torch.optim import Optimizer
 
 from ..accelerators.matmul_precision import BackendModes
@@ -253,6 +254,7 @@ class Trainer(TrainerAttributes):
         self._watch_losses = LossWatch(arguments.nonfinite_loss)
         self._run: Run | None = None
         self._last_run: Run | None = None
+        self._attachment = ExitStack()  # undoes what a verb attaches to its module
         self.last_fit: Run | None = None
         self._run_signals = RunSignals()
         self._timeline: Timeline | None = None
@@ -341,7 +343,8 @@ class Trainer(TrainerAttributes):
             before = self._take_before(model) if ckpt_path is None else None
             run = self._begin("fit", model, datamodule, loaders)
             restore = self._begin_fit(run, ckpt_path, is_trusted=weights_only is False, before=before)
-            with torch.autograd.set_detect_anomaly(self._arguments.detect_anomaly):
+            # Gradients are on, also within an evaluation of another Trainer.
+            with torch.inference_mode(False), torch.enable_grad(), set_detect_anomaly(self._arguments.detect_anomaly):
                 self.fit_loop.run(run, restore)
             self.carried_states = run.carried.states() if run.carried is not None else {}
             if self.is_global_zero:
@@ -502,7 +505,7 @@ class Trainer(TrainerAttributes):
             deterministic=modes.deterministic, benchmark=modes.benchmark, matmul_precision=modes.matmul_precision
         )
         course = self.training_rng
-        with self._run_signals:
+        with self._run_signals, self._attachment:
             course.enter()
             try:
                 yield
@@ -552,6 +555,7 @@ class Trainer(TrainerAttributes):
             "_assigned_datamodule": self.datamodule,
             "_run_signals": RunSignals(),
             "_own_compiler": None,
+            "_attachment": ExitStack(),
         }
 
     @property
@@ -694,7 +698,8 @@ class Trainer(TrainerAttributes):
             tell_beginning(self)
             rank_drawn_as = self.strategy.topology.data_rank if self.strategy.copies_draw_alike else None
             self.training_rng.begin_training(self.global_rank, self.world_size, rank_drawn_as)
-        begin.attach(plan, module)
+        self._attachment.callback(begin.attach(plan, module, datamodule))
+        begin.take_callbacks(plan, module)
         run = self.make_run(plan, module, datamodule)
         begin.set_up(plan, run)
         if verb == "fit":
@@ -933,12 +938,8 @@ class Trainer(TrainerAttributes):
         self._metrics.table = self._metrics.nowhere
         self._metrics.batch = self._metrics.sized = None
         self._backend_modes.put_back()
-        if run is not None:
-            if run.undo is not None:
-                run.undo()
-            for child in run.module.modules():
-                if isinstance(child, Module):
-                    child.__dict__["_log"] = None
+        if run is not None and run.undo is not None:
+            run.undo()
         if self._revert_layer_sync is not None:
             self._revert_layer_sync()
             self._revert_layer_sync = None

@@ -16,6 +16,8 @@ from . import manual
 from .schedule import parameters_of
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from ..run import Run
 
 __all__ = ["OwnSteps"]
@@ -38,16 +40,23 @@ class OwnSteps:
         # The optimizer itself is kept, so that its id stays its own.
         self._known: dict[int, tuple[Optimizer, _Kind]] = {}
         self._has_warned = False
-        self._handles = [register_optimizer_step_post_hook(self._after)]
+        self._handles: list[RemovableHandle] = []
         if run.has_ranks:
             run.unreduced = list(run.optimizers)
+        self.watch()
+
+    def watch(self) -> None:
+        """Watch from now on."""
+        self._handles = [register_optimizer_step_post_hook(self._after)]
+        if self._run.has_ranks:
             self._handles.append(register_optimizer_step_pre_hook(self._before))
 
-    def remove(self) -> None:
-        """Watch no longer."""
-        for handle in self._handles:
+    def remove(self) -> bool:
+        """Watch no longer; return whether it did."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
             handle.remove()
-        self._handles = []
+        return bool(handles)
 
     def _before(self, optimizer: Optimizer, *_: object) -> None:
         run, kind = self._run, self._kind_of(optimizer)

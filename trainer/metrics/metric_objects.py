@@ -48,7 +48,7 @@ def metric_states(module: nn.Module, *, copy: bool = False) -> dict[str, StateDi
 def load_metric_states(
     module: nn.Module,
     states: Mapping[str, StateDict] | list[Mapping[str, StateDict]],
-    device: torch.device,
+    device: torch.device | None = None,
     place: tuple[int, int] = (0, 1),
 ) -> None:
     """Load what `metric_states` returned, or the list that `Metrics.of_ranks` made of it.
@@ -56,7 +56,7 @@ def load_metric_states(
     Args:
         module: The module.
         states: Path -> state; a list of these where several ranks saved.
-        device: Where the states live.
+        device: Where the states live; None leaves them where they are.
         place: This process's rank and the number of ranks.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ..metrics.metrics import Metrics
     from ..state import Progress, TrainerState
     from ..trainer import Trainer
+    from .forward_loss import ForwardStep
     from .loaders import StageLoaders
 
 __all__ = [
@@ -57,9 +59,12 @@ __all__ = [
     "set_modes",
     "set_up",
     "split_datamodule",
+    "take_callbacks",
 ]
 
 STAGE_OF = {"validate": "validation", "test": "test", "predict": "predict"}
+# Runs under way in this process, one within another.
+_active: list[tuple[Plan, nn.Module]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +213,10 @@ def check(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> None:
     if not isinstance(module, Module):
         from .forward_loss import equip
 
-        equip(module, plan.verb, plan.log)
+        equip(module, plan.verb)
     check_hook_names(module, "module", hook_names("module"))
     if datamodule is not None:
         check_hook_names(datamodule, "datamodule", hook_names("datamodule"))
-        datamodule.trainer = plan.trainer
     plan.loaders.begin(module, datamodule, plan.given)
     _check_required(plan, module)
     check_layers(plan.fabric.strategy, module)
@@ -226,15 +230,85 @@ def check_layers(strategy: Strategy, module: nn.Module) -> None:
         strategy.check_layers(module)
 
 
-def attach(plan: Plan, module: nn.Module) -> None:
-    """Attach the module to the Trainer, and take the callbacks that it configures. On every rank."""
-    plan.output.set_rank(plan.fabric.global_rank)
+def attach(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> Callable[[], None]:
+    """Attach module and data module to the Trainer; return what detaches them.
+
+    A module belongs to one run at a time. A run that begins within a hook of another one, on the same module or on
+    parts of it, takes over `self.log`, `self.trainer`, gradients and metric objects. When it ends, by an exception
+    too, the outer run has them again.
+    """
+    parts = set(module.modules())
+    put_back: list[Callable[[], object]] = [_members(plan, module)]
+    for outer, its_module in _active:
+        run = outer.trainer.present_run()
+        if run is not None and run.own_steps is not None and run.own_steps.remove():
+            put_back.append(run.own_steps.watch)
+        if not parts.isdisjoint(its_module.modules()):
+            put_back += [partial(module.to, outer.fabric.device), _states(module, trains=plan.verb == "fit")]
+    if datamodule is not None:
+        before = datamodule.trainer
+        datamodule.trainer = plan.trainer
+        if before is not None and before.present_run() is not None:
+            put_back.append(partial(setattr, datamodule, "trainer", before))
+    entry = (plan, module)
+    _active.append(entry)
+
+    def detach() -> None:
+        _active.remove(entry)
+        for step in put_back:
+            step()
+
+    return detach
+
+
+def _members(plan: Plan, module: nn.Module) -> Callable[[], None]:
+    """Attach each `lw.Module` in the module, and let the steps of Hugging Face models log."""
+    names = ("_trainer", "_fabric", "_log")
+    children = [child for child in module.modules() if isinstance(child, Module)]
+    before = {child: {name: vars(child).get(name) for name in names} for child in children}
+    given = [step for step in vars(module).values() if getattr(type(step), "is_forward_step", False)]
+    steps: dict[ForwardStep, Callable[..., object] | None] = {step: step.log for step in given}
+    for child in before:
+        child.__dict__.update(_trainer=plan.trainer, _fabric=plan.fabric, _log=plan.log)
+    for step in steps:
+        step.log = plan.log
+    of_root = next(iter(before.values()), {})
+
+    def put_back() -> None:
+        for step, log in steps.items():
+            step.log = log
+        for child in module.modules():
+            if isinstance(child, Module):  # layers that the inner run has built are the outer run's now
+                own = before.get(child, of_root)
+                child.__dict__.update(own if own.get("_log") is not None else {"_log": None})
+
+    return put_back
+
+
+def _states(module: nn.Module, *, trains: bool) -> Callable[[], None]:
+    """Return what restores what a run on this module changes, besides the weights that it trains."""
+    from ..metrics.metric_objects import load_metric_states, metric_states  # only where runs are nested
+
+    modes = [(child, child.training) for child in module.modules()]
+    gradients = [(one, one.grad) for one in module.parameters()] if trains else []
+    metrics = metric_states(module, copy=True)
+    for one, _ in gradients:
+        one.grad = None
+
+    def put_back() -> None:
+        for child, mode in modes:
+            child.training = mode
+        for one, gradient in gradients:
+            one.grad = gradient
+        load_metric_states(module, metrics)
+
+    return put_back
+
+
+def take_callbacks(plan: Plan, module: nn.Module) -> None:
+    """Take the callbacks that the module configures. On every rank."""
     if not isinstance(module, Module):
         return
-    module.trainer, module.fabric = plan.trainer, plan.fabric
-    for child in module.modules():
-        if isinstance(child, Module):
-            child.__dict__["_log"] = plan.log
     extra = module.configure_callbacks()
     if extra:
         for callback in [extra] if isinstance(extra, Callback) else extra:
@@ -246,6 +320,7 @@ def make_run(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> Ru
     """Compile the lifecycle and return the run; once per verb, when the callbacks are known."""
     fabric, metrics, strategy = plan.fabric, plan.metrics, plan.fabric.strategy
     metrics.device = fabric.device
+    plan.output.set_rank(fabric.global_rank)
     for callback in plan.callbacks:
         if isinstance(module, Module):
             callback.__dict__.update(log=module.log, log_dict=module.log_dict)

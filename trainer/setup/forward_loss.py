@@ -35,6 +35,8 @@ class ForwardStep:
         log: The run's `log`; None between runs.
     """
 
+    is_forward_step = True
+
     def __init__(self, model: nn.Module, key: str | None) -> None:
         self.model, self.key = model, key
         self.log: Callable[..., object] | None = None
@@ -80,7 +82,7 @@ class ForwardOptimizer:
         return torch.optim.AdamW(trained, lr=_LR, weight_decay=0.0)
 
 
-def equip(module: nn.Module, verb: str, log: Callable[..., object]) -> None:
+def equip(module: nn.Module, verb: str) -> None:
     """Give steps and an optimizer to a Hugging Face model without `training_step`; other modules stay as they are.
 
     A `configure_optimizers` that was set on the instance is kept. The model is put into training mode before a fit:
@@ -92,8 +94,6 @@ def equip(module: nn.Module, verb: str, log: Callable[..., object]) -> None:
     for name, key in _KEYS.items():
         if find_override(module, name, module_bases()) is None:
             module.__dict__[name] = ForwardStep(module, key)
-        if isinstance(step := module.__dict__.get(name), ForwardStep):
-            step.log = log
     if find_override(module, "configure_optimizers", module_bases()) is None:
         module.__dict__["configure_optimizers"] = ForwardOptimizer(module)
     if verb == "fit":
