@@ -21,6 +21,7 @@ from ..errors import ArgumentTypeError
 from ..protocols import StateDict
 from .omegaconf_containers import restore_containers
 from .plain import Untrusted, to_plain
+from .to_plain import resolve_omegaconf
 
 __all__ = [
     "INSTANTIATOR",
@@ -63,7 +64,8 @@ def split(
     """
     plain: StateDict = {}
     to_pass: dict[str, str] = dict(lost or {})
-    for name, value in hparams.items():
+    # One OmegaConf container may hold all of them; a value that it misses is an error when it is read.
+    for name, value in resolve_omegaconf(hparams).items():
         converted, left_out = to_plain({name: value})
         if not left_out:
             plain.update(converted)

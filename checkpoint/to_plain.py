@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..protocols import Tree
 
-__all__ = ["to_plain"]
+__all__ = ["resolve_omegaconf", "to_plain"]
 
 _EXACT = frozenset((type(None), bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device))
 # torch.load(weights_only=True) takes an int of at most 255 bytes, sign included.
@@ -50,7 +50,7 @@ def _convert(value: Tree, where: str, dropped: list[str], parents: tuple[int, ..
         dropped.append(where)
         return _DROPPED
     parents = (*parents, id(value))
-    value = _without_omegaconf(value)
+    value = resolve_omegaconf(value)
     if not _is_container(value):
         plain = _convert_leaf(value)
         if plain is _DROPPED:
@@ -147,11 +147,27 @@ def _as_mapping(value: Tree) -> Mapping[Any, object] | None:  # Any: see to_plai
     return None
 
 
-def _without_omegaconf(value: Tree) -> Tree:
+def resolve_omegaconf(value: Any) -> Any:  # Any: hyperparameters of any type
+    """Return an OmegaConf container as plain dicts and lists, any other value as it is.
+
+    Interpolations are resolved; of one that leads nowhere, the text is kept.
+    """
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is None or not isinstance(value, omegaconf.Container):
         return value
     try:
         return omegaconf.OmegaConf.to_container(value, resolve=True)
-    except omegaconf.errors.OmegaConfBaseException:  # an interpolation that leads nowhere: keep its text
-        return omegaconf.OmegaConf.to_container(value, resolve=False)
+    except omegaconf.errors.OmegaConfBaseException:
+        texts = omegaconf.OmegaConf.to_container(value, resolve=False)
+    if isinstance(texts, dict):
+        return {key: _resolve_entry(value, key, text) for key, text in texts.items()}
+    return [_resolve_entry(value, index, text) for index, text in enumerate(texts)]
+
+
+def _resolve_entry(container: Any, key: object, text: Tree) -> Tree:
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return resolve_omegaconf(container[key])
+    except OmegaConfBaseException:
+        return text

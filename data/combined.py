@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import ConfigError, DataError, ModuleError, nearest
 from ..protocols import AnyLoaders, Batch, Loader, Loaders, StateDict
 from .limit import find_length
-from .sources.combined import combined_length
+from .sources.combined import combined_length, no_batches
 from .tree import flatten_loaders, map_loaders, unflatten
 
 __all__ = ["CombinedLoader"]
@@ -37,6 +37,7 @@ class CombinedLoader:
 
     Raises:
         ConfigError: The mode is unknown.
+        DataError: In iteration with "min_size" or "max_size_cycle": a loader yields no batches.
     """
 
     def __init__(self, iterables: Loaders, mode: str = "min_size") -> None:
@@ -172,6 +173,8 @@ class CombinedLoader:
                 item = _NOTHING if has_ended[number] and self.mode == "max_size" else take(number)
                 if item is _NOTHING:
                     has_ended[number] = True
+                    if not batch_idx and limits[number] > 0 and self.mode != "max_size":
+                        self._refuse_empty(number)
                     if self.mode == "min_size" or all(has_ended):
                         return
                     if self.mode == "max_size_cycle":
@@ -179,10 +182,18 @@ class CombinedLoader:
                         taken[number] = 0
                         item = take(number)
                         if item is _NOTHING:
+                            if limits[number] > 0:
+                                self._refuse_empty(number, is_reread=True)
                             return
                 items.append(None if item is _NOTHING else item)
             yield unflatten(self._iterables, items), batch_idx, 0
             batch_idx += 1
+
+    def _refuse_empty(self, number: int, *, is_reread: bool = False) -> None:
+        loader = self._flattened[number]
+        # One rank's share of a loader may be empty where the loader is not.
+        if not find_length(getattr(loader, "loader", loader)):
+            raise no_batches(number, loader, is_reread=is_reread)
 
     def __getstate__(self) -> StateDict:
         return {**self.__dict__, "_iterators": [], "_latest": None}  # they cannot be copied or pickled

@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
-from functools import wraps
-from types import FrameType
+from functools import partial, wraps
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -67,8 +68,11 @@ def save_hyperparameters(
     """Save the arguments of an object's `__init__` in `obj._hparams`.
 
     Also sets `_hparams_initial` (a copy made by this call), `_hparams_name` (the name of the argument if one object
-    holds all hyperparameters, otherwise "kwargs") and `_log_hyperparams`. Values are not copied or converted. A second
-    call adds to the hyperparameters of the first, and removes from them what it ignores.
+    holds all hyperparameters, otherwise "kwargs") and `_log_hyperparams`. Plain containers (dicts, lists, tuples, sets,
+    namespaces, OmegaConf's) are copied at every depth, so that a constructor may change its arguments afterwards.
+    Everything else is kept by reference: a copy of tensors and modules would take memory, and objects of other classes
+    may not be copied at all. A second call adds to the hyperparameters of the first, and removes from them what it
+    ignores.
 
     Args:
         obj: The module or data module.
@@ -219,8 +223,7 @@ def _warn_of_modules(hparams: dict[str, object]) -> None:
 
 def _store(obj: Any, hparams: object, name: str, ignored: set[str], *, logger: bool) -> None:
     kept = getattr(obj, "_hparams", None)
-    if isinstance(hparams, dict) and not isinstance(hparams, AttributeDict):
-        hparams = AttributeDict(hparams)
+    hparams = _copy(hparams, partial(_copy_containers, copies={}))
     if isinstance(kept, AttributeDict) and isinstance(hparams, AttributeDict):
         for left_out in ignored:
             kept.pop(left_out, None)
@@ -232,14 +235,38 @@ def _store(obj: Any, hparams: object, name: str, ignored: set[str], *, logger: b
     obj._log_hyperparams = logger
 
 
-def _copy(hparams: Any) -> object:
-    if not isinstance(hparams, AttributeDict):
-        return copy.deepcopy(hparams)
+def _copy_containers(value: Any, copies: dict[int, Any]) -> Any:
+    """Return the value with its plain containers copied, also where one holds itself; `copies` are by id."""
+    if id(value) in copies:
+        return copies[id(value)]
+    if _is_omegaconf(value):
+        return copy.deepcopy(value)
+    if isinstance(value, tuple):
+        items = [_copy_containers(item, copies) for item in value]
+        return value._make(items) if hasattr(value, "_make") else tuple(items) if type(value) is tuple else value
+    if not isinstance(value, dict | list | set | deque | argparse.Namespace | SimpleNamespace):
+        return value
+    copied: Any = copy.copy(value)
+    copies[id(value)] = copied
+    if isinstance(value, argparse.Namespace | SimpleNamespace):
+        vars(copied).update(_copy_containers(vars(value), copies))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            copied[key] = _copy_containers(item, copies)
+    elif not isinstance(value, set):  # what a set holds cannot be changed
+        for index, item in enumerate(value):
+            copied[index] = _copy_containers(item, copies)
+    return copied
+
+
+def _copy(hparams: Any, copy_value: Callable[[Any], Any] = copy.deepcopy) -> object:
+    if not isinstance(hparams, dict):
+        return copy_value(hparams)
     copied = AttributeDict()
     for name, value in hparams.items():
         try:
-            copied[name] = copy.deepcopy(value)
-        except Exception:  # any error in a value's __deepcopy__: the value is then shared instead
+            copied[name] = copy_value(value)
+        except Exception:  # any error in a value's own way of copying: the value is then shared instead
             copied[name] = value
     return copied
 

@@ -42,10 +42,11 @@ class PersistentWorkersLoader:
         self.loader = loader
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._sampler = _NumberedSampler(getattr(loader, name))
+        self._dataset = SeedingDataset(loader.dataset)
         self._copy = copy.copy(loader)
         changes = {
             name: self._sampler,
-            "dataset": SeedingDataset(loader.dataset),
+            "dataset": self._dataset,
             "worker_init_fn": WorkerInit(loader.worker_init_fn),
             "_iterator": None,
         }
@@ -61,6 +62,8 @@ class PersistentWorkersLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         self._sampler.opening = capture_rng()
+        if self._dataset.has_changed():
+            self.shut_down()
         return iter(self._copy)
 
 

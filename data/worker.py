@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
@@ -25,6 +26,37 @@ class Numbered(NamedTuple):
     key: bytes
 
 
+_PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
+_MOST_ENTRIES = 100  # of a list or dict that is looked into; more are data
+_MOST_OBJECTS = 1000
+
+
+def _describe_attributes(dataset: object) -> list[object]:
+    """Return the plain values in the attributes of a data set and of what it consists of; of other objects the id.
+
+    Two descriptions that differ show that workers with an earlier copy would read other data. Changes inside tensors,
+    arrays and long lists are not seen.
+    """
+    found: list[object] = []
+    known: set[int] = set()
+    waiting = [dataset]
+    while waiting and len(known) < _MOST_OBJECTS:
+        value = waiting.pop()
+        if type(value) in _PLAIN:
+            found.append(value)
+            continue
+        found.append(id(value))
+        if id(value) in known or isinstance(value, type | ModuleType):
+            continue
+        known.add(id(value))
+        if isinstance(value, dict | list | tuple | set):
+            found.append(len(value))
+            if len(value) <= _MOST_ENTRIES:
+                waiting += [*value, *value.values()] if isinstance(value, dict) else value
+        waiting += list(getattr(value, "__dict__", {}).values())
+    return found
+
+
 class SeedingDataset:
     """The user's data set as the worker's fetcher sees it: seeds the generators, then fetches.
 
@@ -39,6 +71,15 @@ class SeedingDataset:
         self.dataset = dataset
         self._epoch: int | None = None
         self._generators: StateDict | None = None
+        self._attributes: list[object] = []
+
+    def has_changed(self) -> bool:
+        """Whether an attribute of the user's data set has changed since the last call, in this process.
+
+        Workers that live for several passes hold a copy as of their start: then others must be started.
+        """
+        before, self._attributes = self._attributes, _describe_attributes(self.dataset)
+        return before != self._attributes
 
     def __getitems__(self, numbered: Numbered) -> Any:
         """Return the samples of a batch, before collation."""

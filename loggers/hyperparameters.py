@@ -66,6 +66,10 @@ def to_yaml(params: Mapping[str, Plain]) -> str:
 
 
 def _plain(value: object) -> Plain:
+    if type(value).__module__.startswith("omegaconf."):
+        from ..checkpoint.to_plain import resolve_omegaconf  # not imported without such a value
+
+        value = resolve_omegaconf(value)
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, (bool, int, float, str)):

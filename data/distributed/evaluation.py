@@ -213,6 +213,9 @@ class EvalShard:
     def _begin(self, rng: StateDict) -> Iterator[Any]:
         self._index.prepare(0, derive_key(rng, "evaluation"), is_numbered=self._has_persistent_workers)
         if self._has_persistent_workers:  # only some passes start workers, which draws
+            copied: Any = self._copy.dataset
+            if copied.has_changed():
+                self.shut_down()
             self._index.skip(0, {}, lambda: restore_rng({kind: rng[kind] for kind in KINDS if kind in rng}))
         iterator = iter(self._copy)
         self._index.look_ahead(0)  # draws what the sampler draws

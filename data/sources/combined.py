@@ -12,7 +12,7 @@ from ...protocols import Batch, Loaders, StateDict
 from ..tree import unflatten
 from .base import Source
 
-__all__ = ["CombinedSource", "combined_length"]
+__all__ = ["CombinedSource", "combined_length", "no_batches"]
 
 
 def combined_length(lengths: Sequence[int | float], mode: str) -> int | float:
@@ -22,6 +22,17 @@ def combined_length(lengths: Sequence[int | float], mode: str) -> int | float:
     if mode == "min_size":
         return min(lengths)
     return sum(lengths) if mode == "sequential" else max(lengths)
+
+
+def no_batches(number: int, loader: object, *, is_reread: bool = False) -> DataError:
+    """Return the error for a loader of a collection that cannot give its part of a batch."""
+    return DataError(
+        f"Loader {number} of the collection ({type(loader).__name__}) yields no batches"
+        f"{' when reread' if is_reread else ''}.",
+        fix="pass loaders that can be iterated again and again, or CombinedLoader(..., mode='min_size')."
+        if is_reread
+        else "leave it out, or pass CombinedLoader(..., mode='max_size').",
+    )
 
 
 class CombinedSource(Source):
@@ -149,14 +160,7 @@ class CombinedSource(Source):
             self._is_done[number] = True
             self._begin(number)
             if not self._has(number):
-                is_empty = not self.position
-                raise DataError(
-                    f"Loader {number} of the collection ({type(source.loader).__name__}) yields no batches"
-                    f"{'' if is_empty else ' when reread'}.",
-                    fix="leave it out, or pass CombinedLoader(..., mode='max_size')."
-                    if is_empty
-                    else "pass loaders that can be iterated again and again, or CombinedLoader(..., mode='min_size').",
-                )
+                raise no_batches(number, source.loader, is_reread=bool(self.position))
         return source.take()
 
     @override

@@ -86,8 +86,20 @@ class IndexedSource(Source):
         self._change(pinned_parts(self.loader) or gathering_parts(self.loader, pins=True))
 
     @override
+    def announce_epoch(self, epoch: int) -> None:
+        self._reuses_workers = self._copy._iterator is not None
+        if not (self._has_workers and self.loader.persistent_workers):
+            super().announce_epoch(epoch)
+            return
+        copied: Any = self._copy.dataset
+        if copied.has_changed():
+            self.shut_down()
+        super().announce_epoch(epoch)  # which workers are told, too
+        copied.has_changed()
+
+    @override
     def begin(self, epoch: int) -> None:
-        had_workers = self._copy._iterator is not None
+        had_workers = self._reuses_workers or self._copy._iterator is not None
         if self._loaded is not None:
             self._restore_parts(self._loaded["current"])
             # In an uninterrupted run, the workers of an earlier epoch would have continued too.

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...checkpoint.to_plain import resolve_omegaconf
 from ...errors import ConfigError
 from ...loggers import Logger, share_version
 from ...loggers.folder import FolderLogger
@@ -286,7 +287,7 @@ class LogOutput:
         for owner in owners:
             if owner is None or not getattr(owner, "_log_hyperparams", False):
                 continue
-            for key, value in dict(owner.hparams_initial).items():
+            for key, value in dict(resolve_omegaconf(owner.hparams_initial)).items():
                 if key == "_class_path":  # of the object that a command line made, where the user named its class
                     continue
                 if key in merged and merged[key] is not value and merged[key] != value:

@@ -128,6 +128,22 @@ def test_errors_name_what_is_wrong() -> None:
         combined.limits = [1, 2, 3]
 
 
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle"])
+def test_a_loader_without_batches_is_named_unless_its_limit_leaves_none(mode: str) -> None:
+    with pytest.raises(DataError, match=r"Loader 1 of the collection \(list\) yields no batches"):
+        list(CombinedLoader({"a": range(2), "b": []}, mode))
+    limited = CombinedLoader([range(2), range(3)], mode)
+    limited.limits = [2, 0]
+    assert list(limited) == []
+    spent = CombinedLoader([range(3), map(str, range(2))], mode)
+    if mode == "min_size":
+        assert sum(1 for _ in spent) == 2
+    else:
+        with pytest.raises(DataError, match=r"Loader 1 of the collection \(map\) yields no batches when reread"):
+            for _ in spent:
+                pass
+
+
 @pytest.mark.parametrize(
     ("data", "expected"),
     [

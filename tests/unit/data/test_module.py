@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
+import loopwright as lw
 from loopwright.data import AttributeDict, DataModule
 from loopwright.errors import ConfigError, ModuleError
 
@@ -83,6 +86,69 @@ def test_later_changes_do_not_reach_the_initial_copy() -> None:
     module = Base("there")
     module.hparams.size = 99
     assert (module.hparams["size"], module.hparams_initial.size) == (99, 3)
+
+
+@pytest.mark.parametrize("base", [DataModule, lw.Module])
+def test_a_constructor_may_change_its_containers_afterwards(base: Any) -> None:
+    class Changing(base):  # type: ignore[misc]
+        def __init__(self, config: Any, layers: Any, options: Any, conf: Any, shared: Any, **more: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            config["sizes"].append(config.pop("width"))
+            layers[1].append(3)
+            options.names["more"] = 1
+            conf.betas[0] = 7
+            more["extra"].clear()
+            config["itself"]["sizes"] = None
+            shared.values = []
+
+    tensor, network, opaque = torch.ones(2), nn.Linear(1, 1), object()
+    config: dict[str, Any] = {"width": 1, "sizes": [1], "tensor": tensor, "net": [network], "opaque": (opaque,)}
+    config["itself"] = config
+    tree = OrderedDict(a=defaultdict(list, b=[1]), c=Counter("aab"), d=deque([[1]], maxlen=3))
+    module = Changing(
+        config, (1, [2]), argparse.Namespace(names={}), OmegaConf.create({"betas": [1, "${betas[0]}"]}),
+        SimpleNamespace(values=[1]), extra={1}, tree=tree,
+    )  # fmt: skip
+    tree["a"]["b"].append(2)
+    tree["d"][0].append(2)
+    kept = module.hparams
+    assert (kept.config["width"], kept.config["sizes"]) == (1, [1])
+    assert kept.config["itself"] is kept.config
+    assert (kept.layers, kept.options.names, kept.extra, kept.shared.values) == ((1, [2]), {}, {1}, [1])
+    assert (list(kept.conf.betas), type(kept.conf)) == ([1, 1], type(OmegaConf.create({})))
+    assert kept.tree == OrderedDict(a={"b": [1]}, c=Counter("aab"), d=deque([[1]]))
+    assert [type(value) for value in kept.tree.values()] == [defaultdict, Counter, deque]
+    # What is not a plain container is kept by reference.
+    assert kept.config["tensor"] is tensor
+    assert kept.config["net"][0] is network
+    assert kept.config["opaque"][0] is opaque
+
+
+def test_a_checkpoint_has_the_arguments_as_they_were_passed(tmp_path: Path) -> None:
+    class Popping(lw.Module):
+        def __init__(self, config: dict[str, Any]) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = nn.Linear(config.pop("width"), 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Popping({"width": 3})
+    trainer = lw.Trainer(
+        max_epochs=1, logger=False, accelerator="cpu", default_root_dir=tmp_path, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, [torch.ones(2, 3)])
+    trainer.save_checkpoint(tmp_path / "t.ckpt")
+    assert Popping.load_from_checkpoint(tmp_path / "t.ckpt").net.in_features == 3
+    fabric = lw.Fabric(accelerator="cpu")
+    fabric.save(tmp_path / "f.ckpt", {"hparams": dict(module.hparams)})
+    assert fabric.load(tmp_path / "f.ckpt")["hparams"] == {"config": {"width": 3}}
 
 
 def test_a_second_call_adds() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
+from loopwright.data.distributed.evaluation import shard_eval
+from loopwright.data.distributed.shard import Shard
 from loopwright.data.persistent_workers import PersistentWorkersLoader, with_persistent_workers
+from loopwright.data.stream import BatchStream
 
 
 class Noise(Dataset[Tensor]):
@@ -59,6 +64,78 @@ def test_a_pass_depends_on_the_generators_at_its_beginning_only(shuffle: bool) -
     assert len(living) == 3
     for loader in (living, new):
         loader.shut_down()
+
+
+class Scaled(Dataset[Tensor]):
+    """Its samples are `transform.factor`, and "scale" of a list."""
+
+    def __init__(self) -> None:
+        self.transform, self.scales, self.epoch = SimpleNamespace(factor=1.0), [1.0, 2.0], 0
+        self.samples = torch.zeros(4)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([self.transform.factor, self.scales[0], self.epoch, os.getpid()])
+
+
+@pytest.mark.parametrize("kind", ["training", "evaluation", "of two ranks"])
+def test_attributes_that_change_between_passes_reach_workers(kind: str) -> None:
+    data = Scaled()
+    loader = DataLoader(Subset(data, range(4)), batch_size=2, num_workers=1, persistent_workers=True, shuffle=True)
+    stream = BatchStream(loader)
+    evaluation: Any = with_persistent_workers(loader) if kind == "evaluation" else shard_eval(loader, Shard(0, 2))
+
+    def read(number: int) -> list[float]:
+        torch.manual_seed(number)
+        if kind == "training":
+            stream.open(number)
+            batch = stream.next_batch()
+            stream.close()
+        else:
+            batch = next(iter(evaluation))
+        return [float(value) for value in batch[0]]
+
+    first, second = read(0), read(1)
+    assert first == second  # the same worker
+    data.transform.factor = 2.0
+    third = read(2)
+    assert (third[:2], third[3] == first[3]) == ([2.0, 1.0], False)
+    data.scales[0] = 5.0
+    assert read(3)[:2] == [2.0, 5.0]
+    assert read(4) == read(5)
+    stream.shut_down()
+    evaluation.shut_down()
+
+
+def test_new_workers_draw_what_the_former_ones_would_have_drawn_and_set_epoch_starts_none() -> None:
+    def run(*, changes: bool) -> tuple[list[Any], set[int], Tensor]:
+        class Numbers(Scaled):
+            def __getitem__(self, index: int) -> Tensor:
+                return torch.tensor([index, self.epoch, float(torch.rand(())), os.getpid()], dtype=torch.float64)
+
+        torch.manual_seed(0)
+        data = Numbers()
+        stream = BatchStream(DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True, shuffle=True))
+        found, workers = [], set()
+        for epoch in range(3):
+            stream.open(epoch)
+            while stream.has_next():
+                batch = stream.next_batch()
+                found.append(batch[:, :3].tolist())
+                workers |= {int(one) for one in batch[:, 3]}
+            stream.close()
+            data.scales[0] += changes
+        stream.shut_down()
+        return found, workers, torch.rand(())
+
+    plain, changed = run(changes=False), run(changes=True)
+    assert (plain[0], plain[2]) == (changed[0], changed[2])
+    assert (len(plain[1]), len(changed[1])) == (1, 3)
 
 
 def test_an_iterable_data_set_gets_new_workers_for_each_pass() -> None:

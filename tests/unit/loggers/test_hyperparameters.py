@@ -81,6 +81,26 @@ def test_omegaconf_is_a_mapping_like_others() -> None:
     plain = plain_hyperparameters(config)
     assert plain["a"] == 1
     assert plain["b"] == {"c": 1}
+    assert plain["d"] == [1, 2]
+
+
+def test_omegaconf_lists_are_lists_and_resolved_at_every_depth() -> None:
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create(
+        {"x": 5, "betas": [0.9, "${x}", ["${x}"]], "blocks": [{"width": "${x}"}], "open": ["???", "${nowhere}", "${x}"]}
+    )
+    expected = {
+        "config": {
+            "x": 5, "betas": [0.9, 5, [5]], "blocks": [{"width": 5}], "open": ["???", "${nowhere}", 5],
+        },
+        "betas": [0.9, 5, [5]],
+        "deep": [{"inner": [{"width": 5}]}, [5]],
+    }  # fmt: skip
+    given = {"config": config, "betas": config.betas, "deep": ({"inner": config.blocks}, config.betas[2])}
+    assert plain_hyperparameters(given) == expected
+    assert yaml.safe_load(to_yaml(plain_hyperparameters(given))) == expected
+    assert plain_hyperparameters(config) == expected["config"]
 
 
 @pytest.mark.parametrize("params", [None, {}, Namespace()])
