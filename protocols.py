@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "StorageOptions",
     "StoredTensor",
     "Tree",
+    "TrustedClasses",
 ]
 
 T = TypeVar("T")
@@ -40,6 +42,7 @@ StepOutput: TypeAlias = object  # what a step returns: a loss, a mapping that ho
 Tree: TypeAlias = object  # tensors and plain values, nested in dicts, lists, tuples and sets
 Loaders: TypeAlias = object  # one loader, or loaders nested in lists, tuples and dicts
 StorageOptions: TypeAlias = Mapping[str, object]  # arguments of an fsspec file system: credentials, endpoints
+TrustedClasses: TypeAlias = Iterable[type[object] | ModuleType]  # a module is trusted with all of its classes
 MapLocation: TypeAlias = (
     "Callable[[torch.types.Storage, str], torch.types.Storage] | torch.device | str | dict[str, str] | None"
 )

@@ -1,7 +1,12 @@
-"""Hyperparameters that were OmegaConf containers: a checkpoint has their names and content, with interpolations."""
+"""Hyperparameters that were OmegaConf containers: a checkpoint has their names and content, with interpolations.
+
+An interpolation of a file may refer to other values. One that calls a resolver (`${oc.env:HOME}`) could call any
+function that the program has registered: in its place stands the value that it had when the file was written.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +14,10 @@ from typing import Any
 from ..protocols import StateDict, Tree
 from .to_plain import to_plain
 
-__all__ = ["containers_key", "find_containers", "make_container", "restore_containers"]
+__all__ = ["calls_resolver", "containers_key", "find_containers", "make_container", "restore_containers"]
 
 _ALL = ""  # stands for the hyperparameters themselves
+_REFERENCE = re.compile(r"\$\{[^{}:$\\]*\}")
 
 
 def containers_key(prefix: str) -> str:
@@ -52,12 +58,40 @@ def _restored(content: Tree, resolved: Tree) -> Tree:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    container = make_container(content)
     try:
+        container = make_container(_without_resolvers(content, resolved))
         OmegaConf.to_container(container, resolve=True)
     except OmegaConfBaseException:
-        return make_container(resolved)
+        return make_container(_escaped(resolved))
     return container
+
+
+def calls_resolver(text: str) -> bool:
+    """Return whether a text has an interpolation that is not a mere reference to another value."""
+    before = ""
+    while text != before:  # references may stand in references
+        before, text = text, _REFERENCE.sub("", text)
+    return "${" in text
+
+
+def _without_resolvers(content: Tree, resolved: Tree) -> Tree:
+    """Return the content with the resolved values in place of interpolations that call a resolver."""
+    if isinstance(content, dict):
+        others = resolved if isinstance(resolved, dict) else {}
+        return {key: _without_resolvers(value, others.get(key)) for key, value in content.items()}
+    if isinstance(content, list):
+        entries = resolved if isinstance(resolved, list) and len(resolved) == len(content) else [None] * len(content)
+        return [_without_resolvers(value, other) for value, other in zip(content, entries, strict=True)]
+    return _escaped(resolved) if isinstance(content, str) and calls_resolver(content) else content
+
+
+def _escaped(value: Tree) -> Tree:
+    """Return values that are no interpolations for OmegaConf."""
+    if isinstance(value, dict):
+        return {key: _escaped(below) for key, below in value.items()}
+    if isinstance(value, list):
+        return [_escaped(below) for below in value]
+    return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", value) if isinstance(value, str) else value
 
 
 def make_container(value: Any) -> Any:  # Any: OmegaConf's overloads of dicts, lists and texts

@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 from ..errors import ArgumentTypeError, ConfigError
-from ..protocols import MapLocation, StateDict
+from ..protocols import MapLocation, StateDict, TrustedClasses
 from ..strategies.load_weights import load_weights
+from ..yaml_file import read
 from . import arguments_to_pass, content, storage
 from .frozen_parameters import check_loaded
-from .omegaconf_containers import find_containers, make_container
+from .omegaconf_containers import calls_resolver, find_containers, make_container
 from .plain import untrust
 
-__all__ = ["constructor_arguments", "load_datamodule", "load_module", "read_hparams_file"]
+__all__ = ["constructor_arguments", "load_datamodule", "load_module", "read_hparams_file", "read_hparams_yaml"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +38,13 @@ def load_module(
     *,
     strict: bool | None,
     weights_only: bool | None,
+    trusted_classes: TrustedClasses,
     overrides: StateDict,
 ) -> ModuleT:
     """Return a `cls` with the weights of the checkpoint; see `Module.load_from_checkpoint`."""
     checkpoint = _load(source, map_location, weights_only=weights_only is not False)
     states = content.read(checkpoint, source=str(source))
-    module = _build(cls, checkpoint, "", hparams_file, overrides, source=str(source))
+    module = _build(cls, checkpoint, "", hparams_file, trusted_classes, overrides, source=str(source))
     configure = getattr(module, "configure_model", None)
     if configure is not None:
         configure()
@@ -79,11 +81,12 @@ def load_datamodule(
     hparams_file: str | Path | None,
     *,
     weights_only: bool | None,
+    trusted_classes: TrustedClasses,
     overrides: StateDict,
 ) -> tuple[T, StateDict | None]:
     """Return a `cls`, and its state in the checkpoint if it has one; see `DataModule.load_from_checkpoint`."""
     checkpoint = _load(source, map_location, weights_only=weights_only is not False)
-    datamodule = _build(cls, checkpoint, "datamodule_", hparams_file, overrides, source=str(source))
+    datamodule = _build(cls, checkpoint, "datamodule_", hparams_file, trusted_classes, overrides, source=str(source))
     return datamodule, checkpoint.get(cls.__qualname__)
 
 
@@ -92,6 +95,7 @@ def _build(
     checkpoint: StateDict,
     prefix: str,
     hparams_file: str | Path | None,
+    trusted_classes: TrustedClasses,
     overrides: StateDict,
     *,
     source: str,
@@ -104,7 +108,7 @@ def _build(
     if settings is not None and hparams_file is None:
         from ..cli.make import make  # settings of a command line are converted as it does
 
-        return make(cls, {**settings, **overrides})
+        return make(cls, settings, overrides, trusted_classes)
     hparams = checkpoint.get(f"{prefix}hyper_parameters") or {}
     former = {} if prefix else {**(checkpoint.get("module_arguments") or {}), **(checkpoint.get("hparams") or {})}
     if former:  # of Lightning before 1.0
@@ -177,10 +181,7 @@ def read_hparams_file(path: str | Path) -> StateDict:
     """
     suffix = Path(path).suffix
     if suffix in (".yaml", ".yml"):
-        from omegaconf import OmegaConf
-
-        loaded: StateDict = OmegaConf.to_container(OmegaConf.load(path), resolve=True)  # type: ignore[assignment]
-        return loaded
+        return read_hparams_yaml(path)
     if suffix == ".csv":
         values: StateDict = {}
         with open(path, newline="") as stream:
@@ -191,3 +192,37 @@ def read_hparams_file(path: str | Path) -> StateDict:
                     values[row[0]] = row[1]
         return values
     raise ConfigError(f"hparams_file={str(path)!r} has the suffix {suffix!r}.", fix="use .yaml, .yml or .csv.")
+
+
+def read_hparams_yaml(path: str | Path) -> StateDict:
+    """Return the hyperparameters in a YAML file. References to each other are followed; resolvers are not called.
+
+    Raises:
+        ConfigError: The file cannot be read, or it calls a resolver.
+    """
+    hparams = read(Path(path))
+    stack: list[tuple[str, object]] = list(hparams.items())
+    texts = []
+    for name, value in stack:  # grows while it is read
+        if isinstance(value, dict | list):
+            stack.extend((name, below) for below in (value.values() if isinstance(value, dict) else value))
+        elif isinstance(value, str) and "${" in value:
+            texts.append(value)
+            if calls_resolver(value):
+                raise ConfigError(
+                    f"{path}: {name} has the interpolation {value!r}, which calls a function of this program.",
+                    fix=f"pass it yourself: {name}=..., and take it out of the file.",
+                )
+    if not texts:
+        return hparams
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        found: StateDict = OmegaConf.to_container(OmegaConf.create(hparams), resolve=True)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            f"{path}: an interpolation cannot be followed: {str(error).splitlines()[0]}.",
+            fix="write the value in place of the interpolation.",
+        ) from None
+    return found

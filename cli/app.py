@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from ..callbacks import Callback
 from ..errors import ConfigError, LoopwrightError, nearest
+from ..yaml_file import write
 from .build import Building
 from .complete import is_plain
 from .ending import told
 from .groups import Groups, put
 from .plans import plan_all
 from .program import SUBCOMMANDS, Program
-from .saved_config import SaveConfig, config_of
+from .saved_config import SaveConfig, config_of, written_settings
 from .seeds import draw_seed
 from .settings import CLASS_KEYS, SettingsTree, escaped
 from .sources import gather, parse_command_line
 from .topics import help_on
 from .typed import Plan
-from .yaml_file import parse, write
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -236,7 +236,7 @@ class CLI:
         # The arguments of the run that saved do not apply to the use of its checkpoint.
         dropped = {"ckpt_path", *self._program.subcommands, *(("verbose",) if self.subcommand == "predict" else ())}
         allowed = set(self._program.keys) - dropped
-        return {key: value for key, value in parse(text, name).items() if key in allowed}, name
+        return {key: value for key, value in written_settings(text, name).items() if key in allowed}, name
 
     def _plan(self) -> None:
         """Check all settings without creating objects.

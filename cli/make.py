@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from ..errors import ConfigError
+from ..protocols import TrustedClasses
 from .build import Building
-from .names import ClassProblem, find_class
+from .names import ClassProblem, NotTrusted, Trust, find_class
 from .parameters import parameters_of
 from .settings import Settings
 from .typed import Typed
@@ -19,37 +20,53 @@ __all__ = ["make"]
 T = TypeVar("T")
 
 
-def make(cls: type[T], settings: Mapping[str, Any]) -> T:
-    """Return an object of a class, made of settings.
+def make(
+    cls: type[T],
+    settings: Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    trusted_classes: TrustedClasses = (),
+) -> T:
+    """Return an object of a class, made of settings in a file that may be somebody else's.
 
     Args:
         cls: The class; `_class_path` in the settings may name a subclass.
-        settings: Its arguments. Other objects are named by `class_path`, with `init_args`; their classes have to fit
-            the types of the parameters. What no parameter takes is left out.
+        settings: Its arguments. Other objects are named by `class_path`, with `init_args`. What no parameter takes is
+            left out. `names.Trust` has the rule for what the settings may name.
+        overrides: Arguments of the caller, in place of those in the settings. They may name anything.
+        trusted_classes: Further classes that the settings may name, and modules, for all of their classes.
 
     Raises:
-        ConfigError: They do not fit the parameters; all problems are named.
+        ConfigError: They do not fit the parameters, or name what they must not; all problems are named.
     """
-    values = dict(settings)
+    values, overrides = dict(settings), dict(overrides or {})
+    trust = Trust(tuple(trusted_classes))
     name = values.pop("_class_path", None)
     target: Any = cls
     if name is not None:
         try:
-            target = find_class(name, cls)
+            target = find_class(str(name), cls, trust)
         except ClassProblem as problem:
+            remedy = "import the module of its class first, or load it with that class"
             raise ConfigError(
-                f"Expected the settings of a {cls.__name__}, got: {problem}.", fix="load it with its own class."
+                f"Expected the settings of a {cls.__name__}, got: {problem}.",
+                fix=f"{remedy}." if isinstance(problem, NotTrusted) else "load it with its own class.",
             ) from None
     tree = Settings()
-    tree.lay(values, "the checkpoint")
+    tree.lay({key: value for key, value in values.items() if key not in overrides}, "the checkpoint", trust)
+    tree.lay(overrides, "the caller")
     known = parameters_of(target)
     taken = {key: value for key, value in tree.tree.items() if known.is_open or key in known.named}
     typed = Typed(tree, fills_untyped=True)
     plan = typed.plan(target, taken, "")
     if typed.problems:
         lines = "".join(f"\n  - {line}" for line in typed.problems)
+        refused = dict.fromkeys(path.partition(".")[0] for path in typed.refused)
+        arguments = ", ".join(f"{one}=..." for one in refused)
+        more = "; or name classes that you trust in trusted_classes=[...]" if refused else ""
         raise ConfigError(
-            f"Expected settings of {target.__name__}, got:{lines}", fix="pass these arguments to load_from_checkpoint."
+            f"Expected settings of {target.__name__}, got:{lines}",
+            fix=f"pass {'it yourself' if len(refused) == 1 else 'these arguments yourself'} to load_from_checkpoint"
+            f"{f': {arguments}' if refused else ''}{more}.",
         )
     made: T = Building(tree, collects=False).made(plan)
     return made

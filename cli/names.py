@@ -7,13 +7,24 @@ import inspect
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from .ending import where_raised
 
-__all__ = ["ClassProblem", "find_class", "find_maker", "import_object", "known_classes"]
+__all__ = [
+    "ClassProblem",
+    "NotTrusted",
+    "Trust",
+    "find_class",
+    "find_maker",
+    "import_object",
+    "imported_object",
+    "known_classes",
+]
 
 # Any in this file: classes of any kind.
 
@@ -22,6 +33,82 @@ _OWN = "loopwright."
 
 class ClassProblem(Exception):
     """A name does not lead to a matching class; the message gives the reason."""
+
+
+class NotTrusted(ClassProblem):
+    """A file that may be somebody else's names what it must not."""
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What a file that may be somebody else's can name.
+
+    It names classes only. A class must be imported already and be derived from the class of the parameter's annotation.
+    A trusted class is imported if need be, and may stand where the annotation names no class.
+
+    Attributes:
+        classes: What the reader of the file trusts.
+    """
+
+    classes: tuple[type[object] | ModuleType, ...] = ()
+
+    def find(self, path: str) -> object:
+        """Return the object at a dotted path.
+
+        Raises:
+            NotTrusted: It is not imported, and not trusted.
+            ClassProblem: A trusted module does not have it.
+        """
+        path = path.replace(":", ".")
+        for one in self.classes:
+            if isinstance(one, ModuleType):
+                if path.startswith(f"{one.__name__}."):
+                    return import_object(path)
+            elif path in (f"{one.__module__}.{one.__qualname__}", one.__qualname__):
+                return one
+        found = imported_object(path)
+        if found is None:
+            raise NotTrusted(f"{path} is not imported, and a file with the state of a model cannot import it")
+        return found
+
+    def check(self, found: object, bases: tuple[type[object], ...], name: str) -> type[object]:
+        """Return a class that the file names.
+
+        Raises:
+            NotTrusted: It is something else, or only resembles the classes of the annotation.
+        """
+        if not inspect.isclass(found):
+            raise NotTrusted(f"{name} is not a class, and a file with the state of a model can name classes only")
+        # Not issubclass, whose answer a class may define: Popen counts as an AbstractContextManager.
+        if any(base is not object and base in found.__mro__ for base in bases):
+            return found
+        if self._holds(found) and issubclass(found, bases):
+            return found
+        if object in bases:
+            raise NotTrusted(f"{name} is named where the annotation names no class")
+        raise NotTrusted(f"expected a {' or '.join(one.__name__ for one in bases)}, got {name}")
+
+    def _holds(self, found: type[object]) -> bool:
+        homes = tuple(f"{one.__name__}." for one in self.classes if isinstance(one, ModuleType))
+        return found in self.classes or f"{found.__module__}.".startswith(homes)
+
+
+def imported_object(path: str) -> object:
+    """Return the object at a dotted path without importing anything but Loopwright's parts; None if it is not there."""
+    parts = path.split(".")
+    loopwright = importlib.import_module("..", __package__)
+    if parts[0] == loopwright.__name__ and len(parts) > 1:
+        rooms = {home.partition(".")[0] for home in loopwright._HOME.values()}
+        if parts[1] in (loopwright._HOME if len(parts) == 2 else {*rooms, "optim"}):
+            return import_object(path)
+    for count in range(len(parts) - 1, 0, -1):
+        found: object = sys.modules.get(".".join(parts[:count]))
+        for part in parts[count:]:
+            # Not getattr: a module or class may import or compute what it is asked for.
+            found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
+        if found is not None:
+            return found
+    return None
 
 
 def import_object(path: str) -> Any:
@@ -57,18 +144,21 @@ def import_object(path: str) -> Any:
     raise ClassProblem(f"{path}: module {parts[0]!r} not found in the current folder or among installed packages")
 
 
-def find_class(name: str, base: type[Any] | tuple[type[object], ...]) -> type[object]:
+def find_class(name: str, base: type[Any] | tuple[type[object], ...], trust: Trust | None = None) -> type[object]:
     """Return the class of a name.
 
     Args:
         name: A dotted path, or the name of a known subclass; upper and lower case, underscores, and the base's own name
             at the end do not matter ("csv" is CSVLogger).
         base: What it must be a subclass of.
+        trust: What may be named; None if the user has written the name.
 
     Raises:
         ClassProblem: There is none, or several; or it is something else.
     """
     bases = base if isinstance(base, tuple) else (base,)
+    if trust is not None and ("." in name or ":" in name or object in bases):
+        return trust.check(trust.find(name), bases, name)
     shown = " or ".join(one.__name__ for one in bases)
     if "." in name or ":" in name:
         found = import_object(name)
@@ -89,7 +179,7 @@ def find_class(name: str, base: type[Any] | tuple[type[object], ...]) -> type[ob
     own = [one for one in matches if one.__module__ == "__main__"] or [one for one in matches if _is_served(one)]
     own = own or _without_other_libraries(matches)
     if len(own) == 1:
-        return own[0]
+        return own[0] if trust is None else trust.check(own[0], bases, name)
     if own:
         paths = ", ".join(sorted(f"{one.__module__}.{one.__qualname__}" for one in own))
         raise ClassProblem(f"{name} is ambiguous ({paths}): write the full path")
@@ -98,22 +188,24 @@ def find_class(name: str, base: type[Any] | tuple[type[object], ...]) -> type[ob
     raise ClassProblem(f"no {shown} is called {name!r}{hint}; write package.module.Class for your own class")
 
 
-def find_maker(name: str, base: type[Any]) -> Callable[..., object]:
+def find_maker(name: str, base: type[Any], trust: Trust | None = None) -> Callable[..., object]:
     """Return the class of a name, as `find_class`, or a function by its path that is annotated to return such a class.
+
+    With `trust`, the function must be one of Loopwright's public ones.
 
     Raises:
         ClassProblem: There is none, or several; or it is something else.
     """
     if "." in name or ":" in name:
-        found: Any = import_object(name)
-        if inspect.isfunction(found):
+        found: Any = import_object(name) if trust is None else imported_object(name)
+        if inspect.isfunction(found) and (trust is None or found.__module__.startswith(_OWN)):
             try:
                 made = typing.get_type_hints(found).get("return")
             except NameError:  # an annotation for type checkers only
                 made = None
             if inspect.isclass(made) and issubclass(made, base):
                 return found
-    return find_class(name, base)
+    return find_class(name, base, trust)
 
 
 def known_classes(bases: Iterable[type[object]]) -> Iterator[type[object]]:

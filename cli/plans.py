@@ -63,6 +63,7 @@ def plan_all(program: Program, settings: Settings) -> Plans:
         ConfigError: All that is wrong.
     """
     declared = program.declared
+    program.trust_at = settings.trust_at
     tree = resolve(settings, program.default_of)
     tree, replaced = declared.with_links(
         tree, functools.partial(program.default_of, tree), lambda path: settings.origin(settings.route(path))
@@ -93,18 +94,18 @@ def plan_all(program: Program, settings: Settings) -> Plans:
         elif name == "seed_everything" or name in declared.values:
             plans.made[name] = one.default
     if typed.problems:
-        raise _all_wrong(program, typed.problems)
+        raise _all_wrong(program, typed)
     left_out = [f"{path} is ignored: the chosen class does not take it" for path in typed.skipped]
     plans.notes = [*replaced, *left_out]
     return plans
 
 
-def _all_wrong(program: Program, problems: list[str]) -> ConfigError:
-    lines = "".join(f"\n  - {line}" for line in problems)
-    count = len(problems)
+def _all_wrong(program: Program, typed: Typed) -> ConfigError:
+    lines = "".join(f"\n  - {line}" for line in typed.problems)
+    count = len(typed.problems)
     return ConfigError(
         f"Expected a valid configuration, got {count} {'problem' if count == 1 else 'problems'}:{lines}",
-        fix=f"correct these settings; `{program.shown} --help` lists the available ones.",
+        fix=typed.remedy or f"correct these settings; `{program.shown} --help` lists the available ones.",
     )
 
 
@@ -166,10 +167,9 @@ def _object(program: Program, typed: Typed, key: str, value: Any) -> Any:
             return WRONG
         return typed.plan(fixed, arguments, path, given=given)
     try:
-        found = find_class(name, fixed if isinstance(fixed, type) else base)
+        found = find_class(name, fixed if isinstance(fixed, type) else base, settings.trust_at(f"{key}.class_path"))
     except ClassProblem as problem:
-        typed.problems.append(f"{key}{_from(settings, f'{key}.class_path')}: {problem}")
-        return WRONG
+        return typed.no_class(key, problem)
     return typed.plan(found, arguments, path, given=given)
 
 
@@ -189,9 +189,9 @@ def _optimizer(plans: Plans, typed: Typed) -> None:
             typed.problems.append(f"{key}{_from(settings, key)}: name a class, as in {key}=Adam")
             continue
         try:
-            found = find_maker(name, base)
+            found = find_maker(name, base, settings.trust_at(f"{key}.class_path"))
         except ClassProblem as problem:
-            typed.problems.append(f"{key}{_from(settings, f'{key}.class_path')}: {problem}")
+            typed.no_class(key, problem)
             continue
         arguments = dict(value["init_args"]) if is_class_node(value) else {}
         if key == "lr_scheduler":

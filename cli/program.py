@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .groups import Groups
-from .names import ClassProblem, find_class
+from .names import ClassProblem, Trust, find_class
 from .parameters import EMPTY, Parameter, parameters_of
 from .settings import CLASS_KEYS, SettingsTree, is_class_node
 
@@ -37,6 +37,7 @@ class Program:
         subcommand: What is to be run; None: objects are made only.
         subcommands: Those that there are, and what each does.
         skipped: Parameters of the subcommand's method that are not settings, beside the model and its data.
+        trust_at: Returns what the setting at a path may name; None if the user has written it.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Program:
     subcommand: str | None = None
     subcommands: dict[str, str] = field(default_factory=lambda: dict(SUBCOMMANDS))
     skipped: frozenset[str] = frozenset()
+    trust_at: Callable[[str], Trust | None] = lambda path: None
 
     @property
     def shown(self) -> str:
@@ -100,7 +102,7 @@ class Program:
         fixed, base = self.bases.get(key, (self.declared.classes.get(key), object))
         chosen = value["class_path"] if is_class_node(value) else value
         if key in self.bases and isinstance(chosen, str) and not self.is_fixed(chosen, key):
-            return find_class(chosen, fixed if isinstance(fixed, type) else base)
+            return find_class(chosen, fixed if isinstance(fixed, type) else base, self.trust_at(f"{key}.class_path"))
         return fixed
 
     def default_of(self, tree: SettingsTree, path: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,16 @@ from ..errors import ConfigError
 from ..files import only_describes, replace_file
 from ..messages import warn
 from ..remote import is_url
+from ..yaml_file import parse
+from .settings import SettingsTree
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
-__all__ = ["SaveConfig", "config_of"]
+__all__ = ["SaveConfig", "config_of", "written_settings"]
 
+_FIX = "pass the configuration with --config."
+_INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 _KEY = "SaveConfig"
 _FIRST_LINE = "# The configuration of a run, written when it began. The next run in this folder replaces it.\n"
 
@@ -98,7 +103,28 @@ def config_of(checkpoint: str) -> str | None:
     text = state.get("config") if isinstance(state, dict) else None
     if not isinstance(text, str):
         raise ConfigError(
-            f"Expected a readable configuration in the checkpoint {checkpoint}, got damaged data.",
-            fix="pass the configuration with --config.",
+            f"Expected a readable configuration in the checkpoint {checkpoint}, got damaged data.", fix=_FIX
         )
     return text
+
+
+def written_settings(text: str, name: str) -> SettingsTree:
+    """Return the settings in the configuration of a checkpoint, which may be somebody else's.
+
+    Args:
+        text: The configuration.
+        name: What errors call it.
+
+    Raises:
+        ConfigError: It has another form than a `SaveConfig` writes; interpolations, for instance.
+    """
+    found = parse(text, name)
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise ConfigError(f"Expected settings by name in {name}, got {type(found).__name__}.", fix=_FIX)
+    stack: list[object] = [found]
+    for value in stack:  # grows while it is read
+        if isinstance(value, dict | list):
+            stack.extend(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, str) and _INTERPOLATION.search(value):
+            raise ConfigError(f"Expected values in {name}, got the interpolation {value!r}.", fix=_FIX)
+    return found

@@ -13,6 +13,7 @@ from types import NoneType
 from typing import Any, TypeAlias
 
 from ..errors import ConfigError, nearest
+from .names import Trust
 
 __all__ = ["CLASS_KEYS", "WRONG", "Settings", "class_nodes", "escaped", "is_class_node", "resolve"]
 
@@ -49,6 +50,7 @@ class Settings:
         stale: Dotted paths of arguments that were given for another class than the one that is chosen now.
         grown: Dotted paths of lists that were only added to: they extend the parameter's default.
         problems: What is wrong with the sources.
+        trusts: Source to what it may name, for files that may be somebody else's.
     """
 
     tree: SettingsTree = field(default_factory=dict)
@@ -57,9 +59,20 @@ class Settings:
     stale: set[str] = field(default_factory=set)
     grown: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
+    trusts: dict[str, Trust] = field(default_factory=dict)
+    _has_dots: bool = False
 
-    def lay(self, values: SettingsTree, source: str) -> None:
-        """Merge the content of a file over the current settings."""
+    def lay(self, values: SettingsTree, source: str, trust: Trust | None = None) -> None:
+        """Merge the content of a file over the current settings.
+
+        Args:
+            values: The content.
+            source: Name of the file.
+            trust: What it may name; None if the user has written it.
+        """
+        if trust is not None:
+            self.trusts[source] = trust
+            self._has_dots = self._has_dots or _has_dots(values)
         self.tree = self._merged(self.tree, class_nodes(values), "", source)
 
     def assign(self, path: str, value: object, source: str, *, text: str | None = None, appends: bool = False) -> None:
@@ -128,6 +141,17 @@ class Settings:
                 return self.origins[path]
             path = path.rpartition(".")[0]
         return ""
+
+    def trust_at(self, path: str) -> Trust | None:
+        """Return what the value at a path may name; None if the user has written it.
+
+        What follows from other settings counts as a file's; and everything does if keys in the file have dots, since a
+        path does not tell then from which source its value is.
+        """
+        if not self.trusts:
+            return None
+        source = "" if self._has_dots else self.origin(path)
+        return self.trusts.get(source) if source else next(iter(self.trusts.values()))
 
     def has(self, path: str) -> bool:
         """Return whether a path is set."""
@@ -407,6 +431,10 @@ def _items(value: object) -> Iterator[tuple[object, object]]:
         yield from value.items()
     elif isinstance(value, list):
         yield from enumerate(value)
+
+
+def _has_dots(value: object) -> bool:
+    return any((isinstance(key, str) and "." in key) or _has_dots(below) for key, below in _items(value))
 
 
 def _step(node: object, part: str) -> Any:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..yaml_file import parse_scalar, read
+from .names import Trust
 from .settings import CLASS_KEYS, Settings, SettingsTree
-from .yaml_file import parse_scalar, read
 
 __all__ = ["CONFIG_VARIABLE", "PREFIX", "Assignment", "CommandLine", "gather", "parse_command_line", "read_source"]
 
@@ -151,8 +152,8 @@ def gather(
     settings = Settings() if onto is None else onto
     settings.problems += line.wrong
     unread: list[ConfigError] = []
-    if checkpoint is not None:
-        settings.lay(*checkpoint)
+    if checkpoint is not None:  # it may be somebody else's
+        settings.lay(*checkpoint, Trust())
     for path, value in defaults.items():
         settings.assign(path, value, "default of the program")
     given = [one for one in variables.get(CONFIG_VARIABLE, "").split(os.pathsep) if one] + line.files

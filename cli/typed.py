@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from ..loggers import Logger
-from .names import ClassProblem, find_class, import_object
-from .parameters import Parameter, parameters_of
+from ..yaml_file import read
+from .names import ClassProblem, NotTrusted, Trust, find_class, import_object
+from .parameters import EMPTY, Parameter, parameters_of
 from .settings import WRONG, Settings, SettingsTree, class_nodes, is_class_node
-from .yaml_file import read
 
 __all__ = ["Plan", "Typed", "show_type", "with_class_defaults"]
 
@@ -68,6 +68,7 @@ class Typed:
         skipped: Paths of arguments that were dropped, since the class that is chosen now does not take them.
         log_folder: What a logger gets as `save_dir` where nothing is said.
         fills_untyped: Whether parameters without type and default get None where nothing is said.
+        refused: Paths at which a file that may be somebody else's names what it must not.
     """
 
     settings: Settings
@@ -75,6 +76,7 @@ class Typed:
     skipped: list[str] = field(default_factory=list)
     log_folder: str | None = None
     fills_untyped: bool = False
+    refused: list[str] = field(default_factory=list)
 
     def plan(
         self, target: Callable[..., object], values: SettingsTree, path: str, *, given: frozenset[str] = frozenset()
@@ -91,7 +93,7 @@ class Typed:
         arguments: dict[str, Any] = {}
         if "save_dir" in known.named and not {"save_dir", "root_dir"} & set(values) and _is_logger(target):
             values = {"save_dir": self.log_folder or os.getcwd(), **values}
-        values = with_class_defaults(known.named, values)
+        values = with_class_defaults(known.named, values, lambda name: self._trust(f"{path}.{name}" if path else name))
         if self.fills_untyped:
             untyped = [
                 name for name, one in known.named.items()
@@ -152,6 +154,20 @@ class Typed:
             return self._anything(value, path)
         return self._simple(value, origin or annotation, path)
 
+    def no_class(self, path: str, problem: ClassProblem) -> Any:
+        """Record that the value at a path does not lead to a class, and return WRONG."""
+        if isinstance(problem, NotTrusted):
+            self.refused.append(path)
+        source = self.settings.origin(f"{path}.class_path")
+        self.problems.append(f"{_short(path)}{f' ({source})' if source else ''}: {problem}")
+        return WRONG
+
+    @property
+    def remedy(self) -> str:
+        """What to do about a file that names what it must not; empty if none does."""
+        names = ", ".join(dict.fromkeys(_short(path) for path in self.refused))
+        return names and f"set {names} yourself, on the command line or in a file for --config."
+
     def _simple(self, value: object, wanted: type[Any], path: str) -> Any:
         import torch
 
@@ -205,7 +221,8 @@ class Typed:
         if isinstance(value, wanted) and not isinstance(value, str | dict):
             return value
         if isinstance(value, str):
-            if value.endswith((".yaml", ".yml", ".json")) and Path(value).is_file():
+            is_file = value.endswith((".yaml", ".yml", ".json")) and Path(value).is_file()
+            if is_file and self._trust(path) is None:
                 return self._object(class_nodes(read(Path(value))), wanted, path)
             return self._named(value, {}, wanted, path, path)
         if is_class_node(value):
@@ -227,9 +244,9 @@ class Typed:
         if name is WRONG:
             return WRONG
         try:
-            found = find_class(str(name), wanted)
+            found = find_class(str(name), wanted, self._trust(path))
         except ClassProblem as problem:
-            return self._note(path, str(problem))
+            return self.no_class(path, problem)
         return self.plan(found, arguments, below)
 
     def _one_of(self, value: object, members: tuple[object, ...], path: str) -> object:
@@ -245,6 +262,10 @@ class Typed:
             if not attempt.problems:
                 self.skipped += attempt.skipped
                 return found
+            if attempt.refused:  # another member would take it for something that it was not
+                self.problems += attempt.problems
+                self.refused += attempt.refused
+                return WRONG
             if _fits_by_shape(value, member) and best is None:
                 best = attempt.problems
         if str in members and path in self.settings.texts:
@@ -277,9 +298,9 @@ class Typed:
             return value
         base = base if inspect.isclass(base) else object
         try:
-            return find_class(str(value), base)
+            return find_class(str(value), base, self._trust(path))
         except ClassProblem as problem:
-            return self._note(path, str(problem))
+            return self.no_class(path, problem)
 
     def _function(self, value: Any, inner: tuple[object, ...], path: str) -> object:
         """Return a function: by its path, or one that creates the class that the annotation returns."""
@@ -301,13 +322,17 @@ class Typed:
             is_class = isinstance(base, tuple)
         else:
             is_class = inspect.isclass(base) and base is not Any and base is not object
-        makes_class = is_class and not _is_function(name)
+        trust = self._trust(path)
+        makes_class = is_class and (trust is not None or not _is_function(name))
         try:
-            found = find_class(name, base) if makes_class else import_object(name)
+            if makes_class or trust is not None:
+                found: Any = find_class(name, base if is_class else object, trust)
+            else:
+                found = import_object(name)
         except ClassProblem as problem:
-            found = _with_callable_objects(name)
+            found = _with_callable_objects(name, trust)
             if found is None:
-                return self._note(path, str(problem))
+                return self.no_class(path, problem)
             makes_class = False
         if not callable(found):
             return self._note(path, f"expected a function, got {name}")
@@ -379,12 +404,16 @@ class Typed:
         checkpoint of somebody else, and must not be able to start programs.
         """
         if is_class_node(value):
-            return self._object(value, _Harmless, path)
+            return self._object(value, object if self._trust(path) is not None else _Harmless, path)
         if isinstance(value, dict):
             return {key: self._anything(below, f"{path}.{key}") for key, below in value.items()}
         if isinstance(value, list):
             return [self._anything(below, f"{path}.{number}") for number, below in enumerate(value)]
         return value
+
+    def _trust(self, path: str) -> Trust | None:
+        """Return what the value at a path may name; None if the user has written it."""
+        return self.settings.trust_at(f"{path}.class_path")
 
     # -- problems ------------------------------------------------------------------------------------------------
 
@@ -432,7 +461,9 @@ def _is_logger(target: object) -> bool:
     return inspect.isclass(target) and issubclass(target, Logger)
 
 
-def with_class_defaults(known: Mapping[str, Parameter], values: SettingsTree) -> SettingsTree:
+def with_class_defaults(
+    known: Mapping[str, Parameter], values: SettingsTree, trust_in: Callable[[str], Trust | None] = lambda name: None
+) -> SettingsTree:
     """Return the arguments of a class, completed by those of defaults that are classes with arguments.
 
     Such are jsonargparse's `lazy_instance` and a class that a function parameter has as its default: arguments may be
@@ -441,6 +472,7 @@ def with_class_defaults(known: Mapping[str, Parameter], values: SettingsTree) ->
     Args:
         known: The parameters.
         values: The arguments.
+        trust_in: Returns what an argument may name.
     """
     found = values
     for name, one in known.items():
@@ -456,14 +488,14 @@ def with_class_defaults(known: Mapping[str, Parameter], values: SettingsTree) ->
             found = {**found, name: {**node, "init_args": {**node["init_args"], **arguments}}}
         elif is_lazy and isinstance(given, str | dict):
             chosen: dict[str, Any] = given if isinstance(given, dict) else {"class_path": given, "init_args": {}}
-            kept = _taken_by(chosen["class_path"], type(one.default), node["init_args"])
+            kept = _taken_by(chosen["class_path"], type(one.default), node["init_args"], trust_in(name))
             found = {**found, name: {**chosen, "init_args": {**kept, **chosen["init_args"]}}}
     return found
 
 
 def _class_default(default: Any) -> dict[str, Any] | None:
     """Return the class of a default and its arguments; None for other values."""
-    if inspect.isclass(default):
+    if inspect.isclass(default) and default is not EMPTY:
         return {"class_path": f"{default.__module__}.{default.__qualname__}", "init_args": {}}
     arguments = getattr(default, "_lazy_kwargs", None)
     if not isinstance(arguments, dict) or not hasattr(type(default), "lazy_get_init_args"):
@@ -477,18 +509,18 @@ def _made_lazily(lazy: type[Any]) -> type[Any]:
     return next(one for one in lazy.__mro__[1:] if "lazy_get_init_args" not in vars(one))
 
 
-def _taken_by(name: str, lazy: type[Any], arguments: SettingsTree) -> SettingsTree:
+def _taken_by(name: str, lazy: type[Any], arguments: SettingsTree, trust: Trust | None) -> SettingsTree:
     try:
-        known = parameters_of(find_class(name, _made_lazily(lazy))).named
+        known = parameters_of(find_class(name, _made_lazily(lazy), trust)).named
     except ClassProblem:
         return {}  # reported when the value is planned
     return {key: value for key, value in arguments.items() if key in known}
 
 
-def _with_callable_objects(name: str) -> Any:
+def _with_callable_objects(name: str, trust: Trust | None) -> Any:
     """Return the class of a path if its objects can be called, as modules can; None for others."""
     try:
-        found = import_object(name) if "." in name else None
+        found = None if "." not in name else import_object(name) if trust is None else find_class(name, object, trust)
     except ClassProblem:
         return None
     return found if inspect.isclass(found) and _has_calls(found) else None

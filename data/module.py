@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import ConfigError
-from ..protocols import AnyBatch, AnyLoaders, MapLocation, StateDict
+from ..protocols import AnyBatch, AnyLoaders, MapLocation, StateDict, TrustedClasses
 from .hparams import AttributeDict, class_only, save_hyperparameters
 from .move import move_to_device
 
@@ -162,6 +162,8 @@ class DataModule:
         map_location: MapLocation = None,
         hparams_file: str | Path | None = None,
         weights_only: bool | None = None,
+        *,
+        trusted_classes: TrustedClasses = (),
         **kwargs: Any,
     ) -> Self:
         """Build the data module from a checkpoint's hyperparameters and load its state.
@@ -171,6 +173,7 @@ class DataModule:
             map_location: As in torch.load; None loads to the CPU.
             hparams_file: A .yaml or .csv file with hyperparameters that override the saved ones.
             weights_only: False also unpickles entries that were marked as trusted when saved.
+            trusted_classes: See `Module.load_from_checkpoint`.
             kwargs: Arguments of `__init__`; they override the saved ones.
 
         Raises:
@@ -180,8 +183,9 @@ class DataModule:
         from ..checkpoint.rebuild import load_datamodule
 
         datamodule, state = load_datamodule(
-            cls, checkpoint_path, map_location, hparams_file, weights_only=weights_only, overrides=kwargs
-        )
+            cls, checkpoint_path, map_location, hparams_file, weights_only=weights_only,
+            trusted_classes=trusted_classes, overrides=kwargs,
+        )  # fmt: skip
         if state:
             datamodule.load_state_dict(state)
         return datamodule

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..cli.yaml_file import read, write
 from ..errors import ConfigError
 from ..files import replace_file
+from ..yaml_file import read, write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

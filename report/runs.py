@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from yaml import YAMLError, safe_load
-
 from ..errors import ConfigError, DataError
 from ..remote import is_url
+from ..yaml_file import parse
 from .checkpoints import CheckpointFile, CheckpointReader
 from .environment import ENVIRONMENT_FILE
 from .media import Media
@@ -333,8 +332,8 @@ def _load(path: Path, problems: list[str]) -> Mapping[object, object]:
         return {}
     try:
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else safe_load(text)
-    except (OSError, ValueError, YAMLError) as error:
+        content = json.loads(text) if path.suffix == ".json" else parse(text, path.name)
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path} cannot be read: {str(error).splitlines()[0]}")
         return {}
     return content if isinstance(content, dict) else {}

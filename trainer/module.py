@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..callbacks import Callback
     from ..fabric import Fabric
     from ..loggers import Logger
-    from ..protocols import AnyBatch, AnyLoaders, AnyOutput, MapLocation, StateDict, Tree
+    from ..protocols import AnyBatch, AnyLoaders, AnyOutput, MapLocation, StateDict, Tree, TrustedClasses
     from .trainer import Trainer
 
 __all__ = ["Module"]
@@ -605,6 +605,8 @@ class Module(nn.Module):
         hparams_file: str | Path | None = None,
         strict: bool | None = None,
         weights_only: bool | None = None,
+        *,
+        trusted_classes: TrustedClasses = (),
         **kwargs: object,
     ) -> Self:
         """Build the module from a checkpoint's hyperparameters and load its weights.
@@ -615,16 +617,21 @@ class Module(nn.Module):
             hparams_file: A .yaml or .csv file with hyperparameters that replace the saved ones.
             strict: Whether keys must match exactly; None takes the module's `strict_loading`.
             weights_only: False also unpickles entries that were marked as trusted when saved.
+            trusted_classes: Further classes that settings of a command line in the file may name, and modules, for all
+                of their classes. Without it, they may name classes that are imported already and derive from the class
+                of the parameter's annotation.
             kwargs: Arguments of `__init__`; they take precedence over the saved ones.
 
         Raises:
             CheckpointError: The file is damaged, or has no weights.
-            ConfigError: An argument of `__init__` is neither saved nor given.
+            ConfigError: An argument of `__init__` is neither saved nor given, or is an object that the file must not
+                have built.
         """
         from ..checkpoint.rebuild import load_module
 
         return load_module(
-            cls, checkpoint_path, map_location, hparams_file, strict=strict, weights_only=weights_only, overrides=kwargs
+            cls, checkpoint_path, map_location, hparams_file, strict=strict, weights_only=weights_only,
+            trusted_classes=trusted_classes, overrides=kwargs,
         )  # fmt: skip
 
     def to_onnx(self, file_path: str | Path | None = None, input_sample: AnyBatch = None, **kwargs: Any) -> Any:

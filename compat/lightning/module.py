@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...fabric import Fabric
-    from ...protocols import MapLocation
+    from ...protocols import MapLocation, TrustedClasses
 
 __all__ = [
     "CheckpointHooks",
@@ -77,6 +77,8 @@ class LightningModule(Module):
         hparams_file: str | Path | None = None,
         strict: bool | None = None,
         weights_only: bool | None = None,
+        *,
+        trusted_classes: TrustedClasses = (),
         **kwargs: object,
     ) -> Self:
         """Build the module from a checkpoint; see `lw.Module.load_from_checkpoint`.
@@ -85,8 +87,9 @@ class LightningModule(Module):
         """
         with existing(hparams_file) as file:
             return super().load_from_checkpoint(
-                checkpoint_path, map_location, file, strict, weights_only, **accepted(cls, kwargs)
-            )
+                checkpoint_path, map_location, file, strict, weights_only,
+                trusted_classes=trusted_classes, **accepted(cls, kwargs),
+            )  # fmt: skip
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
         """Take entries out of the hyperparameters."""
@@ -126,6 +129,8 @@ class LightningDataModule(DataModule):
         map_location: MapLocation = None,
         hparams_file: str | Path | None = None,
         weights_only: bool | None = None,
+        *,
+        trusted_classes: TrustedClasses = (),
         **kwargs: Any,
     ) -> Self:
         """Build the data module from a checkpoint; see `lw.DataModule.load_from_checkpoint`.
@@ -134,8 +139,9 @@ class LightningDataModule(DataModule):
         """
         with existing(hparams_file) as file:
             return super().load_from_checkpoint(
-                checkpoint_path, map_location, file, weights_only, **accepted(cls, kwargs)
-            )
+                checkpoint_path, map_location, file, weights_only,
+                trusted_classes=trusted_classes, **accepted(cls, kwargs),
+            )  # fmt: skip
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
         """Take entries out of the hyperparameters."""

@@ -137,7 +137,9 @@ def _style_problems(style: str | None) -> Iterator[str]:
     if style is None or style in PROMPT_STYLES:
         return
     try:
-        fields = {name for _, name, _, _ in string.Formatter().parse(style) if name is not None}
+        # A width in a field, as {prompt:>9999999999}, would be memory that a file asks for.
+        parts = string.Formatter().parse(style)
+        fields = {f"{name}{spec}{conversion or ''}" for _, name, spec, conversion in parts if name is not None}
     except ValueError as error:
         yield f"prompt_style: Expected a format string, got {style!r} ({error})."
         return

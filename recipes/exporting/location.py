@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from ... import checkpoint as checkpoints
 from ...checkpoint.formats import find_format
 from ...errors import CheckpointError, ConfigError
 from ...messages import warn
+from ...yaml_file import read
 
 __all__ = ["ADAPTER_CONFIG", "RECIPE_JSON", "RUN_FILE", "ModelLocation", "find_model", "read_json"]
 
@@ -180,13 +179,15 @@ def _checkpoint(path: Path, run: Path | None) -> ModelLocation:
         )
     content = checkpoints.load(path, lazy=True, verify=False)
     recipe = content.get("recipe")
-    if not isinstance(recipe, Mapping) or not recipe.get("model"):
+    recipe = recipe if isinstance(recipe, Mapping) else {}
+    model = recipe.get("model")
+    if not isinstance(model, Mapping) or not isinstance(model.get("model"), str):
         raise ConfigError(
             f"model: Expected a checkpoint of a recipe, got {path}, which has no entry 'recipe'.",
             fix="pass a checkpoint that `loopwright recipe` wrote.",
         )
     settings = _run_settings(run)
-    base = Path(str(recipe["model"].get("model")))
+    base = Path(model["model"])
     candidates = ([run / "tokenizer"] if run is not None else []) + [base]
     tokenizer = next((one for one in candidates if _has_tokenizer(one)), base)
     return ModelLocation("checkpoint", path, tokenizer, recipe, run, settings)
@@ -200,9 +201,9 @@ def _run_of(path: Path) -> Path | None:
 def _run_settings(run: Path | None) -> dict[str, Any]:
     if run is None:
         return {}
-    values = OmegaConf.to_container(OmegaConf.load(run / RUN_FILE), resolve=True)
-    assert isinstance(values, dict), f"{run / RUN_FILE} is not a mapping"
-    settings = values.get("settings") or {}
+    values = read(run / RUN_FILE)
+    settings = values.get("settings")
+    settings = settings if isinstance(settings, dict) else {}
     return {"command": values.get("command"), **{str(name): value for name, value in settings.items()}}
 
 

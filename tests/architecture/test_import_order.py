@@ -11,6 +11,7 @@ from .sources import ROOT, package_files, place, tree_of
 # A folder or file may import what stands in an earlier row, and itself.
 LAYERS = (
     {"errors", "messages", "protocols"},
+    {"yaml_file"},
     {"console", "deferred_compiler", "files", "lazy", "remote"},
     {"tracebacks"},
     {"accelerators"},

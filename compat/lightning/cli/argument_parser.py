@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ....callbacks import Callback
+from ....cli.names import Trust
 from ....cli.parameters import parameters_of
 from ....cli.settings import Settings
 from ....cli.sources import gather, parse_command_line, read_source
-from ....cli.yaml_file import parse, write
 from ....data import DataModule
 from ....errors import ConfigError, LoopwrightError, nearest
 from ....trainer.module import Module
+from ....yaml_file import parse, write
 from ..imports.absent import refuse
 from ..imports.finder import VERSION
 from ..trainer import Trainer
@@ -293,27 +294,30 @@ class LightningArgumentParser:
                 return self._parse([*tokens_before(self.options, {}, ""), *tokens])
             return self._with_subcommand(tokens)
 
-    def parse_object(self, cfg_obj: Any, cfg_base: Any = None, *others: object, **options: object) -> Namespace:
+    def parse_object(
+        self, cfg_obj: Any, cfg_base: Any = None, *others: object, trust: Trust | None = None, **options: object
+    ) -> Namespace:
         """Return the configuration of nested dicts or namespaces.
 
         Args:
             cfg_obj: The settings.
             cfg_base: A configuration below them.
             others: Accepted.
+            trust: What the settings may name, if they are a file's that may be somebody else's.
             options: Accepted: jsonargparse's own.
         """
         given, base = to_plain(cfg_obj), to_plain(cfg_base) or {}
         with self._told():
             if not self.subparsers:
                 tokens = tokens_before(self.options, {}, "") if not base else []
-                return self._parse(tokens, base, given)
+                return self._parse(tokens, base, given, trust=trust)
             command = given.get("subcommand") or next((name for name in self.subparsers if name in given), None)
             command = command or base.get("subcommand")
             if command is None:
                 raise self._no_subcommand([])
             own = self.subparsers[command]
             tokens = tokens_before(self.options, own.options, command) if not base else []
-            below = own._parse(tokens, base.get(command) or {}, given.get(command) or {}, command=command)
+            below = own._parse(tokens, base.get(command) or {}, given.get(command) or {}, command=command, trust=trust)
             return Namespace({"config": None, "subcommand": command, command: below})
 
     def parse_string(self, cfg_str: str, *others: object, **options: object) -> Namespace:
@@ -405,6 +409,7 @@ class LightningArgumentParser:
         *given: dict[str, Any],
         command: str = "",
         commands: Sequence[str] = (),
+        trust: Trust | None = None,
     ) -> Namespace:
         for option in self.files:
             tokens = [f"--config{one[len(option) :]}" if one.partition("=")[0] == option else one for one in tokens]
@@ -419,7 +424,11 @@ class LightningArgumentParser:
             config = one.get("config") if isinstance(one.get("config"), str | os.PathLike) else None
             if config is not None:
                 settings.lay(read_source(os.fspath(config)), str(config))
-            settings.lay({key: value for key, value in one.items() if key != "config"}, "args")
+            entries = {key: value for key, value in one.items() if key != "config"}
+            if trust is not None and one is given[-1]:
+                settings.lay(entries, "the checkpoint", trust)
+            else:
+                settings.lay(entries, "args")
         reading = Reading(self, settings)
         reading.config["config"] = None
         if line.files:

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from ....cli.complete import public_path
-from ....cli.names import ClassProblem, import_object
+from ....cli.names import ClassProblem, imported_object
 from ....cli.parameters import parameters_of
 from ..imports.paths import PATHS
 
@@ -63,9 +63,9 @@ def in_lightnings_form(value: Any) -> Any:
 
 def _target(path: str) -> Any:
     try:
-        return import_object(path)
+        return imported_object(path)  # whatever is planned has been imported
     except ClassProblem:
-        return None  # a class within a function
+        return None
 
 
 def _is_ours(target: Callable[..., object]) -> bool:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ....cli.parameters import EMPTY, Parameter
-from ....cli.yaml_file import parse_scalar
 from ....errors import ConfigError
+from ....yaml_file import parse_scalar
 
 if TYPE_CHECKING:
     from ....cli.parameters import Parameter

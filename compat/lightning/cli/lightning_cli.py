@@ -16,8 +16,10 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ....checkpoint.omegaconf_containers import calls_resolver
 from ....checkpoint.tools.formats import Reading, open_checkpoint
 from ....cli.make import make
+from ....cli.names import Trust
 from ....data.hparams import given_to
 from ....errors import ConfigError
 from ....fabric.seed import seed_everything
@@ -254,10 +256,20 @@ class LightningCLI:
         hparams = _hparams_of(str(path))
         if not hparams:
             return
+        resolvers = [key for key, value in hparams.items() if calls_resolver(str(value))]
+        if resolvers and self.parser.options.get("parser_mode") == "omegaconf":
+            raise ConfigError(
+                f"Expected values in {path}, got interpolations that call functions, in {', '.join(resolvers)}.",
+                fix="pass ckpt_path to the Trainer in the program instead, and these arguments on the command line.",
+            )
         name = hparams.pop("_class_path", None)
+        typed = to_plain(self.config.get(f"{command}.model")) or {}
+        typed = typed.get("init_args", typed)
+        # The file may be somebody else's: what the user has typed as well does not come from it.
+        hparams = {key: value for key, value in hparams.items() if key not in typed or typed[key] != value}
         model = hparams if name is None else {"class_path": name, "dict_kwargs": hparams}
         try:
-            self.config = self.parser.parse_object({command: {"model": model}}, self.config)
+            self.config = self.parser.parse_object({command: {"model": model}}, self.config, trust=Trust())
         except SystemExit:
             sys.stderr.write(f"The hyperparameters in {path} do not fit the model.\n")
             raise

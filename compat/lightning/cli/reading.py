@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ....cli.build import Building
 from ....cli.complete import complete
 from ....cli.groups import TYPED
-from ....cli.names import ClassProblem, find_class
+from ....cli.names import ClassProblem, Trust, find_class
 from ....cli.parameters import EMPTY, parameters_of
 from ....cli.plans import plan_trainer
 from ....cli.settings import WRONG, Settings, is_class_node, resolve
@@ -82,7 +83,7 @@ class Reading:
         if not checks:
             self._name_missing()
         elif self._typed.problems:
-            raise _all_wrong(self._typed.problems)
+            raise _all_wrong(self._typed)
 
     # -- settings ------------------------------------------------------------------------------------------------
 
@@ -116,9 +117,10 @@ class Reading:
         if isinstance(raw, dict) and set(raw) == {"init_args"}:
             raw = raw["init_args"]
         if isinstance(raw, dict) and not is_class_node(raw):
-            raw = with_class_defaults(parameters_of(plan.target).named, raw)
+            raw = with_class_defaults(parameters_of(plan.target).named, raw, self._trust_below(key))
         elif is_class_node(raw):
-            below = with_class_defaults(parameters_of(plan.target).named, raw["init_args"])
+            named, trust_in = parameters_of(plan.target).named, self._trust_below(f"{key}.init_args")
+            below = with_class_defaults(named, raw["init_args"], trust_in)
             raw = {**raw, "init_args": below}
         found: Any = in_lightnings_form(complete(plan, raw, names_class=one.names_class))
         if one.names_class:
@@ -128,6 +130,9 @@ class Reading:
         if self._is_trainer(one):
             found = self._of_trainer(found)
         self.config[key] = to_namespace(found)
+
+    def _trust_below(self, path: str) -> Callable[[str], Trust | None]:
+        return lambda name: self._settings.trust_at(f"{path}.{name}.class_path")
 
     def _of_trainer(self, found: dict[str, Any]) -> dict[str, Any]:
         given = self._tree.get("trainer")
@@ -203,10 +208,10 @@ class Reading:
             return target
         bases = target if isinstance(target, tuple) else (target,)
         try:
-            return find_class(str(name), bases if all(map(inspect.isclass, bases)) else object)
+            trust = self._settings.trust_at(f"{group.key}.class_path")
+            return find_class(str(name), bases if all(map(inspect.isclass, bases)) else object, trust)
         except ClassProblem as problem:
-            self._note(group.key, str(problem))
-            return WRONG
+            return self._typed.no_class(group.key, problem)
 
     def _note(self, key: str, what: str) -> None:
         source = self._settings.origin(key)
@@ -382,10 +387,10 @@ def _attribute(made: Namespace, source: str) -> Any:
     raise ConfigError(f"Expected an object at {source}, got none.", fix="correct the source of the link.")
 
 
-def _all_wrong(problems: list[str]) -> ConfigError:
-    lines = "".join(f"\n  - {line}" for line in problems)
-    count = len(problems)
+def _all_wrong(typed: Typed) -> ConfigError:
+    lines = "".join(f"\n  - {line}" for line in typed.problems)
+    count = len(typed.problems)
     return ConfigError(
         f"Expected a valid configuration, got {count} {'problem' if count == 1 else 'problems'}:{lines}",
-        fix="correct these settings; --help lists the available ones.",
+        fix=typed.remedy or "correct these settings; --help lists the available ones.",
     )

@@ -15,6 +15,7 @@ import torch
 from fsspec.core import url_to_fs
 
 from ....checkpoint import storage
+from ....checkpoint.rebuild import read_hparams_yaml
 from ....checkpoint.tensors import AnyTensor, map_tensors, read_tensor
 from ....protocols import MapLocation
 from ....strategies import Strategy
@@ -91,12 +92,7 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: object, use_omegaconf
 
 def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) -> dict[str, object]:
     """Return hyperparameters of a YAML file; an empty dict if there is no file."""
-    from omegaconf import OmegaConf
-
-    if not Path(config_yaml).is_file():
-        return {}
-    found = OmegaConf.to_container(OmegaConf.load(config_yaml), resolve=True)
-    return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
+    return read_hparams_yaml(config_yaml) if Path(config_yaml).is_file() else {}
 
 
 def save_hparams_to_tags_csv(tags_csv: str | Path, hparams: object) -> None:

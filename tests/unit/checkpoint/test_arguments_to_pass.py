@@ -221,3 +221,45 @@ def test_omegaconf_hyperparameters_come_back_as_such(tmp_path: Path) -> None:
     again = OneConfig.load_from_checkpoint(path, lr=0.5)
     assert isinstance(again.hparams, DictConfig)
     assert (again.hparams.lr, again.hparams.net.width) == (0.5, 3)
+
+
+def test_a_file_calls_no_resolver_of_omegaconf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setenv("SECRET", "the value of today")
+    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+    register("call", lambda text: called.append(text) or text)
+    try:
+        cfg = OmegaConf.create(
+            {"home": "${oc.env:SECRET}", "n": {"a": "${call:1}"}, "twice": "${n}", "of": ["${home}"]}
+        )
+        path = saved_from(Configured(cfg, sizes=OmegaConf.create([1, "${call:2}"])), tmp_path)
+        monkeypatch.setenv("SECRET", "the value of tomorrow")
+        called.clear()
+        again = Configured.load_from_checkpoint(path).hparams
+        assert OmegaConf.to_container(again.cfg, resolve=True) == {
+            "home": "the value of today", "n": {"a": 1}, "twice": {"a": 1}, "of": ["the value of today"]
+        }  # fmt: skip
+        assert OmegaConf.to_container(again.cfg)["twice"] == "${n}"
+        assert list(again.sizes) == [1, 2]
+
+        content = torch.load(path, weights_only=True)
+        for text in ("${call:x}", "a${call:x}b", "${n.${call:x}}", r"\\${call:x}", "${ call:x}", "${call:${n.a}}"):
+            content["hyper_parameters_omegaconf"]["cfg"] = {"home": text}
+            content["hyper_parameters"]["cfg"] = {"home": text}
+            torch.save(content, path)
+            assert Configured.load_from_checkpoint(path).hparams.cfg.home == text
+        assert called == []
+    finally:
+        OmegaConf.clear_resolver("call")
+
+
+@pytest.mark.parametrize("text", ["argument: ${call:x}", "argument: [{a: 'x${oc.env:HOME}'}]"])
+def test_a_file_of_hyperparameters_calls_no_resolver(text: str, tmp_path: Path) -> None:
+    path = saved(1, tmp_path / "x.ckpt")
+    (tmp_path / "hparams.yaml").write_text(text)
+    for cls in (Model, Data):
+        with pytest.raises(ConfigError, match=r"(?s)argument has the interpolation.*argument=\.\.\."):
+            cls.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.yaml")
+    (tmp_path / "hparams.yaml").write_text("width: 7\nargument: {a: '${width}', b: yes, c: 1e-3}\n")
+    built = Model.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.yaml")
+    assert built.argument == {"a": 7, "b": "yes", "c": 0.001}

@@ -23,8 +23,8 @@ from loopwright.cli.parameters import EMPTY
 from loopwright.cli.seeds import draw_seed
 from loopwright.cli.settings import Settings, escaped, resolve
 from loopwright.cli.sources import CommandLine, gather, parse_command_line
-from loopwright.cli.yaml_file import parse, parse_scalar, write
 from loopwright.errors import ConfigError
+from loopwright.yaml_file import parse, parse_scalar, write
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "cli"
 QUIET = ["trainer.logger=false", "trainer.enable_checkpointing=false", "trainer.enable_progress_bar=false",

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from loopwright.cli.make import make
-from loopwright.cli.yaml_file import parse
 from loopwright.errors import ConfigError
+from loopwright.yaml_file import parse
 
 pytestmark = pytest.mark.usefixtures("installed")
 
@@ -263,3 +263,24 @@ def test_a_function_that_makes_the_model_leaves_its_hyperparameters() -> None:
     model = LightningCLI(build, args=["--model.rate=0.25"], run=False).model
     assert model.hparams.lr == 0.5
     assert "_instantiator" not in model.hparams
+
+
+def test_a_checkpoint_that_is_typed_starts_and_imports_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path.cwd())
+    Path("attacker.py").write_text("open('imported', 'w')\n")
+    call = {"class_path": "subprocess.getoutput", "init_args": {"cmd": "touch called"}}
+    attacks = ({"optimizer": call}, {"schedule": "attacker.x"}, {"encoder": {"class_path": "attacker.X"}},
+               {"encoder": {"class_path": NAME, "dict_kwargs": {"q": call}}},
+               {"_class_path": "attacker.X"})  # fmt: skip
+    for attack in attacks:
+        torch.save({"state_dict": {}, "hyper_parameters": attack}, "x.ckpt")
+        with pytest.raises(SystemExit):
+            make_cli("fit", "--ckpt_path=x.ckpt")
+        assert "x.ckpt do not fit the model" in capsys.readouterr().err
+    assert not Path("called").exists()
+    assert not Path("imported").exists()
+    torch.save({"state_dict": {}, "hyper_parameters": {"optimizer": "torch.optim.SGD", "lr": 0.5}}, "x.ckpt")
+    with pytest.raises(RuntimeError, match="in loading state_dict"):  # its settings are right, its weights are missing
+        make_cli("fit", "--ckpt_path=x.ckpt")

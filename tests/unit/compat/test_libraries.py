@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from loopwright.cli.yaml_file import parse
 from loopwright.compat.lightning.imports.absent import NotServed
 from loopwright.errors import ConfigError, ModuleError
+from loopwright.yaml_file import parse
 
 pytestmark = pytest.mark.usefixtures("installed")
 

@@ -2,6 +2,9 @@
 
 YAML 1.1, which PyYAML reads, takes `no` and `on` for booleans, `12:30:00` for 45000 and `1e-3` for text. Here scalars
 are those of YAML 1.2, and a key that stands twice is an error.
+
+A file may be somebody else's. It creates plain values only, and its size, its depth and what its aliases expand to are
+limited, so that reading it ends.
 """
 
 from __future__ import annotations
@@ -13,15 +16,46 @@ from typing import Any
 
 import yaml
 
-from ..errors import ConfigError, nearest
+from .errors import ConfigError, nearest
 
 __all__ = ["parse", "parse_scalar", "read", "write"]
 
 # Any in this file: the content of a document.
 
 
+_LONGEST = 1 << 24  # characters
+_DEEPEST = 64
+_MOST_VALUES = 200_000  # what uses the values visits an aliased one as often as it is named
+
+
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML is not annotated
     yaml_implicit_resolvers: dict[str, object] = {}
+
+    def __init__(self, text: str) -> None:
+        if len(text) > _LONGEST:
+            raise yaml.MarkedYAMLError(problem=f"it has {len(text):,} characters; at most {_LONGEST:,} are read")
+        super().__init__(text)
+        self._depth = 0
+        self._sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
+        """Return the next node, within the limits."""
+        mark = self.peek_event().start_mark
+        is_alias = self.check_event(yaml.AliasEvent)
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise yaml.MarkedYAMLError(problem=f"it nests deeper than {_DEEPEST} levels", problem_mark=mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias and node not in self._sizes:
+            raise yaml.MarkedYAMLError(problem="the value contains itself", problem_mark=mark)
+        if not is_alias:
+            below = node.value if isinstance(node, yaml.CollectionNode) else ()
+            parts = (part for entry in below for part in (entry if isinstance(entry, tuple) else (entry,)))
+            self._sizes[node] = 1 + sum(self._sizes[part] for part in parts)
+        if self._sizes[node] > _MOST_VALUES:
+            raise yaml.MarkedYAMLError(problem=f"it has more than {_MOST_VALUES:,} values", problem_mark=mark)
+        return node
 
 
 for _tag, _pattern, _first in (
@@ -50,10 +84,12 @@ def _float(loader: _Loader, node: yaml.ScalarNode) -> float:
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[object, object]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
         key = loader.construct_object(key_node)
         if not isinstance(key, Hashable):
             raise yaml.MarkedYAMLError(problem=f"{key!r} cannot be a key", problem_mark=key_node.start_mark)
-        if key in seen and key != "<<":
+        if key in seen:
             raise yaml.MarkedYAMLError(problem=f"duplicate key {key!r}", problem_mark=key_node.start_mark)
         seen.add(key)
     loader.flatten_mapping(node)
@@ -86,6 +122,18 @@ def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
+def _load(text: str) -> Any:
+    """Return the content of a document.
+
+    Raises:
+        YAMLError: It is not valid.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader: it creates plain values only
+    except (ValueError, KeyError, AttributeError) as error:  # a value that does not fit its tag: !!int "x"
+        raise yaml.MarkedYAMLError(problem=f"a value cannot be read ({error})") from error
+
+
 def parse(text: str, where: str) -> Any:
     """Return the content of a YAML document.
 
@@ -97,7 +145,7 @@ def parse(text: str, where: str) -> Any:
         ConfigError: It is not valid YAML; with the line.
     """
     try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader: it creates plain values only
+        return _load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
@@ -110,7 +158,7 @@ def parse(text: str, where: str) -> Any:
 def parse_scalar(text: str) -> object:
     """Return the value of the text after `=` on the command line: a number, `[1, 2]`, `{a: 1}`, null, or text."""
     try:
-        return yaml.load(text, Loader=_Loader)  # as above
+        return _load(text)
     except yaml.YAMLError:
         return text  # a path with `: `, a pattern with brackets
 
@@ -122,7 +170,8 @@ def read(path: Path) -> dict[str, Any]:
         ConfigError: There is no such file, or it holds something else.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_LONGEST + 1)  # one more than is accepted
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         beside = [one.name for one in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
