@@ -2,7 +2,7 @@
 
 Classifies points on two spirals. Shows what `lw.Fabric` handles in a loop of your own: processes, devices, precision,
 gradient accumulation, exact evaluation, and checkpoints. A stopped run resumes where it was: the checkpoint also has
-the position in the data.
+the position in the data and the random generators of all ranks.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ def evaluate(fabric: lw.Fabric, model: nn.Module, loader: Any) -> float:
 
 def train(fabric: lw.Fabric, epochs: int, steps_per_window: int, file: Path) -> float:
     lw.Fabric.seed_everything(0, verbose=False)
-    net = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    layers = nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2)
+    net = nn.Sequential(*layers)
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=5e-3))
+    lw.Fabric.seed_everything(fabric.global_rank, verbose=False)  # other dropout masks on each rank
     loaders = DataLoader(spirals(1280, 1), batch_size=16, shuffle=True), DataLoader(spirals(301, 2), batch_size=50)
     train_loader, test_loader = fabric.setup_dataloaders(*loaders)
     state = {"model": model, "optimizer": optimizer, "loader": train_loader, "epoch": 0, "rng": None}

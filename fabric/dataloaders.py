@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..data.combined import CombinedLoader
-from ..data.distributed.evaluation import shard_eval
+from ..data.distributed.evaluation import count_eval_rounds, shard_eval
 from ..data.distributed.indexed import drawn_alike
 from ..data.distributed.shard import Shard, merge_states
 from ..data.gather import gathering
-from ..data.limit import find_length
 from ..data.move import move_to_device
 from ..data.rng import capture_rng, restore_rng
 from ..data.sources.base import announce_epoch
@@ -82,7 +81,7 @@ class FabricDataLoader:
         return self._fabric.device if self._moves else None
 
     def __len__(self) -> int:
-        count = find_length(self.loader)
+        count = count_eval_rounds(self.loader)
         if count is None:
             raise TypeError(f"{type(self.loader).__name__} has no known number of batches")
         shard = self._shard
@@ -219,7 +218,7 @@ class FabricDataLoader:
 
     def _count(self) -> int | None:
         """Return the total number of batches over all processes if they are sharded; None if unknown."""
-        return find_length(self.loader) if self._stream.is_sharded else None
+        return count_eval_rounds(self.loader) if self._stream.is_sharded else None
 
 
 def _batches_of(loader: Any) -> Iterator[object]:

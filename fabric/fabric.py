@@ -35,7 +35,7 @@ from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
 from ..tracebacks import show_trimmed
 from .launch import InProcessLauncher
 from .resolve import Environment, Parts, resolve
-from .seed import seed_everything
+from .seed import choose_rank_states, merge_rank_states, seed_everything
 from .state import bare, collect_state, put_back, put_back_state
 
 if TYPE_CHECKING:
@@ -899,7 +899,8 @@ class Fabric:
         """Write a checkpoint and wait for it on all ranks. Called on all ranks.
 
         Rank 0 writes one file. If the strategy shards, unless with `state_dict_type="full"`, all ranks write a folder.
-        An error on one rank is raised on all.
+        Of plain values, those of rank 0 are written; of what `rng_state` returned, those of all ranks. An error on one
+        rank is raised on all.
 
         With `AsyncCheckpointIO` this returns when the state is copied. The checkpoint is complete when the next `save`,
         `load` or `teardown` returns. A failed save is logged at once, and raised by these.
@@ -916,6 +917,11 @@ class Fabric:
 
         def write() -> None:
             content = collect_state(self.strategy, state, filter)
+            if self.world_size > 1:
+                from .wrappers import is_wrapped
+
+                others = {name: content[name] for name, obj in state.items() if not is_wrapped(obj)}
+                content |= merge_rank_states(others, self.strategy.gather_objects)
             has_own_part = self.strategy.saves_shards("sharded")
             content = self.strategy.arrange_shards(content) if has_own_part else self.strategy.gather_state(content)
             if has_own_part or self.is_global_zero:
@@ -932,7 +938,8 @@ class Fabric:
         """Read a checkpoint, after waiting for background saves. Called on all ranks.
 
         Both formats load under every strategy and on any number of ranks. If the strategy shards, each rank reads only
-        its shards, and verifies its share of the files. An error on one rank is raised on all.
+        its shards, and verifies its share of the files. Each rank gets the `rng_state` that it saved. An error on one
+        rank is raised on all.
 
         Args:
             path: File or folder.
@@ -950,7 +957,7 @@ class Fabric:
         """
         self._require_launch("load")
 
-        content = dict(self._read(path, weights_only))
+        content = choose_rank_states(dict(self._read(path, weights_only)), self.global_rank)
         if state is None:
             return content
         rest: dict[str, Any] = self._run_on_all_ranks(

@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from ..console import show_logs
-from ..data.rng import capture_rng, restore_rng, seed_global_generators
+from ..data.rng import KINDS, RngStream, capture_rng, derive_key, kinds_that_moved, restore_rng, seed_global_generators
 from ..errors import CheckpointError, ConfigError
 from ..messages import warn
 
 __all__ = [
+    "choose_rank_states",
     "isolate_rng",
+    "merge_rank_states",
     "pl_worker_init_function",
     "reset_seed",
     "rng_state",
@@ -98,7 +100,9 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
 
 
 def rng_state(include_cuda: bool = True) -> dict[str, Any]:
-    """Return the state of all generators as tensors and plain values, ready for a checkpoint.
+    """Return the state of all generators of this process as tensors and plain values, ready for a checkpoint.
+
+    `Fabric.save` keeps the states of all ranks, and `Fabric.load` returns each rank its own.
 
     Args:
         include_cuda: Whether to include the generators of all CUDA (and MPS) devices in use.
@@ -145,6 +149,71 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
         yield
     finally:
         set_rng_state(state)
+
+
+# -- of several ranks, in a checkpoint of Fabric -----------------------------------------------------------------------
+
+
+def merge_rank_states(
+    content: dict[str, Any], gather: Callable[[dict[str, Any]], list[dict[str, Any]]]
+) -> dict[str, Any]:
+    """Return the content with the states of all ranks in each result of `rng_state`. Called on all ranks.
+
+    A merged state is that of rank 0, with those of all ranks under "ranks".
+
+    Args:
+        content: Dicts and lists of any depth.
+        gather: Returns the objects of all ranks, in their order.
+    """
+    found: dict[str, Any] = {}
+    _replace_states(content, found.setdefault)
+    everywhere = gather(found)
+
+    def merge(path: str, own: dict[str, Any]) -> dict[str, Any]:
+        states = [states.get(path, own) for states in everywhere]
+        return {**states[0], "ranks": states}
+
+    merged: dict[str, Any] = _replace_states(content, merge)
+    return merged
+
+
+def choose_rank_states(content: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Return the content with the state of one rank in place of each merged state.
+
+    A rank that did not exist when they were saved continues like rank 0 with the generators that were alike on all
+    ranks. Others get a sequence that depends on rank 0's and on the rank; those of its devices are left out.
+
+    Args:
+        content: Dicts and lists of any depth.
+        rank: Global rank.
+    """
+
+    def choose(path: str, merged: dict[str, Any]) -> dict[str, Any]:
+        states: list[dict[str, Any]] = merged.get("ranks", [merged])
+        if rank < len(states):
+            return states[rank]
+        first = states[0]
+        apart = set().union(*(kinds_that_moved(first, state) for state in states))
+        if not apart:
+            return first
+        with RngStream(derive_key(first, "rank", rank), apart):
+            drawn = capture_rng()
+        return {kind: (drawn if kind in apart else first)[kind] for kind in KINDS if kind in first}
+
+    chosen: dict[str, Any] = _replace_states(content, choose)
+    return chosen
+
+
+def _replace_states(value: Any, replace: Callable[[str, Any], Any], path: str = "") -> Any:
+    """Return a value in which each state of `rng_state` is replaced, by (path, state)."""
+    if type(value) is list:
+        return [_replace_states(item, replace, f"{path}/{index}") for index, item in enumerate(value)]
+    if type(value) is not dict:
+        return value
+    python = value.get("python")
+    if type(python) is dict and python.keys() == {"version", "state", "gauss"} and "torch" in value:
+        return replace(path, value)
+    return {key: _replace_states(item, replace, f"{path}/{key}") for key, item in value.items()}
 
 
 def _seed_from_environment(*, warns: bool) -> int:

@@ -18,7 +18,7 @@ from ..combined import CombinedLoader
 from ..gather import gathering_parts
 from ..limit import find_length
 from ..persistent_workers import PersistentWorkersLoader, with_persistent_workers
-from ..rng import KINDS, capture_rng, derive_key, restore_rng, seed_global_generators
+from ..rng import KINDS, RngStream, capture_rng, derive_key, restore_rng
 from ..sources.combined import combined_length
 from ..sources.indexed import is_indexed
 from ..sources.stateful import is_stateful
@@ -44,13 +44,13 @@ def shard_eval(
         loader: One loader, or a `CombinedLoader`.
         shard: Its policy does not matter here.
         share: Returns rank 0's object on all ranks; called at the beginning of a pass over a loader whose sampler draws
-            random numbers, by all ranks. None: such samplers draw from random numbers that depend on the number of the
-            pass only.
+            random numbers, by all ranks. None, and for members of a `CombinedLoader`: such samplers draw from random
+            numbers that depend on the number of the pass only.
     """
     if shard.size == 1 or not shard.splits:
         return loader if isinstance(loader, CombinedLoader) else with_persistent_workers(loader)
     if isinstance(loader, CombinedLoader):
-        return _share_combined(loader, shard, share)
+        return _share_combined(loader, shard)
     if isinstance(loader, PersistentWorkersLoader):
         loader = loader.loader
     if is_sharded_iterable(loader):
@@ -64,7 +64,7 @@ def shard_eval(
     return EvalListShard(loader, shard) if isinstance(loader, (list, tuple)) else with_persistent_workers(loader)
 
 
-def _share_combined(loader: CombinedLoader, shard: Shard, share: Callable[[object], object] | None) -> CombinedLoader:
+def _share_combined(loader: CombinedLoader, shard: Shard) -> CombinedLoader:
     lengths = [find_length(one) for one in loader.flattened]
     longest = max((math.inf if length is None else length for length in lengths), default=0)
 
@@ -72,7 +72,8 @@ def _share_combined(loader: CombinedLoader, shard: Shard, share: Callable[[objec
         length = find_length(one)
         # A process without any batch of a loader that starts over could not continue: it reads all of it.
         is_whole = loader.mode == "max_size_cycle" and length is not None and length < min(longest, shard.size)
-        return one if is_whole else shard_eval(one, shard, share=share)
+        # Without `share`: members start over at other batches on other ranks, which would wait for each other.
+        return one if is_whole else shard_eval(one, shard)
 
     shared = CombinedLoader(map_loaders(share_one, loader.iterables), loader.mode)
     shared.limits = loader.limits
@@ -228,8 +229,7 @@ class EvalShard:
             state: StateDict = self._share(capture_rng())
             return state
         self._passes += 1
-        with borrowed_rng(capture_rng()):
-            seed_global_generators(f"evaluation {self._passes}".encode())
+        with RngStream(f"evaluation {self._passes}".encode()):
             return capture_rng()
 
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 from ...errors import DataError
 from ...protocols import Batch, StateDict
 from ..limit import find_length, resolve_limit
-from ..rng import KINDS, RngStream, capture_rng, kinds_that_moved, moved_numpy, restore_rng
+from ..rng import KINDS, RngStream, capture_rng, kinds_that_moved, moved_numpy, restore_kinds, restore_rng
 from ..sources.base import Source, position_of
 from ..sources.index_stream import _END, _HASH_CHECK, _MOST_BACK, IndexStream, _fold
 from ..sources.indexed import IndexedSource
@@ -31,13 +31,18 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def borrowed_rng(state: StateDict) -> Iterator[None]:
-    """Return a context in which the global CPU generators are where `capture_rng` saw those of another process."""
+    """Return a context in which the global CPU generators are where `capture_rng` saw those of another process.
+
+    At its end, a generator that was at the same place in both processes stays where the block has moved it, as in the
+    other process, so that later draws are still equal. One that was elsewhere returns to its place.
+    """
     own = capture_rng()
+    apart = kinds_that_moved(state, own)
     restore_rng({kind: state[kind] for kind in KINDS if kind in state})
     try:
         yield
     finally:
-        restore_rng({kind: own[kind] for kind in KINDS if kind in own})
+        restore_kinds({kind: own[kind] for kind in apart})
 
 
 def drawn_alike(rank: int, data_rank: int, rng: StateDict) -> AbstractContextManager[None]:

@@ -181,7 +181,9 @@ class SynchronizedSource(Source):
             return inner.take()
         if self._shard.uneven == "cycle" and inner.position:
             self._pass_start = self.position
-            inner.begin(self._epoch)
+            # Only this process begins again: the generators that it shares with others must not move.
+            with RngStream(bytes.fromhex(self._key) + b"cycle" + self.position.to_bytes(8, "little")):
+                inner.begin(self._epoch)
             if inner.has_next():
                 return inner.take()
         if self._shard.uneven == "cycle" and not self._has_warned:

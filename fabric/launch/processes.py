@@ -8,6 +8,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import random
 import re
 import signal
 import socket
@@ -156,6 +157,7 @@ class ProcessLauncher(InProcessLauncher):
             call = (cluster, function, args, kwargs)
             if self.start_method == "fork":
                 plan.call, plan.port_pipe = call, os.pipe()
+                plan.python_rng = random.getstate()
             else:
                 _write_call(call, plan, self.start_method)
             try:
@@ -373,6 +375,8 @@ class _Plan:
     """(cluster, function, args, kwargs); None: in the file."""
     port_pipe: tuple[int, int] | None = None
     """For forks: a pipe that delivers the port when the store is open."""
+    python_rng: tuple[Any, ...] | None = None
+    """For forks, in which Python seeds its generator again: its state before."""
     handlers: dict[int, Any] = field(default_factory=dict)
     """For forks: the signal handlers before the launch."""
 
@@ -506,6 +510,8 @@ def _prepare(local: int, plan: _Plan) -> Any:
     torch.set_num_threads(plan.num_threads)
     if plan.settings is not None:
         plan.settings.apply()
+    if plan.python_rng is not None:
+        random.setstate(plan.python_rng)
     # Written by the launching process into a private folder.
     call = plan.call if plan.call is not None else torch.load(plan.file(0, "call"), weights_only=False)
     cluster = call[0]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from ranks import run_ranks
@@ -303,6 +307,125 @@ def test_a_saved_epoch_goes_on_with_each_sample_once_on_any_number_of_ranks(late
     after = run_ranks(go_on, later, path, False, connect=False)
     samples = [sample for rank in (*before, *after) for batch in rank for sample in batch]
     assert sorted(samples) == list(range(24))
+
+
+def drop(rank: int, size: int, path: str, strategy: str, saves: bool) -> list[float]:
+    """Train with dropout masks of each rank; save after two steps, or load what was saved there."""
+    fabric = Fabric(accelerator="cpu", strategy=strategy if size > 1 else "auto", devices=size)
+    fabric.seed_everything(0, verbose=False)
+    net = nn.Sequential(nn.Linear(3, 16), nn.Dropout(), nn.Linear(16, 1))
+    model = fabric.setup_module(net)
+    optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters()))
+    loader = fabric.setup_dataloaders(DataLoader(DATA, batch_size=1, shuffle=True))  # type: ignore[arg-type]
+    fabric.seed_everything(10 + rank, verbose=False)
+    state = {"model": model, "optimizer": optimizer, "loader": loader, "own": {"rng": rng_state()}}
+    if not saves:
+        fabric.load(path, state)
+        set_rng_state(state["own"]["rng"])
+    for step, batch in enumerate(loader, 1 if saves else 3):
+        fabric.backward(model(batch).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if saves and step == 2:
+            fabric.save(path, {**state, "own": {"rng": rng_state()}})
+        if step == 5:
+            break
+    full = fabric.strategy.module_state_dict(model._without_fabric)
+    weights = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in full.values()]
+    return [number for value in weights for number in value.flatten().tolist()] + [torch.rand(1).item()]
+
+
+@pytest.mark.parametrize(("size", "strategy"), [(1, "auto"), (2, "ddp"), (3, "ddp"), (2, "fsdp")])
+def test_each_rank_continues_with_its_own_random_numbers(size: int, strategy: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    straight = run_ranks(drop, size, path, strategy, True, connect=False)
+    resumed = run_ranks(drop, size, path, strategy, False, connect=False)
+    assert resumed == straight
+    assert len({weights[-1] for weights in straight}) == size
+
+
+def draw(rank: int, size: int) -> list[tuple[str, tuple[float, float, float]]]:
+    """Return what each generator would draw after each call; nothing else here draws on one rank only."""
+    fabric, seen = machine(size), []
+
+    def note(call: str) -> None:
+        before = rng_state()
+        seen.append((call, (torch.rand(1).item(), random.random(), float(numpy.random.rand()))))
+        set_rng_state(before)
+
+    fabric.seed_everything(3, verbose=False)
+    with fabric.init_module():
+        net = Net()
+    note("init_module")
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    note("setup")
+    shuffled = DataLoader(DATA, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    loaders = {
+        "shuffled": shuffled,
+        "persistent": DataLoader(range(8), batch_size=2, shuffle=True, num_workers=1, persistent_workers=True),  # type: ignore[arg-type]
+        "iterable": DataLoader(Uneven(4 + rank), batch_size=2),
+        "several": {"a": shuffled, "b": DataLoader(range(8), shuffle=True), "c": DataLoader(Uneven(2 + rank))},  # type: ignore[arg-type]
+        "batches": [DATA[:2]] * 4,
+    }
+    for name, loader in loaders.items():
+        for uneven in ("stop_all", "cycle"):
+            ready = fabric.setup_dataloaders(loader, uneven=uneven)
+            for number in range(2):
+                for _ in ready:
+                    note(f"{name}, {uneven}, pass {number}")
+                note(f"{name}, {uneven}, end of pass {number}")
+        with torch.no_grad():
+            list(fabric.setup_dataloaders(loader))
+        if name == "several":  # members start over at different times on each rank, and draw then
+            fabric.seed_everything(4, verbose=False)
+        note(f"{name}, evaluation")
+    loader = fabric.setup_dataloaders(shuffled)
+    for batch in loader:
+        fabric.backward(model(batch).mean())
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        break
+    note("step")
+    state = {"model": model, "optimizer": optimizer, "loader": loader}
+    path = fabric.broadcast(tempfile.mkdtemp())
+    fabric.save(f"{path}/a.ckpt", state)
+    note("save")
+    fabric.load(f"{path}/a.ckpt", state)
+    next(iter(loader))
+    note("load")
+    fabric.gather_for_metrics(torch.ones(rank))
+    note("gather")
+    fabric.barrier()
+    shutil.rmtree(path, ignore_errors=True)
+    return seen
+
+
+class Uneven(IterableDataset[Tensor]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.ones(self.count, 3))
+
+
+def test_generators_of_all_ranks_stay_alike() -> None:
+    first, *others = run_ranks(draw, 3, connect=False)
+    for other in others:
+        for (call, one), (_, two) in zip(first, other, strict=True):
+            assert one == two, call
+
+
+def test_forked_processes_continue_with_the_generators_of_the_program() -> None:
+    random.seed(7)
+    state = random.getstate()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork")
+    assert fabric.launch(_drawn_everywhere) == [random.random()] * 2
+    random.setstate(state)
+
+
+def _drawn_everywhere(fabric: Fabric) -> list[float]:
+    drawn: list[float] = fabric.strategy.gather_objects(random.random())
+    return drawn
 
 
 # -- together --------------------------------------------------------------------------------------------------------

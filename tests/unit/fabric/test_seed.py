@@ -19,6 +19,7 @@ from loopwright.fabric import (
     seed_everything,
     set_rng_state,
 )
+from loopwright.fabric.seed import choose_rank_states, merge_rank_states
 
 
 @pytest.fixture(autouse=True)
@@ -168,3 +169,23 @@ def test_loopwrights_own_variable_is_a_seed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.setenv("LOOPWRIGHT_SEED", "12")
     assert seed_everything() == 12
+
+
+def test_a_new_rank_continues_alike_where_all_were_and_differs_where_they_differed() -> None:
+    states = []
+    for rank in range(2):
+        random.seed(1)
+        torch.manual_seed(rank)
+        states.append(rng_state())
+    content = {"own": [{"rng": states[0]}], "step": 3}
+    merged = merge_rank_states(content, lambda found: [dict.fromkeys(found, state) for state in states])
+    assert merged["step"] == 3
+    for rank in range(2):  # fewer ranks than saved: each its own
+        assert torch.equal(choose_rank_states(merged, rank)["own"][0]["rng"]["torch"], states[rank]["torch"])
+    drawn = []
+    for rank in (0, 2, 3):
+        set_rng_state(choose_rank_states(merged, rank)["own"][0]["rng"])
+        drawn.append((random.random(), torch.rand(1).item()))
+    assert len({python for python, _ in drawn}) == 1
+    assert len({number for _, number in drawn}) == 3
+    assert choose_rank_states({"rng": states[1]}, 5)["rng"] is states[1]  # saved by one process
