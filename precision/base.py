@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
     "clear_gradients",
     "clip_dense_norm",
     "compute_gradients",
+    "kept_buffers",
     "take_step",
 ]
 
@@ -79,6 +81,9 @@ class Precision:
     reduce_overflow: Callable[[Tensor], object] | None = None
     """Takes the maximum over ranks, in place, of what tells that a scaled gradient overflowed: shape (). Set by
     strategies where ranks may hold other gradients; None: all find the same."""
+    keep_buffers: Sequence[str] | None = None
+    """Patterns (as of `fnmatch`) of the names of buffers that keep their dtype where a module is converted to 16 bits;
+    None: those that are not persistent, as state dicts leave them out."""
     converts_input: bool = False
     """Whether `convert_input` does something."""
     converts_output: bool = False
@@ -153,6 +158,36 @@ class Precision:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.precision!r})"
+
+
+@contextmanager
+def kept_buffers(module: nn.Module, patterns: Sequence[str] | None) -> Iterator[None]:
+    """Return a context that casts a module, in which some buffers keep their dtype, and so all digits.
+
+    Persistent buffers, such as running statistics, take part in operations that demand the dtype of the parameters.
+    Others are computed by the module, such as frequencies of rotary embeddings: in bfloat16, which has 8 bits, angles
+    at position 500 would be wrong by a radian.
+
+    Args:
+        module: The module that is cast in place.
+        patterns: See `Precision.keep_buffers`.
+    """
+    kept = [
+        (owner, name, buffer)
+        for path, owner in module.named_modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+        and (
+            name in owner._non_persistent_buffers_set
+            if patterns is None
+            else any(fnmatchcase(f"{path}.{name}".lstrip("."), pattern) for pattern in patterns)
+        )
+    ]
+    yield
+    for owner, name, buffer in kept:
+        cast = owner._buffers.get(name)
+        if cast is not None and cast.dtype is not buffer.dtype:
+            owner._buffers[name] = buffer.to(cast.device)
 
 
 class DefaultDtype:

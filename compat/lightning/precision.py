@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ...errors import ConfigError
 from ...precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from ...precision.base import DefaultDtype, cast_floats
+from ...precision.base import DefaultDtype, cast_floats, kept_buffers
 from ...strategies.deepspeed import precision as deepspeed
 from ...trainer.loop.optimizers import ManagedOptimizer
 from ...trainer.module import Module
@@ -162,7 +162,8 @@ class DeepSpeedPrecision(deepspeed.DeepSpeedPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Return the module, in 16 bits if its parameters are to be; the engine's masters begin with these values."""
-        return module.to(self.dtype) if self._is_true else module
+        with kept_buffers(module, self.keep_buffers):
+            return module.to(self.dtype) if self._is_true else module
 
     def convert_input(self, data: Any) -> Any:
         """Cast floating point tensors to the dtype of the forward pass."""

@@ -16,7 +16,14 @@ from ....precision.base import cast_floats
 from ....trainer.trainer import Trainer
 from ..patch import patch
 
-__all__ = ["cast_at_each_use", "cast_inputs", "exit_on_interrupt", "run_without_autocast", "use_bfloat16"]
+__all__ = [
+    "cast_all_buffers",
+    "cast_at_each_use",
+    "cast_inputs",
+    "exit_on_interrupt",
+    "run_without_autocast",
+    "use_bfloat16",
+]
 
 
 def use_bfloat16(arguments: dict[str, Any]) -> None:  # Any: arguments of a Trainer or a Fabric
@@ -41,6 +48,13 @@ def cast_inputs(fabric: Fabric) -> None:
     if type(precision) is MixedPrecision:
         patch(precision, "convert_input", partial(cast_floats, dtype=precision.policy.compute_dtype))
         patch(precision, "converts_input", True)
+
+
+def cast_all_buffers(owner: Trainer | Fabric) -> None:
+    """Let conversions to 16 bits keep no buffers as they are, unless the program says which."""
+    precision = owner.fabric.precision if isinstance(owner, Trainer) else owner.precision
+    if precision.keep_buffers is None:
+        precision.keep_buffers = ()
 
 
 def cast_at_each_use(trainer: Trainer) -> None:

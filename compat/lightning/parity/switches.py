@@ -220,6 +220,12 @@ SWITCHES = (
         ("trainer:process.cast_at_each_use",),
     ),
     Switch(
+        "buffers",
+        "In 16-true and bf16-true, all floating point buffers are cast.",
+        "Those that are not persistent, such as rotary frequencies, keep their dtype.",
+        ("trainer:process.cast_all_buffers", "fabric:process.cast_all_buffers"),
+    ),
+    Switch(
         "metrics_of_verbs",
         "callback_metrics and the bar are empty when a verb begins, also after a resume.",
         "They keep the values of earlier verbs.",

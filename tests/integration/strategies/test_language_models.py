@@ -132,3 +132,40 @@ def test_processes_of_fork_return_the_model_that_they_built(name: str, folder: P
     assert own.keys() == last.keys()
     for key, value in last.items():
         torch.testing.assert_close(own[key], value, rtol=0, atol=2e-6, msg=key)
+
+
+def angles(net: Any) -> list[list[float]]:
+    """Return cosines and sines at position 500."""
+    found = net.model.rotary_emb(torch.zeros(1, 1, 8), torch.tensor([[500]]))
+    return [one.flatten().tolist() for one in found]
+
+
+def rotate(rank: int, size: int, folder: Path) -> dict[str, list[list[float]]]:
+    """Return the angles after a fit in bf16-true with each strategy, and of a Fabric."""
+    mesh = lw.strategies.ModelParallelStrategy(tensor_parallel_size=2)
+    seen = {}
+    for name, strategy in {"auto": "auto", **{key: make() for key, make in STRATEGIES.items()}, "mesh": mesh}.items():
+        if (name == "auto") is not (size == 1):
+            continue
+        module = Language("new", folder)
+        trainer = lw.Trainer(
+            accelerator="cpu", devices=size, strategy=strategy, precision="bf16-true", max_steps=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(TensorDataset(torch.ones(4, 8, dtype=torch.long)), batch_size=2))
+        assert module.net.lm_head.weight.dtype is torch.bfloat16, name
+        seen[name] = angles(module.net)
+    if size == 1:
+        fabric = lw.Fabric(accelerator="cpu", precision="bf16-true")
+        seen["fabric"] = angles(fabric.setup_module(llama()).module)
+    return seen
+
+
+def test_rotary_angles_in_bfloat16_are_those_of_a_model_that_was_loaded_in_it(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    expected = angles(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+    assert expected != angles(llama().bfloat16())
+    for size in (1, 2):
+        for name, found in run_ranks(rotate, size, folder, connect=False)[0].items():
+            assert found == expected, name
