@@ -22,6 +22,7 @@ __all__ = [
     "capture_rng",
     "derive_key",
     "find_generators",
+    "is_same",
     "kinds_that_moved",
     "moved_numpy",
     "native",
@@ -165,7 +166,7 @@ def moved_numpy() -> Callable[[], bool]:
     generator = numpy.random.get_bit_generator()
     if type(generator) is not numpy.random.MT19937:
         before_slow = numpy.random.get_state(legacy=False)
-        return lambda: not _same(_numpy_to_plain(before_slow), _numpy_to_plain(numpy.random.get_state(legacy=False)))
+        return lambda: not is_same(_numpy_to_plain(before_slow), _numpy_to_plain(numpy.random.get_state(legacy=False)))
     # NumPy's own way to this state copies number by number; the address is public for the sake of compiled code.
     address, size = generator.ctypes.state_address, 624 * 4 + 4
     before = ctypes.string_at(address, size)
@@ -215,15 +216,21 @@ def seed_global_generators(key: bytes) -> None:
 
 def kinds_that_moved(before: StateDict, after: StateDict) -> set[str]:
     """Return which global CPU generators were drawn from between two calls of `capture_rng`."""
-    return {kind for kind in KINDS if kind in after and (kind not in before or not _same(before[kind], after[kind]))}
+    return {kind for kind in KINDS if kind in after and (kind not in before or not is_same(before[kind], after[kind]))}
 
 
-def _same(left: Any, right: Any) -> bool:  # Any: of one type, as a generator's states are
+def is_same(left: Any, right: Any) -> bool:  # Any: states of any form
+    """Return whether two states are equal: plain values, tensors and arrays in dicts, lists and tuples."""
+    if type(left) is not type(right):
+        return False
     if isinstance(left, Tensor):
         return torch.equal(left, right)
     if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_same(value, right[key]) for key, value in left.items())
-    return bool(left == right)
+        return left.keys() == right.keys() and all(is_same(value, right[key]) for key, value in left.items())
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(is_same, left, right))
+    same = left == right
+    return bool(same.all()) if hasattr(same, "all") else bool(same)
 
 
 def derive_key(state: StateDict, *labels: object) -> bytes:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from .wrappers import FabricOptimizer
 
 __all__ = ["Accumulation", "Reader", "Window"]
 
@@ -74,6 +77,27 @@ class Accumulation:
             _scale_gradients(models, window.size / window.index)
             window.size, window.is_last = window.index, True
         return window
+
+    def refuse_save(self, optimizers: Sequence[FabricOptimizer]) -> None:
+        """Raise an error if a window's gradients are still to be used by one of the optimizers that are saved.
+
+        Raises:
+            ConfigError: See above. A resumed run would lack these gradients.
+        """
+        for window in self._windows.values():
+            own = {id(parameter) for model in window.models for parameter in model.parameters()}
+            steps = [
+                optimizer.__dict__["_done"] is window
+                for optimizer in optimizers
+                if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+            ]
+            if window.has_gradients and steps and not any(steps):
+                raise ConfigError(
+                    "Expected Fabric.save between accumulation windows, got a call after "
+                    f"{window.index} of {window.size} micro-batches, before the optimizer's step. The gradients that "
+                    "are accumulated are not saved, so a resumed run would lack them.",
+                    fix="save after optimizer.step(), where fabric.sync_gradients is True.",
+                )
 
     def forget(self, window: Window) -> None:
         """Start a new window with the next micro-batch of these models."""

@@ -8,7 +8,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -174,6 +174,8 @@ class Fabric:
         self._window: Window | None = None
         self._divisor: int | None = None
         self._is_in_backward = False
+        # Whether `no_backward_sync` was used since an optimizer of `setup` has stepped.
+        self._is_accumulating = False
         # The loader of the current training pass, and the current evaluation.
         self._reader: Reader | None = None
         self._evaluation: EvaluationPass | None = None
@@ -710,6 +712,7 @@ class Fabric:
             module: The module returned by `setup_module`.
             enabled: Whether to skip the reduction.
         """
+        self._is_accumulating = enabled or self._is_accumulating
         return self.strategy.no_backward_sync(bare(module), enabled)
 
     # -- accumulation --------------------------------------------------------------------------------------------
@@ -911,11 +914,13 @@ class Fabric:
             filter: Key of `state` -> function of (name, value): whether to save an entry.
 
         Raises:
-            ConfigError: A key of the filter is not in the state, or its value is not a function.
+            ConfigError: A key of the filter is not in the state, or its value is not a function. Or an optimizer is
+                saved within a window of `accumulate`, whose gradients would be lost.
         """
         self._require_launch("save")
 
         def write() -> None:
+            self._refuse_within_window(state)
             content = collect_state(self.strategy, state, filter)
             if self.world_size > 1:
                 from .wrappers import is_wrapped
@@ -928,6 +933,21 @@ class Fabric:
                 self._write(content, path)
 
         self._run_on_all_ranks(write)
+
+    def _refuse_within_window(self, state: Mapping[str, object]) -> None:
+        """Raise or warn if an optimizer is saved while gradients wait for its step."""
+        if self._accumulation is None and not self._is_accumulating:
+            return
+        from .wrappers import FabricOptimizer
+
+        optimizers = [obj for obj in state.values() if issubclass(type(obj), FabricOptimizer)]  # see its __class__
+        if self._accumulation is not None:
+            self._accumulation.refuse_save(cast(Sequence[FabricOptimizer], optimizers))
+        if self._is_accumulating and optimizers:
+            warn(
+                "Fabric.save was called between fabric.no_backward_sync and the optimizer's step. The gradients that "
+                "are accumulated are not saved, so a resumed run lacks them: save after optimizer.step().",
+            )
 
     def _write(self, content: dict[str, Any], path: Any) -> None:
         self.checkpoint_io.save_checkpoint(content, path)

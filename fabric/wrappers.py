@@ -297,6 +297,7 @@ class FabricOptimizer:
         has_stepped = fabric.optimizer_step(self._without_fabric, keep if closure is not None else None)
         own = self.__dict__
         own["has_stepped"], own["_done"] = has_stepped, window
+        fabric._is_accumulating = False
         own["num_steps"] += has_stepped
         if fabric.callbacks:
             fabric.call("on_after_optimizer_step", strategy=fabric.strategy, optimizer=self._without_fabric)

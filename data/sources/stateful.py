@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Iterator
 from typing import Any, TypeGuard, cast
 
@@ -11,11 +13,12 @@ from typing_extensions import override
 from ...errors import DataError
 from ...protocols import Batch, Loader, StateDict, Stateful, StatefulLoader
 from ..limit import find_length
-from ..rng import RngStream, capture_rng, derive_key
+from ..rng import RngStream, capture_rng, derive_key, is_same, restore_rng
 from .base import Source
 
 __all__ = ["StatefulSource", "has_stateful_data", "is_stateful"]
 
+log = logging.getLogger(__name__)
 _NOTHING: object = object()
 
 
@@ -48,6 +51,9 @@ class StatefulSource(Source):
     A loader whose loaded state says that it is at the end of a pass may end the next pass at once, as the rest of that
     one, or begin a new pass: both are understood.
 
+    A state that is the same after the first batch of a pass as after the second has no position. A resumed pass of such
+    a loader begins with the state from before the pass, and reads the batches that were given again.
+
     Args:
         loader: The loader.
         keeper: Owner of the state; None is the loader itself. Iterating over the loader must continue where its loaded
@@ -71,6 +77,12 @@ class StatefulSource(Source):
         self._is_broken = False  # whether reading raised an error
         self._epoch = 0
         self._loaded: StateDict | None = None
+        # Whether its state has a position; None: not known yet. That of a DataLoader (torchdata's) has, and asking for
+        # it before a pass would start the workers.
+        self._seeks = True if isinstance(self._keeper, DataLoader) else None
+        self._opening: StateDict = {}  # before the pass, unless it seeks
+        self._after_first: Any = _NOTHING  # the loader's state after the first batch, until `_seeks` is known
+        self._is_resumed = False
 
     @override
     def begin(self, epoch: int) -> None:
@@ -78,12 +90,17 @@ class StatefulSource(Source):
         self._open(epoch)
         if state is not None:
             self._leave_epoch(state)
-        if self.length is None:
-            key = derive_key(capture_rng(), epoch, "stateful")
-            self._iterator = iter(self.loader)
+        self._opening = {}
+        if not self._seeks:
+            self._opening = {"loader": copy.deepcopy(self._keeper.state_dict()), "rng": capture_rng()}
+        self._iterate()
+
+    def _iterate(self) -> None:
+        self._after_first = _NOTHING
+        key = derive_key(capture_rng(), self._epoch, "stateful") if self.length is None else None
+        self._iterator = iter(self.loader)
+        if key is not None:
             self._stream = RngStream(key)
-        else:
-            self._iterator = iter(self.loader)
 
     @override
     def resume(self, epoch: int) -> None:
@@ -95,11 +112,37 @@ class StatefulSource(Source):
             self._has_ended = True
             return
         self._loaded = None
+        if not state.get("seeks", True):
+            self._read_again(state)
+            return
         self._keeper.load_state_dict(state["loader"])
+        self._is_resumed = bool(self.position)
         self._iterator = iter(self.loader)
         if self.length is None:
             self._stream = RngStream(b"")
             self._stream.load_state_dict(state["stream"])
+
+    def _read_again(self, state: StateDict) -> None:
+        """Go to the position of a state without one: begin the pass, and read what was given."""
+        self._seeks = False
+        self._opening = {name: state[name] for name in ("loader", "rng")}
+        log.warning(
+            "The state_dict of %s has no position in its pass: reading %d batches again.",
+            type(self._keeper).__name__,
+            state["position"],
+        )
+        restore_rng(state["rng"])
+        self._keeper.load_state_dict(copy.deepcopy(state["loader"]))
+        self.position = 0
+        self._iterate()
+        while self.position < state["position"]:
+            if not self.has_next():
+                raise DataError(
+                    f"{type(self.loader).__name__} ended after {self.position} batches; before the stop it had given "
+                    f"{state['position']}.",
+                    fix="resume with the data that the run had, or from a checkpoint made at the end of an epoch.",
+                )
+            self.take()
 
     def _leave_epoch(self, state: StateDict) -> None:
         """Bring the loader to where it was when the loaded epoch was left, so that iterating begins another one."""
@@ -108,7 +151,7 @@ class StatefulSource(Source):
         if state["is_at_end"] and self._keeps_own_state and isinstance(self.loader, DataLoader):
             with RngStream(b""):
                 self.loader._get_iterator()  # torchdata's; its `__iter__` would make this one too, and draw for both
-        elif state["position"] and not state["is_at_end"]:
+        elif state["position"] and not state["is_at_end"] and state.get("seeks", True):
             with RngStream(b""):
                 iter(self.loader)  # what was left; the iteration after this one is the new epoch
 
@@ -118,7 +161,7 @@ class StatefulSource(Source):
         self.position, self._is_open, self._has_ended = 0, True, False
         self._ahead = _NOTHING
         self._stream = None
-        self._may_be_rest = self._is_broken = False
+        self._may_be_rest = self._is_broken = self._is_resumed = False
 
     def _fetch(self) -> Batch:
         """Return the next batch, or _NOTHING at the end of the pass."""
@@ -128,7 +171,28 @@ class StatefulSource(Source):
             self._iterator = iter(self.loader)
             batch = next(self._iterator, _NOTHING)
         self._may_be_rest = self._is_broken = False
+        if self._seeks is None and batch is not _NOTHING:
+            self._find_out()
         return batch
+
+    def _find_out(self) -> None:
+        """Compare the states after the first and the second batch of a pass; called after each."""
+        state = self._keeper.state_dict()
+        if self._after_first is _NOTHING:
+            self._after_first = copy.deepcopy(state)
+            return
+        self._seeks = not is_same(self._after_first, state)
+        self._after_first = _NOTHING
+        if self._is_resumed and not self._seeks:
+            raise self._began_again()
+
+    def _began_again(self) -> DataError:
+        return DataError(
+            f"Expected {type(self.loader).__name__} to continue its pass after load_state_dict, got its first batches "
+            "again.",
+            fix="let load_state_dict go to the position at which state_dict was called; or remove both methods, so "
+            "that batches are read again up to the position.",
+        )
 
     @override
     def has_next(self) -> bool:
@@ -159,7 +223,10 @@ class StatefulSource(Source):
                     fix="correct its __len__, or remove it.",
                 )
             if self.position + 1 == self.length:
-                next(self._iterator, None)  # so that the loader's state says that its epoch has ended
+                # So that the loader's state says that its epoch has ended.
+                more = next(self._iterator, _NOTHING)
+                if self._is_resumed and more is not _NOTHING:
+                    raise self._began_again()
         self.position += 1
         return batch
 
@@ -185,9 +252,12 @@ class StatefulSource(Source):
             "is_at_end": self._has_ended or (self.length is not None and self.position >= self.length),
             "epoch": self._epoch,
             "position": self.position,
+            "seeks": self._seeks is not False,
         }
         if self._loaded is not None:
             return {**self._loaded, **position}
+        if self._seeks is False and self._is_open and not position["is_at_end"]:
+            return {**position, **self._opening, "stream": {}}
         return {**position, **(self._before_ahead if self._ahead is not _NOTHING else self._capture())}
 
     def _capture(self) -> StateDict:

@@ -142,3 +142,35 @@ def test_steps_is_an_integer(steps: Any) -> None:
 def test_a_model_is_needed() -> None:
     with pytest.raises(ConfigError, match="Expected a model"), Fabric(accelerator="cpu").accumulate():
         pass
+
+
+@pytest.mark.parametrize("saves", ["window", "last", "after", "weights", "manual"])
+def test_a_save_that_would_lose_gradients_is_refused(saves: str, tmp_path: Any) -> None:
+    fabric, net = Fabric(accelerator="cpu"), nn.Linear(3, 1)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    state = {"model": model} if saves == "weights" else {"model": model, "optimizer": optimizer}
+
+    def save() -> None:
+        fabric.save(tmp_path / "a.ckpt", state)
+
+    if saves == "manual":
+        with fabric.no_backward_sync(model):
+            fabric.backward(model(DATA[:1]).mean())
+        with pytest.warns(UserWarning, match="a resumed run lacks them"):
+            save()
+        optimizer.step()
+        save()
+        return
+    for number in range(2):
+        with fabric.accumulate(model, steps=2):
+            fabric.backward(model(DATA[:1]).mean())
+            if saves == "last" and fabric.sync_gradients:
+                with pytest.raises(ConfigError, match="after 2 of 2 micro-batches"):
+                    save()
+            optimizer.step()
+            optimizer.zero_grad()
+        if saves == "window" and not number:
+            with pytest.raises(ConfigError, match="after 1 of 2 micro-batches, before the optimizer's step"):
+                save()
+        elif saves in ("window", "after", "weights") and (number or saves == "weights"):
+            save()
