@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from ..protocols import Loaders
 
-__all__ = ["flatten_loaders", "is_collection", "map_loaders", "unflatten"]
+__all__ = ["are_same_loaders", "flatten_loaders", "is_collection", "map_loaders", "unflatten"]
 
 
 def is_collection(loaders: Loaders) -> bool:
@@ -57,6 +58,34 @@ def map_loaders(function: Callable[[Any], Any], loaders: Loaders, *, is_root: bo
         items = [map_loaders(function, item, is_root=False) for item in loaders]
         return type(loaders)(*items) if hasattr(loaders, "_fields") else type(loaders)(items)
     return function(loaders)
+
+
+def are_same_loaders(first: Loaders, second: Loaders) -> bool:
+    """Return whether two collections have the same loaders: the same objects, or DataLoaders over the same data set.
+
+    Of the latter, samplers and batches must be of the same kind.
+    """
+    if first is second:
+        return True
+    firsts, seconds = flatten_loaders(first), flatten_loaders(second)
+    return len(firsts) == len(seconds) and all(map(_is_same, firsts, seconds))
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    if first is second:
+        return True
+    if not (isinstance(first, DataLoader) and isinstance(second, DataLoader) and first.dataset is second.dataset):
+        return False
+    settings = [
+        (one.batch_size, one.drop_last, _kind(one.sampler), _kind(one.batch_sampler)) for one in (first, second)
+    ]
+    return settings[0] == settings[1]
+
+
+def _kind(sampler: object) -> object:
+    """Return the class of a sampler that knows nothing but the data set; of any other sampler, which one it is."""
+    kind = type(sampler)
+    return kind if kind in (RandomSampler, SequentialSampler, BatchSampler) else id(sampler)
 
 
 def flatten_loaders(loaders: Loaders) -> list[Loaders]:

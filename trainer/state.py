@@ -96,6 +96,11 @@ class Progress:
         self.epoch_open = self.epoch_left = self.epoch_paused = False
         self.is_closing_epoch = False
 
+    def begin_epoch_again(self) -> None:
+        """Leave the open epoch: it will begin again. What was trained in it counts."""
+        self.batches_in_epoch = 0
+        self.epoch_open = self.epoch_announced = self.epoch_left = self.epoch_paused = False
+
     def move_to(self, batches_in_epoch: int) -> None:
         """Count the present epoch's batches as this number of ranks does, after a resume on another one."""
         shift = batches_in_epoch - self.batches_in_epoch

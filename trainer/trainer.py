@@ -26,6 +26,7 @@ from ..console import show_logs
 from ..data.hparams import without_omegaconf
 from ..data.move import find_batch_size
 from ..data.rng import restore_rng
+from ..data.tree import are_same_loaders
 from ..errors import ConfigError, LoopwrightError, ModuleError, StopBySignal
 from ..fabric import Fabric
 from ..loggers import Logger
@@ -246,6 +247,7 @@ class Trainer(TrainerAttributes):
         )  # fmt: skip
         # Where the data were when the last fit ended, and the step that records of an evaluation belong to.
         self.stream_state: StateDict | None = None
+        self._train_source: Loaders = None  # of the last fit: loaders, or who makes them
         self.records_at = (0, 0)
         # The window that was under way when the last fit ended, after an epoch that cut it short.
         self.carried_states: StateDict = {}
@@ -332,6 +334,8 @@ class Trainer(TrainerAttributes):
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule, "train_dataloaders")
         if datamodule is not None and (train_dataloaders is not None or val_dataloaders is not None):
             raise both_given("train_dataloaders or val_dataloaders")
+        if not self.is_in_child:  # where objects are copies of the user's
+            self._compare_data(model if datamodule is None else datamodule, train_dataloaders)
         if self._starts_processes:
             self._launch(
                 "fit", model, train_dataloaders=train_dataloaders, val_dataloaders=val_dataloaders,
@@ -551,6 +555,7 @@ class Trainer(TrainerAttributes):
             "_run": None,
             "_last_run": None,
             "last_fit": None,
+            "_train_source": None,
             "_spawned_module": self.lightning_module,
             "_assigned_datamodule": self.datamodule,
             "_run_signals": RunSignals(),
@@ -731,6 +736,10 @@ class Trainer(TrainerAttributes):
             self.ckpt_path = path
             content = begin.load_weights(run, path, is_trusted=is_trusted)
             self.continue_logs(content.states.get("loggers", {}))
+        elif self.progress.epoch_open and self.stream_state is None:
+            from .setup.continuing import begin_epoch_again
+
+            begin_epoch_again(self, run)
         self._synchronize_folders("fit", run)
         begin.build_training(run)
         restore = self.restore_and_start(run, content, path, before)
@@ -746,6 +755,15 @@ class Trainer(TrainerAttributes):
         begin.carry_window(run, states, self.ckpt_path, is_carrying=self.accumulate_across_epochs)
         begin.set_modes(run, content)
         return self.training_rng.resume(restore)
+
+    def _compare_data(self, owner: nn.Module | DataModule, loaders: Loaders) -> None:
+        """Forget where the last fit's training data were if this fit has other loaders.
+
+        Loaders that a module or data module makes are those of the last fit if the same object makes them.
+        """
+        before, self._train_source = self._train_source, owner if loaders is None else loaders
+        if before is not None and not are_same_loaders(before, self._train_source):
+            self.stream_state = None
 
     def continue_logs(self, states: StateDict) -> None:
         """Let loggers continue where a checkpoint saw them. Called before anything is logged."""

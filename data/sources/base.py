@@ -114,7 +114,7 @@ class Source(ABC):
         """
         if state["kind"] != self.kind:
             raise DataError(
-                f"The checkpoint's training data came from {_DESCRIPTION[state['kind']]}, but "
+                f"Before the stop, training data came from {_DESCRIPTION[state['kind']]}, but "
                 f"{type(self.loader).__name__} is {_DESCRIPTION[self.kind]}.",
                 fix="resume with the loader that the run had, or start a new run from the checkpoint's weights.",
             )

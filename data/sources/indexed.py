@@ -271,7 +271,7 @@ class IndexedSource(Source):
     def _check(self, name: str, state: StateDict, now: int | None, what: str) -> None:
         if state[name] != now:
             raise DataError(
-                f"The checkpoint was made in the middle of an epoch with {state[name]} {what}; now there are {now}.",
+                f"The epoch was begun with {state[name]} {what}; now there are {now}.",
                 fix="resume with the data of that run and its batch size (or, with automatic batching, one that "
                 "divides the number of samples it had read), or from a checkpoint made at an epoch's end.",
             )

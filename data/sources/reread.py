@@ -99,7 +99,7 @@ class RereadSource(Source):
             return
         if state["num_workers"] != self._num_workers:
             raise DataError(
-                f"The checkpoint was made in the middle of an epoch with {state['num_workers']} workers; now there are "
+                f"The epoch was begun with {state['num_workers']} workers; now there are "
                 f"{self._num_workers}, and the order of an iterable data set depends on their number.",
                 fix=f"resume with num_workers={state['num_workers']}, or from a checkpoint at the end of an epoch.",
             )

@@ -142,6 +142,7 @@ class EvalLoop:
                 (life.own(f"on_{stage}_model_eval") or module.eval)()
                 getattr(life, f"on_{stage}_start")()
                 getattr(life, f"on_{stage}_epoch_start")()
+                run.metrics.begin_evaluation()
                 self._batches(run, data, outputs if keep else None)
             run.metrics.batch = run.metrics.sized = None
             if run.stop_coordination is not None:
@@ -150,6 +151,7 @@ class EvalLoop:
                 run.metrics.select_loader(stage, 0, several=len(data.loaders) > 1)
                 run.metrics.publish_epoch(stage, run.progress.steps)
             getattr(life, f"on_{stage}_epoch_end")()
+            run.metrics.end_evaluation(stage)
             getattr(life, f"on_{stage}_end")()
         # There is no on_predict_model_train; each submodule gets its earlier mode back after prediction, too.
         own = life.own(f"on_{stage}_model_train") if stage != "predict" else None

@@ -25,6 +25,7 @@ __all__ = [
     "check_call",
     "check_name",
     "make_accumulator",
+    "pooled_object",
     "refuse_conflict",
     "shared_accumulator",
 ]
@@ -212,6 +213,24 @@ def _conflict(old: ScalarAccumulator, new: ScalarAccumulator, key: str, *, is_sa
         f"log({old.name!r}) in {old.hook} ({old.where}) and log({new.name!r}) in {new.hook} ({new.where}) both give "
         f"{key!r}: on_step=True with on_epoch=True adds '_step' and '_epoch'.",
         fix="rename one of the two.",
+    )
+
+
+def pooled_object(first: ScalarAccumulator, second: ScalarAccumulator | str) -> ModuleError:
+    """Return the error for a metric object that two places update between two computes.
+
+    Args:
+        first: What the first place logs.
+        second: What the second one logs, or the evaluation that updates the object.
+    """
+    kind = type(first.metric).__name__ if isinstance(first, MetricAccumulator) else "metric"
+    other = (
+        f"updated in {second}" if isinstance(second, str) else f"as {second.name!r} in {second.hook} ({second.where})"
+    )
+    return ModuleError(
+        f"one {kind} object is logged as {first.name!r} in {first.hook} ({first.where}) and {other}: its value "
+        "would be that of both.",
+        fix="make an object for each, such as self.train_acc and self.val_acc, or one per loader in an nn.ModuleList.",
     )
 
 

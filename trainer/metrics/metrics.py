@@ -82,6 +82,7 @@ class Metrics:
         decisive: Keys on which schedules and callbacks decide: with several ranks their step values need weights.
         accumulator_type: The class of accumulators of numbers that are logged for the first time.
         shows_evaluated_batches: Whether step values of evaluations count as a key's latest value.
+        pools_objects: Whether a metric object may count what two places have updated, as in Lightning.
         late_listeners: Stage -> whether anybody's hook runs between `publish_epoch` and `finish_epoch`, and may log.
     """
 
@@ -116,6 +117,8 @@ class Metrics:
         self._synchronized: dict[str, tuple[Tensor, int, int]] = {}
         self.decisive: frozenset[str] = frozenset()
         self.accumulator_type = ScalarAccumulator
+        self.pools_objects = False
+        self._updated_before: dict[int, tuple[int, MetricAccumulator]] = {}
         self.shows_evaluated_batches = True
         self.late_listeners: dict[str, bool] = {}
         self._ranks: RanksMetrics | None = None
@@ -249,6 +252,8 @@ class Metrics:
             weight = value.weight
             return value.mean().detach(), weight.detach().clone() if isinstance(weight, Tensor) else weight
         if isinstance(accumulator, MetricAccumulator):
+            if accumulator.on_epoch and accumulator.is_empty and not self.pools_objects:
+                self._refuse_pooled(accumulator)
             cached = getattr(value, "_forward_cache", None) if accumulator.on_step else 0.0
             if cached is None:
                 raise ModuleError(
@@ -266,6 +271,42 @@ class Metrics:
         if accumulator.reduce != "mean" or not (accumulator.weighs or self.is_weighing_steps):
             return value, 1.0
         return value, self._weight(accumulator) if batch_size is None else batch_size
+
+    def _refuse_pooled(self, new: MetricAccumulator) -> None:
+        """Refuse an object whose value would be that of two places; at its first value of an epoch."""
+        from .log_arguments import pooled_object
+
+        stage = _stage_of(new.hook)
+        count, other = self._updated_before.get(id(new.metric), (0, None))
+        if other is not None and stage != "train" and new.metric._update_count > count:
+            raise pooled_object(other, new)
+        if self.several_loaders and stage != "train":
+            for one in self.accumulators(stage):
+                if isinstance(one, MetricAccumulator) and one.metric is new.metric and not one.is_empty:
+                    loaders = {name.partition("/dataloader_idx_")[2] for name in (one.name, new.name)}
+                    if "" not in loaders and len(loaders) == 2:
+                        raise pooled_object(one, new)
+
+    def begin_evaluation(self) -> None:
+        """Note the updates that training has made of metric objects, which an evaluation must not add to."""
+        self._updated_before = {
+            id(one.metric): (one.metric._update_count, one)
+            for one in self.accumulators("train")
+            if isinstance(one, MetricAccumulator) and one.metric._update_count and not self.pools_objects
+        }
+
+    def end_evaluation(self, stage: str) -> None:
+        """Compare the updates of metric objects with those before the evaluation.
+
+        Raises:
+            ModuleError: The evaluation has updated an object whose value training will log.
+        """
+        from .log_arguments import pooled_object
+
+        before, self._updated_before = self._updated_before, {}
+        for count, one in before.values():
+            if not one.is_empty and one.metric._update_count > count:
+                raise pooled_object(one, stage)
 
     def select_batch(self, batch: Batch, size: int | None = None) -> None:
         """Let values that are logged from now on be of this batch.

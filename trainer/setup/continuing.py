@@ -7,6 +7,7 @@ holds as given, and whatever cannot continue starts from scratch: both are logge
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from ..run import Run
     from ..trainer import Trainer
 
-__all__ = ["Before", "continue_training", "take"]
+__all__ = ["Before", "begin_epoch_again", "continue_training", "take"]
+
+log = logging.getLogger(__name__)
 
 Before = StateDict  # states of optimizers and schedules, in torch's layout
 
@@ -57,6 +60,21 @@ def take(trainer: Trainer, module: nn.Module) -> Before | None:
         "schedule_progress": [config.last_metric_step for config in last.schedulers],
         **({"strategy": own} if own else {}),
     }
+
+
+def begin_epoch_again(trainer: Trainer, run: Run) -> None:
+    """Let the epoch that the last fit left open begin again, with the loaders of this one."""
+    progress = run.progress
+    if trainer.is_global_zero:
+        log.info(
+            "trainer.fit has other training loaders than the last fit, which ended after %d batches of epoch %d: the "
+            "epoch begins again.",
+            progress.batches_in_epoch,
+            progress.epochs,
+        )
+    progress.begin_epoch_again()
+    for accumulator in run.metrics.accumulators("train"):
+        accumulator.reset()
 
 
 def continue_training(trainer: Trainer, run: Run, before: Before) -> None:

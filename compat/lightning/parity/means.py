@@ -53,3 +53,4 @@ def as_float(number: Number, device: torch.device) -> Tensor:
 def add_one_by_one(trainer: Trainer) -> None:
     """Let values that are logged from now on be added one by one."""
     patch(trainer._metrics, "accumulator_type", RunningAccumulator)
+    patch(trainer._metrics, "pools_objects", True)

@@ -170,10 +170,10 @@ def test_a_second_fit_continues_within_the_epoch_that_max_steps_ended() -> None:
             return self.loss(batch)
 
     module = net(Watched)
-    trainer = quiet(max_steps=2)
-    trainer.fit(module, loader())
+    trainer, data = quiet(max_steps=2), loader()
+    trainer.fit(module, data)
     trainer.fit_loop.max_steps = 6
-    trainer.fit(module, loader())
+    trainer.fit(module, data)
     assert batches == [0, 1, 2, 3, 0, 1]
     assert (trainer.current_epoch, trainer.global_step) == (1, 6)
 

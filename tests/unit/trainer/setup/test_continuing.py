@@ -247,3 +247,108 @@ def test_a_second_fit_from_a_checkpoint_takes_all_from_there(tmp_path: Path) -> 
     expected = {name: value.clone() for name, value in module.state_dict().items()}
     trainer.fit(module, *data(), ckpt_path=tmp_path / "one.ckpt")
     assert_same(module, expected)
+
+
+class Reading(lw.Module):
+    """Notes the first number of each batch, and makes loaders if it has any."""
+
+    def __init__(self, own: Any = None) -> None:
+        super().__init__()
+        self.net, self.seen, self.own = torch.nn.Linear(1, 1), list[Any](), own
+
+    def train_dataloader(self) -> Any:
+        return self.own()
+
+    def on_train_epoch_start(self) -> None:
+        self.seen.append("epoch")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append((batch_idx, int(batch[0])))
+        self.log("mean", batch.mean(), on_step=False, on_epoch=True)
+        return self.net(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Given(lw.DataModule):
+    def __init__(self, data: Any) -> None:
+        super().__init__()
+        self.data = data
+
+    def train_dataloader(self) -> Any:
+        return read(self.data)
+
+
+def numbers(start: int) -> Any:
+    return torch.arange(start, start + 8, dtype=torch.float32)[:, None]
+
+
+def read(data: Any, **options: Any) -> Any:
+    return torch.utils.data.DataLoader(data, batch_size=2, **options)
+
+
+first, others = numbers(0), numbers(100)
+sampled = read(first, sampler=range(8))
+given = Given(first)
+# What the first fit reads, what the second one does, and whether it continues.
+SECOND: dict[str, tuple[Any, Any, bool]] = {
+    "the same": (sampled, sampled, True),
+    "one like it over the same data": (read(first), read(first), True),
+    "a list of batches": ([*first.split(2)], [*others.split(2)], False),
+    "of another kind": (read(first), [*others.split(2)], False),
+    "other data": (read(first), read(others), False),
+    "another sampler": (sampled, read(first, sampler=range(8)), False),
+    "a collection": ([read(first)], [read(first)], True),
+    "another collection": ([read(first)], [read(others)], False),
+    "a data module": (given, given, True),
+    "another data module": (given, Given(others), False),
+    "a loader after a data module": (given, read(others), False),
+    "the module's own": (None, None, True),
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+@pytest.mark.parametrize("reload", [0, 1])
+def test_another_loader_begins_at_its_beginning_after_a_stop_within_an_epoch(
+    name: str, reload: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, now, continues = SECOND[name]
+    is_collection = "collection" in name
+    module = Reading((lambda: read(first)) if before is None else None)
+    if is_collection:
+        module.training_step = lambda batch, batch_idx: Reading.training_step(module, batch[0], batch_idx)  # type: ignore[method-assign]
+    trainer = quiet(max_steps=2, max_epochs=3, reload_dataloaders_every_n_epochs=reload)
+    caplog.set_level("INFO")
+    trainer.fit(module, before)
+    trainer.fit_loop.max_steps = 6
+    trainer.fit(module, now)
+    start = 0 if name == "another sampler" else 100
+    rest = (
+        [(2, 4), (3, 6), "epoch", (0, 0), (1, 2)]
+        if continues
+        else ["epoch", *((index, start + 2 * index) for index in range(4))]
+    )
+    assert module.seen == ["epoch", (0, 0), (1, 2), *rest]
+    assert caplog.text.count("the epoch begins again") == (not continues)
+    assert trainer.global_step == 6
+    assert trainer.current_epoch == 1
+    if not continues:
+        assert trainer.callback_metrics["mean"] == start + 3.5  # of the new data alone
+
+
+def test_another_loader_after_a_whole_epoch_begins_at_its_beginning(tmp_path: Path) -> None:
+    module, trainer = Reading(), quiet(max_epochs=1)
+    trainer.fit(module, read(first))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, [*others.split(4)])
+    assert module.seen[5:] == ["epoch", (0, 100), (1, 104)]
+
+
+def test_a_checkpoint_that_is_given_says_where_the_data_are(tmp_path: Path) -> None:
+    module, trainer = Reading(), quiet(max_steps=2)
+    trainer.fit(module, read(first))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer.fit_loop.max_steps = 3
+    trainer.fit(module, read(others), ckpt_path=tmp_path / "a.ckpt")
+    assert module.seen[-1] == (2, 104)
