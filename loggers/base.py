@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from ..errors import ConfigError
@@ -235,6 +237,11 @@ class RunLogger(Logger):
         self._lock = Lock()  # the Trainer's writing thread and the user's own may meet here
         self._step = -1
         self._is_resumed = False
+        self._at_end: Finalize | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave the end of this process out."""
+        return {**self.__dict__, "_at_end": None}
 
     def _opened(self, open_experiment: Callable[[], E]) -> E:
         """Return the experiment, opened at the first call; above rank zero, one whose every call does nothing."""
@@ -244,7 +251,30 @@ class RunLogger(Logger):
         with self._lock:
             if self._experiment is None:
                 self._experiment = open_experiment()
+            self._begin_session()
             return cast("E", self._experiment)
+
+    def _begin_session(self) -> None:
+        """Let this process end with `finalize`, unless that is called before."""
+        if self._at_end is None:
+            # Processes that multiprocessing starts do not run atexit at their end, but these; others run both.
+            self._at_end = Finalize(None, self._end_with_process, exitpriority=20)
+
+    def _end_session(self) -> None:
+        """Called by `finalize`."""
+        if self._at_end is not None:
+            self._at_end.cancel()
+            self._at_end = None
+
+    def _end_with_process(self) -> None:
+        self._at_end = None
+        # In a process of multiprocessing the exception is still on its way; a main program's has been printed.
+        error = sys.exc_info()[1] or (None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
+        is_failure = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+        try:
+            self.finalize("failed" if is_failure else "finished")
+        except Exception as failure:  # of a service, or a disk: the other loggers are to be ended, too
+            warn(f"{type(self).__name__} could not be ended with the process: {type(failure).__name__}: {failure}")
 
     def _at(self, step: int | None) -> int:
         self._catch_up()
@@ -308,10 +338,17 @@ def scalars(metrics: Metrics, *, prefix: str = "", group_separator: str = "/") -
     start = f"{prefix}{Logger.LOGGER_JOIN_CHAR}" if prefix else ""
     for key, value in metrics.items():
         if isinstance(value, Mapping):
-            for inner, number in scalars(value, group_separator=group_separator).items():
-                found[f"{start}{key}{group_separator}{inner}"] = number
+            inner = scalars(value, group_separator=group_separator)
+            named = {f"{start}{key}{group_separator}{name}": number for name, number in inner.items()}
         else:
-            found[f"{start}{key}"] = _number(f"{key}", value)
+            named = {f"{start}{key}": _number(f"{key}", value)}
+        twice = found.keys() & named.keys()
+        if twice:
+            raise ConfigError(
+                f"the metric {min(twice)!r} has two values in one row: {key!r} and another entry have this name.",
+                fix="rename one of the two.",
+            )
+        found.update(named)
     return found
 
 

@@ -151,7 +151,7 @@ class CometLogger(ServiceLogger):
     def __getstate__(self) -> dict[str, object]:
         """Leave the experiment out: the process that unpickles reopens it by its key."""
         run_id = self.version
-        return {**self.__dict__, "_id": run_id, "_experiment": None}
+        return {**super().__getstate__(), "_id": run_id, "_experiment": None}
 
     def _begin(self) -> CometExperiment:
         import comet_ml

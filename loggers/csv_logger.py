@@ -115,6 +115,7 @@ class CSVLogger(FolderLogger):
         if not self.is_silent:
             self.save()
             self.send_files(is_end=True)
+            self._end_session()
 
     def state_dict(self) -> StateDict:
         """Write the pending rows durably and return where the file stands, so that a resumed run continues there."""

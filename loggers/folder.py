@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from abc import abstractmethod
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import ConfigError
 from ..messages import warn
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
     from ..protocols import StateDict
     from .run_folder import RunFolder
 
-__all__ = ["DEFAULT_NAME", "FolderLogger", "keep_old_file", "share_version"]
+__all__ = ["DEFAULT_NAME", "FolderLogger", "keep_old_file", "keep_old_files", "share_version"]
 
 DEFAULT_NAME = "loopwright_logs"
 
 _log = logging.getLogger(__name__)
+
+E = TypeVar("E")
 
 
 class FolderLogger(RunLogger):
@@ -62,6 +65,31 @@ class FolderLogger(RunLogger):
         self._folder = RunFolder(directory, name, version)
         self._owns_hparams_file = False
 
+    def _opened(self, open_experiment: Callable[[], E]) -> E:
+        if not self.is_silent:
+            self._hold()
+        return super()._opened(open_experiment)
+
+    def _hold(self) -> None:
+        """Keep other processes from logging into the folder while this one does.
+
+        Raises:
+            ConfigError: Another one does.
+        """
+        if not self._folder.is_held and not self._placed().hold():
+            raise self._in_use()
+
+    def _in_use(self) -> ConfigError:
+        return ConfigError(
+            f"{type(self).__name__}: another process is logging to {self._folder.path}; rows of two runs in one folder "
+            "cannot be told apart.",
+            fix="leave version out for a new folder, pass another version or name, or wait until that process ends.",
+        )
+
+    def _end_session(self) -> None:
+        super()._end_session()
+        self._folder.release()
+
     @property
     def name(self) -> str:
         """Name of the experiment, the folder over the versions; "" if there is none."""
@@ -85,6 +113,7 @@ class FolderLogger(RunLogger):
         """Finish the files so far, and start a new run: in the folder of this version, or of the next free number."""
         self._close()
         self.send_files()
+        self._folder.release()
         self._folder = self._folder.with_version(version)
         self._is_resumed = self._owns_hparams_file = False
         self._step = -1
@@ -93,8 +122,10 @@ class FolderLogger(RunLogger):
         """Refuse a folder that cannot be made or written to, before a training whose results it is for.
 
         Raises:
-            ConfigError: Its place is a file, or there is no permission.
+            ConfigError: Its place is a file, there is no permission, or another process is logging there.
         """
+        if self._folder.is_resolved and self._folder.is_in_use(self._folder.version):
+            raise self._in_use()
         folder = self._folder.path if self._folder.is_resolved else self._folder.root_dir
         why = why_unwritable(folder)
         if why:
@@ -169,7 +200,9 @@ class FolderLogger(RunLogger):
         requested = self._folder.requested_version
         is_same_place = real_place(log_dir) == real_place(recorded)
         is_other_version = requested is not None and self._folder.path_of(requested) != self._folder.path_of(version)
-        if not is_other_version and self._recognizes(self._folder.local(log_dir), state_dict, is_same_place):
+        is_in_use = self._folder.is_in_use(version)
+        is_usable = not (is_other_version or is_in_use)
+        if is_usable and self._recognizes(self._folder.local(log_dir), state_dict, is_same_place):
             self._folder.continue_in(version)
             self._restore(state_dict)
             self._is_resumed = True
@@ -177,6 +210,7 @@ class FolderLogger(RunLogger):
                 self._folder.remote.forget(self.log_dir)  # the end of the files may be dropped
             return
         if self._folder.is_resolved:
+            self._folder.release()
             self._folder = self._folder.fresh()
         self._is_resumed = self._owns_hparams_file = False
         self._step = -1
@@ -184,7 +218,9 @@ class FolderLogger(RunLogger):
             f"{type(self).__name__} starts a new run under {self.root_dir!r}: the checkpoint's run logged to "
             f"{recorded!r}, "
         )
-        if is_other_version or not is_same_place:
+        if is_in_use:
+            warn(f"{message}to which another process is logging.")
+        elif is_other_version or not is_same_place:
             _log.info("%s which is not the directory of this logger.", message)
         else:
             warn(f"{message}which is missing, or does not contain what was logged then.")
@@ -233,6 +269,7 @@ class FolderLogger(RunLogger):
             self._send_if_due()
 
     def _media_folder(self, key: str) -> str:
+        self._hold()
         root = os.path.join(self.files_dir, "media")
         folder = os.path.normpath(os.path.join(root, key))
         if not folder.startswith(f"{root}{os.sep}"):
@@ -267,6 +304,7 @@ class FolderLogger(RunLogger):
         from ..files import replace_file
         from .hyperparameters import to_yaml
 
+        self._hold()
         text = to_yaml(self.hparams)
         path = os.path.join(self.files_dir, self.NAME_HPARAMS_FILE)
         os.makedirs(self.files_dir, exist_ok=True)
@@ -301,13 +339,29 @@ def share_version(loggers: Iterable[Logger]) -> None:
 def keep_old_file(path: str) -> str:
     """Rename a file of an earlier run to the first free `name.N.extension` beside it, warn, and return the new path."""
     stem, extension = os.path.splitext(path)
-    number = 1
-    while os.path.exists(f"{stem}.{number}{extension}"):
-        number += 1
-    kept = f"{stem}.{number}{extension}"
+    kept = _free_name(stem, extension)
     os.rename(path, kept)
+    _tell_kept(path, kept)
+    return kept
+
+
+def keep_old_files(folder: str, names: Collection[str]) -> None:
+    """Move files of an earlier run into the first free folder `earlier.N` in theirs, and warn."""
+    if not names:
+        return
+    kept = _free_name(os.path.join(folder, "earlier"), "")
+    os.mkdir(kept)
+    for name in names:
+        os.rename(os.path.join(folder, name), os.path.join(kept, name))
+    _tell_kept(os.path.join(folder, min(names)), kept)
+
+
+def _free_name(stem: str, extension: str) -> str:
+    return next(path for number in itertools.count(1) if not os.path.exists(path := f"{stem}.{number}{extension}"))
+
+
+def _tell_kept(path: str, kept: str) -> None:
     warn(
         f"{path!r} exists already, from another run; it is kept as {os.path.basename(kept)!r}. "
         "Leave version out to get a new folder for each run.",
     )
-    return kept

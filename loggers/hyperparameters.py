@@ -10,7 +10,7 @@ import math
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from enum import Enum
 from typing import TypeAlias
 
@@ -47,22 +47,30 @@ def plain_hyperparameters(params: object) -> dict[str, Plain]:
 
 
 def flatten(params: Mapping[str, Plain], separator: str = "/") -> dict[str, bool | int | float | str]:
-    """Return one level of names: nested ones joined by the separator, lists and None as text."""
+    """Return one level of names: nested ones joined by the separator, lists and None as text.
+
+    A name that is there already (`{"a": {"b": 1}, "a/b": 2}`) is followed by "_".
+    """
     flat: dict[str, bool | int | float | str] = {}
     for key, value in params.items():
         if isinstance(value, dict) and value:
             for inner, scalar in flatten(value, separator).items():
-                flat[f"{key}{separator}{inner}"] = scalar
-        elif isinstance(value, (bool, int, float, str)):
-            flat[key] = value
+                flat[_unused(f"{key}{separator}{inner}", flat)] = scalar
         else:
-            flat[key] = str(value)
+            flat[_unused(key, flat)] = value if isinstance(value, (bool, int, float, str)) else str(value)
     return flat
 
 
 def to_yaml(params: Mapping[str, Plain]) -> str:
     """Return YAML text from which any YAML 1.1 reader restores the same values."""
     return "".join(f"{line}\n" for line in _lines(dict(params))) if params else "{}\n"
+
+
+def _unused(name: str, taken: Container[str]) -> str:
+    """Return the name, followed by "_" where another entry has it."""
+    while name in taken:
+        name = f"{name}_"
+    return name
 
 
 def _plain(value: object) -> Plain:
@@ -79,7 +87,10 @@ def _plain(value: object) -> Plain:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        plain: dict[str, Plain] = {}
+        for key, inner in value.items():
+            plain[_unused(str(key), plain)] = _plain(inner)
+        return plain
     if isinstance(value, (list, tuple)):
         return [_plain(inner) for inner in value]
     if isinstance(value, (set, frozenset)):

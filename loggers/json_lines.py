@@ -113,6 +113,7 @@ class JSONLinesLogger(FolderLogger):
         """Send the rest to a URL; a local file has every line already."""
         if not self.is_silent:
             self.send_files(is_end=True)
+            self._end_session()
 
     def state_dict(self) -> StateDict:
         """Put the lines on disk durably and return where the file ends, so that a resumed run continues there."""

@@ -6,11 +6,13 @@ import os
 import re
 import tempfile
 import time
+import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import ConfigError
 from ..files import replace_file
+from ..messages import warn
 from .base import rank_zero_experiment
 from .hyperparameters import Plain, to_yaml
 from .pictures import read_pictures, to_png
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["MLFlowLogger"]
 
 _FORBIDDEN = re.compile(r"[^a-zA-Z0-9_/. -]")
-_LONGEST_VALUE = 250
+_LONGEST_NAME = 250
 _MOST_PARAMS, _MOST_METRICS = 100, 1000  # limits of the service per request
 
 
@@ -89,7 +91,7 @@ class MLFlowLogger(ServiceLogger):
 
     @property
     def version(self) -> str | None:
-        """Id of the run, which begins now if it has not; None above rank zero."""
+        """Id of the run; None above rank zero."""
         return self.run_id
 
     @property
@@ -101,8 +103,8 @@ class MLFlowLogger(ServiceLogger):
 
     @property
     def run_id(self) -> str | None:
-        """Id of the run, which begins now if it has not; None above rank zero."""
-        if not self.is_silent:
+        """Id of the run, which begins now if it never has; None above rank zero. One that has ended stays ended."""
+        if not self.is_silent and self._id is None:
             self._run()
         return self._id
 
@@ -116,7 +118,6 @@ class MLFlowLogger(ServiceLogger):
     def experiment(self) -> MlflowClient:
         """The `mlflow.MlflowClient`; its methods take `run_id`."""
         self._catch_up()
-        self._run()
         return self._store()
 
     def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
@@ -167,7 +168,7 @@ class MLFlowLogger(ServiceLogger):
 
     def __getstate__(self) -> dict[str, object]:
         """Leave the client out: the process that unpickles creates its own and continues the run."""
-        return {**self.__dict__, "_client": None, "_is_running": False}
+        return {**super().__getstate__(), "_client": None, "_is_running": False}
 
     def _store(self) -> MlflowClient:
         if self._client is None:
@@ -177,6 +178,8 @@ class MLFlowLogger(ServiceLogger):
     def _open(self) -> str:
         """Return the experiment's id, after creating the experiment if necessary."""
         with self._lock:
+            if self._experiment_id is None and self._id is not None:
+                self._experiment_id = str(self._store().get_run(self._id).info.experiment_id)
             if self._experiment_id is None:
                 store = self._store()
                 found = store.get_experiment_by_name(self._experiment_name)
@@ -195,9 +198,10 @@ class MLFlowLogger(ServiceLogger):
                 run = self._store().create_run(self._open(), tags=self._tags, run_name=self._run_name)
                 self._id = str(run.info.run_id)
             elif not self._is_running:
-                self._experiment_id = str(self._store().get_run(self._id).info.experiment_id)
+                self._open()
                 self._store().update_run(self._id, status="RUNNING")
             self._is_running = True
+            self._begin_session()
             return self._id
 
     @property
@@ -213,8 +217,11 @@ class MLFlowLogger(ServiceLogger):
     def _location_of_run(self) -> dict[str, Plain]:
         return {"tracking_uri": self._uri, "experiment_name": self._experiment_name}
 
-    def _known_as(self, name: str) -> str:
-        return _clean(name)
+    def _accepted(self, name: str) -> str:
+        clean = _clean(name)
+        if len(clean) <= _LONGEST_NAME:
+            return clean
+        return f"{clean[: _LONGEST_NAME - 9]}_{zlib.crc32(name.encode()):08x}"
 
     def _send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
         from mlflow.entities import Metric
@@ -227,10 +234,19 @@ class MLFlowLogger(ServiceLogger):
 
     def _send_hyperparameters(self, flat: Mapping[str, bool | int | float | str]) -> None:
         from mlflow.entities import Param
+        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
         client, run_id = self.experiment, self._run()
         known = client.get_run(run_id).data.params  # the store accepts a name once
-        values = {_clean(name): str(value)[:_LONGEST_VALUE] for name, value in flat.items()}
+        texts = {self._known_as(name): str(value) for name, value in flat.items()}
+        long = [name for name, text in texts.items() if len(text) > MAX_PARAM_VAL_LENGTH]
+        if long:
+            warn(
+                f"MLFlowLogger: the values of {', '.join(long)} are longer than the {MAX_PARAM_VAL_LENGTH} characters "
+                "that MLflow takes: their beginnings are recorded, and all of them in the artifact hparams.yaml."
+            )
+            client.log_text(run_id, to_yaml(self.hparams), "hparams.yaml")
+        values = {name: text[:MAX_PARAM_VAL_LENGTH] for name, text in texts.items()}
         sent = [Param(name, value) for name, value in values.items() if name not in known]
         for first in range(0, len(sent), _MOST_PARAMS):
             client.log_batch(run_id, params=sent[first : first + _MOST_PARAMS])

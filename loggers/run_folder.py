@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import threading
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..files import lock_file
 from ..remote import is_url
 from .base import Lock, current_rank
 
@@ -15,6 +17,11 @@ if TYPE_CHECKING:
     from ..remote.mirror import RemoteFolder
 
 __all__ = ["RunFolder"]
+
+# Folders that this process logs to, by device and number (they may be moved): the open, locked folder, and how many
+# RunFolders use it. The kernel drops the lock when the process ends, however it ends.
+_held: dict[tuple[int, int], tuple[int, int]] = {}
+_held_lock = threading.Lock()
 
 _VERSION_FOLDER = re.compile(r"version_(\d+)")
 
@@ -62,6 +69,7 @@ class RunFolder:
         self.known_rank: int | None = None
         self._version = version
         self._is_claimed = False
+        self._held_place: tuple[int, int] | None = None
         self._fetched: set[str] = set()
         self._lock = Lock()  # loggers that share the folder may write on threads of their own
 
@@ -108,8 +116,52 @@ class RunFolder:
         """Return where a path in this folder is on this machine, without what an earlier run wrote there."""
         return path if self.remote is None else self.remote.local_path(path)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this process, or the one that pickled this, keeps others from logging here."""
+        return self._held_place is not None
+
+    def hold(self) -> bool:
+        """Make the folder, and keep other processes from logging here until `release`; False if one logs here."""
+        if self.remote is not None:
+            return True
+        os.makedirs(self.path, exist_ok=True)
+        place = _place(self.path)
+        with _held_lock:
+            known, users = _held.get(place, (None, 0))
+            descriptor = _open_locked(self.path) if known is None else known
+            if descriptor is None:
+                return False
+            _held[place] = (descriptor, users + 1)
+        self._held_place = place
+        return True
+
+    def release(self) -> None:
+        """Let other processes log here."""
+        place, self._held_place = self._held_place, None
+        with _held_lock:
+            if place not in _held:
+                return
+            descriptor, users = _held.pop(place)
+            if users > 1:
+                _held[place] = (descriptor, users - 1)
+            else:
+                os.close(descriptor)
+
+    def is_in_use(self, version: int | str) -> bool:
+        """Whether another process is logging to the folder of a version."""
+        path = self.path_of(version)
+        if self.remote is not None or not os.path.isdir(path) or _place(path) in (self._held_place, *_held):
+            return False
+        descriptor = _open_locked(path)
+        if descriptor is not None:
+            os.close(descriptor)
+        return descriptor is None
+
     def continue_in(self, version: int | str) -> None:
         """Use the folder of an earlier run; an empty one that this process created is removed."""
+        if self._version != version:
+            self.release()
         if self._is_claimed and self._version != version:
             if self.remote is not None:
                 self.remote.give_back()
@@ -160,6 +212,33 @@ class RunFolder:
             else:
                 self._is_claimed = True
                 return version
+
+
+def _place(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
+
+
+def _open_locked(path: str) -> int | None:
+    """Return a folder, opened and locked; None if another process has locked it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    if lock_file(descriptor) is False:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _forget_held() -> None:
+    """Leave the locks to the process that was forked: a worker that outlives it must not keep them."""
+    global _held_lock  # another thread may have had it
+    _held_lock = threading.Lock()
+    for descriptor, _ in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_held)
 
 
 def _open_remote(url: str) -> RemoteFolder:

@@ -10,13 +10,15 @@ import json
 import logging
 import os
 import secrets
+import zlib
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, MissingDependency
 from ..files import replace_file
+from ..messages import warn
 from .base import Metrics, RunLogger, scalars
 from .hyperparameters import Plain, flatten, plain_hyperparameters
 
@@ -73,6 +75,8 @@ class ServiceLogger(RunLogger):
         self.x_axis = x_axis
         self._save_dir = directory
         self._requested_id = self._id = run_id
+        self._may_have_earlier = run_id is not None
+        self._names: dict[str, str] = {}  # name -> as the service knows it
         self._log_model = log_model
         self._sent: dict[str, int] = {}  # name -> last step
         self._sent_before: dict[str, int] = {}  # by the process that a resumed run continues
@@ -153,6 +157,7 @@ class ServiceLogger(RunLogger):
                 self._upload_checkpoints()
             self._checkpoint_callback = None
             self._end(is_success=status != "failed")
+            self._end_session()
 
     def state_dict(self) -> StateDict:
         """Return the run's id and the last step of each name."""
@@ -163,6 +168,7 @@ class ServiceLogger(RunLogger):
             "step": self._step,
             "wall_s": self.wall_s,
             "sent": dict(self._sent),
+            "names": {name: known for name, known in self._names.items() if known != self._accepted(name)},
             **self._location_of_run(),
         }
 
@@ -184,6 +190,8 @@ class ServiceLogger(RunLogger):
             earlier = self._sent if self._id == run_id else {}
             self._id = run_id
             self._is_resumed = True
+            self._may_have_earlier = False
+            self._names.update(state_dict.get("names", {}))
             self._step = state_dict["step"]
             self.wall_s = state_dict["wall_s"]
             self._sent = dict(state_dict["sent"])
@@ -196,6 +204,8 @@ class ServiceLogger(RunLogger):
         with self._lock:
             numbers = scalars(metrics, prefix=self._prefix, group_separator=self.group_separator)
             points = {self._known_as(name): value for name, value in numbers.items()}
+            if self._may_have_earlier:
+                self._pass_over_earlier(points, step)
             before = self._sent_before
             if before:
                 points = {name: value for name, value in points.items() if step > before.get(name, step - 1)}
@@ -204,6 +214,17 @@ class ServiceLogger(RunLogger):
                 self._sent.update(dict.fromkeys(points, step))
                 self._note_sent()
                 self._send(points, step, extra)
+
+    def _pass_over_earlier(self, names: Iterable[str], step: int) -> None:
+        """Send none of the steps that an earlier process has sent to the run of an id that was passed."""
+        self._may_have_earlier = False
+        self._sent = self._sent_by_others()
+        self._sent_before = dict(self._sent)
+        if any(step <= self._sent.get(name, step - 1) for name in names):
+            warn(
+                f"{type(self).__name__}: the run {self._id!r} has points up to step {max(self._sent.values())} from an "
+                "earlier process. Points of these steps are not sent again; pass another id for a run of its own."
+            )
 
     @property
     def _sent_file(self) -> str | None:
@@ -227,7 +248,21 @@ class ServiceLogger(RunLogger):
         return sent
 
     def _known_as(self, name: str) -> str:
-        """Return the name that a metric has at the service."""
+        """Return the name that a metric or hyperparameter has at the service: one that no other name has."""
+        known = self._names.get(name)
+        if known is None:
+            known = self._accepted(name)
+            other = next((one for one, taken in self._names.items() if taken == known), None)
+            if other is not None:
+                known = f"{known}_{zlib.crc32(name.encode()):08x}"
+                warn(
+                    f"{type(self).__name__}: {name!r} is recorded as {known!r}; {other!r} has its name at the service."
+                )
+            self._names[name] = known
+        return known
+
+    def _accepted(self, name: str) -> str:
+        """Return the name with what the service accepts."""
         return name
 
     def _upload_checkpoints(self) -> None:

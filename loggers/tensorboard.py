@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from ..errors import ConfigError, MissingDependency, nearest
 from ..remote import absolute_place
 from ..strategies.distributed.shards import is_sharded
 from .base import Metrics, scalars
-from .folder import DEFAULT_NAME, FolderLogger
+from .folder import DEFAULT_NAME, FolderLogger, keep_old_files
 from .hyperparameters import flatten, plain_hyperparameters
 from .pictures import read_pictures
 
@@ -92,6 +93,8 @@ class TensorBoardLogger(FolderLogger):
         self._has_hparams = False
         self._has_graph = False
         self._synced: dict[str, int] = {}
+        self._made_s = time.time()
+        self._is_begun = False
 
     @property
     def sub_dir(self) -> str | None:
@@ -233,6 +236,7 @@ class TensorBoardLogger(FolderLogger):
             status: "success", "finished" or "failed"; TensorBoard's HPARAMS page shows it.
         """
         if self.is_silent or (self._experiment is None and not self._pending):
+            self._end_session()
             return
         writer = self.experiment
         self._write_pending()
@@ -241,6 +245,7 @@ class TensorBoardLogger(FolderLogger):
         writer.close()
         self._experiment = None
         self.send_files(is_end=True)
+        self._end_session()
 
     def state_dict(self) -> StateDict:
         """Write pending values durably and return the positions in the event files, where a resumed run continues."""
@@ -267,7 +272,7 @@ class TensorBoardLogger(FolderLogger):
         """Leave the writer out: it has a thread, and the process that unpickles opens its own."""
         if self._experiment is not None:
             self._experiment.flush()
-        return {**self.__dict__, "_experiment": None}
+        return {**super().__getstate__(), "_experiment": None}
 
     def _in_folder(self, path: str) -> str:
         return os.path.join(path, self._sub_dir) if self._sub_dir else path
@@ -277,7 +282,7 @@ class TensorBoardLogger(FolderLogger):
             self._experiment.close()
         self._experiment = None
         self._known_files = None
-        self._has_hparams = self._has_graph = False
+        self._has_hparams = self._has_graph = self._is_begun = False
 
     def _recognizes(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
         files: dict[str, int] = state["files"]
@@ -303,6 +308,9 @@ class TensorBoardLogger(FolderLogger):
             if self._step >= 0:
                 # The files have no later points any more; this tells a TensorBoard that shows them to forget them.
                 options["purge_step"] = self._step + 1
+        elif not self._is_begun:
+            keep_old_files(self.files_dir, _event_files(self.files_dir, changed_before_s=self._made_s))
+        self._is_begun = True
         os.makedirs(self.files_dir, exist_ok=True)
         before = _event_files(self.files_dir)
         while True:
@@ -365,12 +373,18 @@ def _to(inputs: object, device: torch.device) -> object:
     return inputs.to(device) if isinstance(inputs, torch.Tensor) else inputs
 
 
-def _event_files(log_dir: str) -> dict[str, int]:
-    """Return the event files of a directory: name to size in bytes."""
+def _event_files(log_dir: str, *, changed_before_s: float = math.inf) -> dict[str, int]:
+    """Return the event files of a directory: name to size in bytes.
+
+    Args:
+        log_dir: The directory; need not exist.
+        changed_before_s: Later changed ones are left out.
+    """
     if not os.path.isdir(log_dir):
         return {}
     with os.scandir(log_dir) as entries:
-        return {entry.name: entry.stat().st_size for entry in entries if ".tfevents." in entry.name and entry.is_file()}
+        files = [entry for entry in entries if ".tfevents." in entry.name and entry.is_file()]
+        return {file.name: file.stat().st_size for file in files if file.stat().st_mtime < changed_before_s}
 
 
 def _is_read_last(log_dir: str, before: Mapping[str, int], writer: SummaryWriter) -> bool:

@@ -269,7 +269,7 @@ class WandbLogger(ServiceLogger):
     def __getstate__(self) -> dict[str, object]:
         """Leave the run out: the process that unpickles reopens it by its id."""
         run_id = self.version
-        return {**self.__dict__, "_id": run_id, "_experiment": None, "_is_own": True}
+        return {**super().__getstate__(), "_id": run_id, "_experiment": None, "_is_own": True}
 
     def _begin(self) -> wandb.Run:
         import wandb

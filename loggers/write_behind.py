@@ -6,12 +6,12 @@ holding a step, and a `WriteInPlace` for any other logger that has failed.
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from multiprocessing.util import Finalize
 from typing import Any
 
 from ..errors import ConfigError, LoopwrightError
@@ -219,6 +219,7 @@ class WriteBehind(WriteQueue):
     def _reset(self) -> None:
         super()._reset()
         self._thread: threading.Thread | None = None
+        self._at_end: Finalize | None = None
         self._busy_since: float | None = None
         self._is_hanging = False
         self._must_hurry = False
@@ -233,7 +234,7 @@ class WriteBehind(WriteQueue):
                 self._thread = threading.Thread(target=self._work, name="write-behind", daemon=True)
                 self._thread.start()
                 # A daemon, so that a hung service does not keep the process; what waits is written all the same.
-                atexit.register(self._close_at_exit)
+                self._at_end = Finalize(None, self.close, exitpriority=30)
             self._look_for_hang()
             self._changed.notify_all()
 
@@ -282,7 +283,8 @@ class WriteBehind(WriteQueue):
             self._busy_since, self._is_hanging = None, False
             self._changed.notify_all()
         if thread is not None:
-            atexit.unregister(self._close_at_exit)
+            if self._at_end is not None:
+                self._at_end.cancel()
             if is_idle and thread is not threading.current_thread():
                 thread.join()
         return undone
@@ -324,10 +326,6 @@ class WriteBehind(WriteQueue):
         if since is not None and not self._is_hanging and time.monotonic() - since >= self.patience_s:
             self._is_hanging = True
             self._report(True, f"has not ended a write within {self.patience_s:g} s; its rows wait meanwhile")
-
-    def _close_at_exit(self) -> None:
-        if self._process == os.getpid():
-            self.close()
 
 
 class WriteInPlace(WriteQueue):

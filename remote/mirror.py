@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import posixpath
 import re
@@ -12,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 
 from ..messages import warn
 from .refresh import refresh_file
@@ -96,7 +96,7 @@ class RemoteFolder:
             if self._local is None or not os.path.isdir(self._local):  # unpickled on another machine, say
                 self._local = tempfile.mkdtemp(prefix="loopwright-logs-")
                 self._owner = os.getpid()
-                atexit.register(self._end)
+                Finalize(None, self._end, exitpriority=10)  # after the loggers
             return self._local
 
     def local_path(self, url: str) -> str:

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.to_plain import resolve_omegaconf
-from ...errors import ConfigError
+from ...errors import ConfigError, MissingDependency
 from ...loggers import Logger, share_version
 from ...loggers.folder import FolderLogger
-from ...messages import warn
+from ...messages import current_rank, warn
 from ...remote import is_url
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ class LogOutput:
     """The loggers, and what was last sent to them.
 
     Args:
-        logger: The Trainer's argument: True or None for TensorBoard, False for none, a logger, or several.
+        logger: The Trainer's argument: True or None for TensorBoard (or CSV, without that package), False for
+            none, a logger, or several.
         root: Directory for the default logger.
         is_trial: Replace every logger by one that does nothing (`fast_dev_run`).
 
@@ -69,9 +70,7 @@ class LogOutput:
                 from ...loggers import DummyLogger
 
                 return [DummyLogger()]
-            from ...loggers import TensorBoardLogger
-
-            return [TensorBoardLogger(root)]
+            return [_default_logger(root)]
         loggers = list(logger) if isinstance(logger, list | tuple) else [logger]
         for index, item in enumerate(loggers):
             if isinstance(item, str):
@@ -303,6 +302,17 @@ class LogOutput:
             if graph_of is not None:
                 self.tell(logger, lambda logger=logger: logger.log_graph(graph_of))  # type: ignore[misc]
             self.tell(logger, logger.save)
+
+
+def _default_logger(root: str) -> Logger:
+    from ...loggers import CSVLogger, TensorBoardLogger
+
+    try:
+        return TensorBoardLogger(root)
+    except MissingDependency:
+        if not current_rank():
+            log.warning("tensorboard is not installed (`pip install tensorboard`): metrics are logged to CSV files")
+        return CSVLogger(root)
 
 
 class RowWriter:

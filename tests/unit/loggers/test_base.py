@@ -143,3 +143,8 @@ assert not heavy, heavy
 assert "torch.utils.tensorboard" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_two_metrics_that_get_one_name_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="'a/b' has two values in one row"):
+        scalars({"a/b": 1.0, "a": {"b": 2.0}})

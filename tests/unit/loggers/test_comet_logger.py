@@ -77,6 +77,18 @@ def test_a_resumed_run_has_the_same_key_and_no_point_twice(tmp_path: Path) -> No
     assert points(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
+def test_an_experiment_that_is_started_again_under_its_key_repeats_no_step(tmp_path: Path) -> None:
+    killed = make(tmp_path, experiment_key="a" * 32)
+    killed.log_metrics({"loss": 1.0}, 0)
+    killed.finalize("failed")
+    again = make(tmp_path, experiment_key="a" * 32)
+    with pytest.warns(UserWarning, match="has points up to step 0 from an earlier process"):
+        again.log_metrics({"loss": 2.0}, 0)
+    again.log_metrics({"loss": 2.0}, 1)
+    again.finalize("success")
+    assert [step for step, _ in points(tmp_path, "loss")] == [0, 1]
+
+
 def test_making_a_logger_begins_nothing_and_its_key_is_known_before(tmp_path: Path) -> None:
     logger = make(tmp_path)
     assert len(str(logger.version)) == 32

@@ -118,3 +118,8 @@ def test_other_types_are_an_error(params: object) -> None:
 def test_nested_names_are_joined_by_a_slash() -> None:
     flat = flatten({"a": {"b": {"c": 1}}, "d": [1, 2], "e": None, "f": "x", "g": {}})
     assert flat == {"a/b/c": 1, "d": "[1, 2]", "e": "None", "f": "x", "g": "{}"}
+
+
+def test_names_that_become_one_stay_two() -> None:
+    plain = plain_hyperparameters({1: "number", "1": "text", "a": {"b": 1}, "a/b": 2})
+    assert flatten(plain) == {"1": "number", "1_": "text", "a/b": 1, "a/b_": 2}

@@ -30,7 +30,7 @@ def test_what_is_logged_is_in_the_store(tmp_path: Path) -> None:
     logger.log_metrics({"loss": torch.tensor(0.5), "a:b": 1}, 3)
     logger.log_metrics({"loss": float("nan")})
     run = logger.experiment.get_run(logger.run_id)
-    assert run.data.params == {"lr": "0.1", "model/width": "3", "long": "x" * 250}
+    assert run.data.params == {"lr": "0.1", "model/width": "3", "long": "x" * 900}
     assert (run.data.tags["who"], run.info.run_name, run.info.status) == ("1", "first", "RUNNING")
     assert points(logger, "p-a_b") == [(3, 1.0)]
     assert str(points(logger, "p-loss")) == "[(3, 0.5), (4, nan)]"
@@ -46,6 +46,60 @@ def test_finalize_says_how_it_ended(tmp_path: Path, status: str, kept: str) -> N
     client, run_id = logger.experiment, logger.run_id
     logger.finalize(status)
     assert client.get_run(run_id).info.status == kept
+
+
+def test_a_run_that_has_ended_is_read_without_being_opened(tmp_path: Path) -> None:
+    logger = MLFlowLogger(save_dir=tmp_path)
+    logger.log_metrics({"a": 1.0}, 0)
+    logger.finalize("success")
+    read = (logger.run_id, logger.version, logger.name, logger.experiment_id, logger.save_dir)
+    assert logger.experiment.get_run(str(read[0])).info.status == "FINISHED"
+    copy = pickle.loads(pickle.dumps(logger))
+    other = MLFlowLogger(save_dir=tmp_path, run_id=logger.run_id)
+    for one in (copy, other):
+        assert (one.run_id, one.version, one.name, one.experiment_id, one.save_dir) == read
+        assert one.experiment.get_run(str(read[0])).info.status == "FINISHED"
+    logger.log_metrics({"a": 2.0}, 1)  # a record opens it
+    assert logger.experiment.get_run(str(read[0])).info.status == "RUNNING"
+    logger.finalize("success")
+
+
+def test_names_that_the_store_cannot_tell_apart_stay_two(tmp_path: Path) -> None:
+    logger = MLFlowLogger(save_dir=tmp_path)
+    with pytest.warns(UserWarning, match="'a_b' is recorded as 'a_b_[0-9a-f]{8}'; 'a:b' has its name"):
+        logger.log_metrics({"a:b": 1.0, "a_b": 2.0}, 0)
+    resumed = MLFlowLogger(save_dir=tmp_path)
+    resumed.load_state_dict(pickle.loads(pickle.dumps(logger.state_dict())))
+    resumed.log_metrics({"a_b": 4.0}, 1)
+    resumed.log_metrics({"a:b": 3.0}, 1)
+    second = next(name for name in logger.experiment.get_run(logger.run_id).data.metrics if name != "a_b")
+    assert points(logger, "a_b") == [(0, 1.0), (1, 3.0)]
+    assert points(logger, second) == [(0, 2.0), (1, 4.0)]
+    long = MLFlowLogger(save_dir=tmp_path)
+    long.log_metrics({"x" * 300 + "1": 1.0, "x" * 300 + "2": 2.0}, 0)
+    assert sorted(long.experiment.get_run(long.run_id).data.metrics.values()) == [1.0, 2.0]
+
+
+def test_values_that_are_too_long_are_kept_whole_in_a_file(tmp_path: Path) -> None:
+    logger = MLFlowLogger(save_dir=tmp_path)
+    with pytest.warns(UserWarning, match="the values of text are longer than the 6000 characters"):
+        logger.log_hyperparams({"text": "x" * 7000, "lr": 0.1})
+    assert logger.experiment.get_run(logger.run_id).data.params == {"text": "x" * 6000, "lr": "0.1"}
+    (file,) = tmp_path.rglob("hparams.yaml")
+    assert f"text: {'x' * 7000}" in file.read_text()
+
+
+def test_a_run_that_is_started_again_under_its_id_repeats_no_step(tmp_path: Path) -> None:
+    killed = MLFlowLogger(save_dir=tmp_path)
+    for step in range(5):
+        killed.log_metrics({"loss": 1.0}, step)
+    again = MLFlowLogger(save_dir=tmp_path, run_id=killed.run_id)
+    with pytest.warns(UserWarning, match="has points up to step 4 from an earlier process"):
+        again.log_metrics({"loss": 2.0}, 0)
+    for step in range(1, 8):
+        again.log_metrics({"loss": 2.0, "acc": 0.5}, step)
+    assert [step for step, _ in points(again, "loss")] == list(range(8))
+    assert [step for step, _ in points(again, "acc")] == list(range(1, 8))
 
 
 def test_making_a_logger_writes_nothing(tmp_path: Path) -> None:

@@ -116,6 +116,20 @@ def test_a_resumed_run_has_the_same_id_and_no_point_twice(tmp_path: Path) -> Non
     assert [p["trainer/global_step"] for p in points(tmp_path) if "val" in p] == [2, 3, 4]
 
 
+def test_a_run_that_is_started_again_under_its_id_repeats_no_step(tmp_path: Path) -> None:
+    killed = make(tmp_path, id="mine")
+    for step in range(5):
+        killed.log_metrics({"loss": 1.0}, step)
+    killed.finalize("failed")
+    again = make(tmp_path, id="mine")
+    with pytest.warns(UserWarning, match="has points up to step 4 from an earlier process"):
+        again.log_metrics({"loss": 2.0}, 0)
+    for step in range(1, 8):
+        again.log_metrics({"loss": 2.0}, step)
+    again.finalize("success")
+    assert [row["trainer/global_step"] for row in points(tmp_path)] == list(range(8))
+
+
 def test_a_logger_with_another_id_begins_a_run_of_its_own(tmp_path: Path) -> None:
     first = make(tmp_path, id="aaaa1111")
     first._step = 5

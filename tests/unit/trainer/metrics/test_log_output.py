@@ -13,7 +13,7 @@ import torch
 import toys
 
 import loopwright as lw
-from loopwright.errors import ConfigError
+from loopwright.errors import ConfigError, MissingDependency
 from loopwright.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 from loopwright.trainer.metrics.log_output import LogOutput
 
@@ -323,3 +323,14 @@ def test_names_and_loggers_may_stand_in_one_list(tmp_path: Path) -> None:
 def test_another_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"got logger='tensorbord' \(did you mean 'tensorboard'"):
         lw.Trainer(logger="tensorbord", accelerator="cpu")
+
+
+def test_without_tensorboard_the_default_is_csv_with_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("loopwright.loggers.tensorboard.find_spec", lambda name: None)
+    trainer = lw.Trainer(default_root_dir=tmp_path)
+    assert [type(logger) for logger in trainer.loggers] == [lw.CSVLogger]
+    assert [record.message for record in caplog.records if "tensorboard is not installed" in record.message]
+    with pytest.raises(MissingDependency):
+        lw.Trainer(logger="tensorboard")
