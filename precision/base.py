@@ -31,6 +31,7 @@ __all__ = [
     "clear_gradients",
     "clip_dense_norm",
     "compute_gradients",
+    "evaluates_again",
     "kept_buffers",
     "take_step",
 ]
@@ -266,6 +267,23 @@ def _cast_dataclass(data: AnyBatch, dtype: torch.dtype) -> AnyBatch:
 # torch wraps `step` and `zero_grad` of optimizers in a region of its profiler, and `backward` checks all that it might
 # be given: more than anything else that a small step adds. They are called without that where nothing listens and
 # nothing else can be meant: no profiler, no hook, and no method that somebody has replaced.
+
+
+def evaluates_again(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer.step` evaluates the model itself, by its closure, as LBFGS does.
+
+    An attribute `evaluates_closure` of the optimizer decides. Else it does if its class requires a closure, or, for a
+    class that is not torch's, if it uses the closure for more than `if closure is not None: loss = closure()` at the
+    beginning.
+    """
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim.") and "step" not in vars(optimizer):
+        closure = inspect.signature(kind.step).parameters.get("closure")
+        declared = getattr(optimizer, "evaluates_closure", None)
+        return (closure is not None and closure.default is closure.empty) if declared is None else bool(declared)
+    from .closures import read_closure_use  # expensive: it reads source
+
+    return read_closure_use(optimizer).evaluates
 
 
 def take_step(optimizer: Optimizer) -> None:

@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer
 
 from ..errors import CheckpointError, ConfigError, nearest
 from ..protocols import Batch, StateDict, StepOutput
-from .base import Precision, PrecisionPolicy, cast_floats
+from .base import Precision, PrecisionPolicy, cast_floats, evaluates_again
 
 __all__ = ["MixedPrecision"]
 
@@ -120,13 +120,13 @@ class MixedPrecision(Precision):
 
         Args:
             optimizer: Its gradients may be unscaled already or not.
-            closure: Called once before the step, if given. Optimizers that call it again cannot have a loss scale.
+            closure: With a loss scale, called once before the step, whose gradients are then unscaled.
 
         Returns:
             False if the step was skipped: parameters and optimizer state are as before, and the scale will be halved.
 
         Raises:
-            ConfigError: LBFGS with a loss scale.
+            ConfigError: The optimizer evaluates its closure itself, and there is a loss scale.
         """
         scaler = self.scaler
         if scaler is None:
@@ -137,6 +137,8 @@ class MixedPrecision(Precision):
             optimizer.register_step_post_hook(self._note_step)
             self._hooked.add(optimizer)
         if closure is not None:
+            if evaluates_again(optimizer):
+                raise self._cannot_evaluate(optimizer)
             closure()
         if not _has_gradient(optimizer):  # the scaler refuses this; without a scale it is a step that does nothing
             optimizer.step()
@@ -157,11 +159,15 @@ class MixedPrecision(Precision):
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise a ConfigError for LBFGS with a loss scale: it evaluates its closure several times in a step."""
         if self.scaler is not None and isinstance(optimizer, LBFGS):
-            raise ConfigError(
-                "LBFGS cannot be used with precision='16-mixed': it computes the loss several times within a step, "
-                "and the loss scale holds for one backward pass.",
-                fix="pass precision='bf16-mixed' or '32-true', or use another optimizer.",
-            )
+            raise self._cannot_evaluate(optimizer)
+
+    def _cannot_evaluate(self, optimizer: Optimizer) -> ConfigError:
+        return ConfigError(
+            f"{type(optimizer).__name__} cannot be used with precision={self.precision!r}: it evaluates the model "
+            "within its step, and the loss scale holds for one backward pass before it.",
+            fix="pass precision='bf16-mixed' or '32-true', use another optimizer, or set evaluates_closure = False on "
+            "it if it only calls its closure once at the beginning.",
+        )
 
     @property
     def scale(self) -> float | None:

@@ -57,7 +57,7 @@ class StepPlan:
             there at the same time; else after it, where hooks listen that are promised so.
         clip: Clips the gradients, None where nothing clips.
         take_step: Steps the optimizer: `(optimizer) -> whether it stepped`.
-        step_by_module: The module's own `optimizer_step` in its place: `(loss) -> whether it stepped`; None without.
+        step_by_module: The module's own `optimizer_step` in its place: `(closure) -> whether it stepped`; None without.
         deferred: Opens the context of a micro-batch whose gradients are not synchronized yet; None where all are.
         optimizer: The optimizer, None when the module has none.
         hears_batch_end: Whether outputs have to be made for on_train_batch_end.
@@ -67,7 +67,7 @@ class StepPlan:
         begin_window: Starts the loss of a window that is planned to have that number of micro-batches.
         finish_window: Scales, clips and steps after the last micro-batch; see `step.finish_window`.
         run_window: The strategy's `run_window` where it takes over the inside of a window; else None.
-        needs_closure: Whether the optimizer evaluates the window several times.
+        needs_closure: Whether the optimizer evaluates the window itself, by its closure.
         step_plateaus: Steps the plateau schedules that count epochs, given the epochs that have ended; called when the
             epoch's metrics are there, before checkpoints are taken.
         count_window: Counts a finished window's samples, and its tokens, where these are limited; else None.
@@ -80,7 +80,7 @@ class StepPlan:
     zero_grad: Callable[[], object]
     clip: Callable[[], None] | None
     take_step: Callable[[Optimizer], bool]
-    step_by_module: Callable[[Tensor | None], bool] | None
+    step_by_module: Callable[[Callable[[], Tensor | None]], bool] | None
     deferred: Callable[[], AbstractContextManager[object]] | None
     optimizer: Optimizer | None
     hears_batch_end: bool

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...errors import ModuleError
+from ...precision.base import evaluates_again
 from ...trainer.checkpointing import optimizer_record
-from ...trainer.loop.schedule import needs_closure
 from ...trainer.setup import assemble, begin
 from .imports.absent import refuse
 from .patch import patch
@@ -78,7 +78,7 @@ def _obstacle(run: Run, optimizers: list[Optimizer]) -> str:
         return f"with {type(strategy).__name__}"
     if strategy.accumulate_dtype is not None or run.carried is not None:
         return "with gradients that are kept beside the parameters"
-    if any(needs_closure(one) for one in (*optimizers, *run.optimizers)):
+    if any(evaluates_again(one) for one in (*optimizers, *run.optimizers)):
         return "with one that evaluates the model again"
     return ""
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...errors import ConfigError, ModuleError
 from ...messages import warn
+from ...precision.base import evaluates_again
 from ..construction.materialize import made_of
 from ..distributed.processes import broadcast_tensors
 from .config import Config
@@ -94,10 +95,11 @@ def setup_optimizer(
         ConfigError: The module has an optimizer already, is not set up, or the optimizer cannot be used.
     """
     _replace_deferred(optimizer)
-    if type(optimizer).__name__ == "LBFGS":
+    if evaluates_again(optimizer):
         raise ConfigError(
-            "LBFGS cannot be used with DeepSpeedStrategy: it evaluates the model within its step.",
-            fix="use an optimizer such as AdamW or SGD; or strategy='ddp'.",
+            f"{type(optimizer).__name__} cannot be used with DeepSpeedStrategy: it evaluates the model in its step.",
+            fix="use an optimizer such as AdamW or SGD, or strategy='ddp'; or set evaluates_closure = False on one "
+            "that needs no evaluation.",
         )
     unused = [name for name in ("optimizer", "scheduler") if name in strategy.given_config]
     if unused and not is_of_config and strategy.is_global_zero:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor
 
 from ...errors import CheckpointError, ConfigError
+from ...precision.base import evaluates_again
 from ...protocols import StateDict
 from . import manual
 from .loss import RanksWindowLoss
-from .schedule import needs_closure
 from .step import finish_window
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _refuse(trainer: Trainer, run: Run) -> None:
     reason = None
     if not run.is_automatic:
         reason = "manual optimization, where the module decides when to step"
-    elif run.optimizers and needs_closure(run.optimizers[0]):
+    elif run.optimizers and evaluates_again(run.optimizers[0]):
         reason = f"{type(run.optimizers[0]).__name__}, which evaluates all micro-batches of a window several times"
     elif trainer.accumulation_scheduler is not None:
         reason = "a GradientAccumulationScheduler, which changes the size of windows between epochs"

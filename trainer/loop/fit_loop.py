@@ -264,8 +264,13 @@ class FitLoop:
                 raise ConfigError(
                     f"{type(plan.optimizer).__name__} evaluates the model several times per step, and "
                     f"precision={run.fabric.precision.precision!r} scales the loss for one.",
-                    fix="use precision='bf16-mixed' or '32-true'.",
+                    fix="use precision='bf16-mixed' or '32-true', or set evaluates_closure = False on an optimizer "
+                    "that needs no second evaluation.",
                 )
+        if plan.optimizer is not None and not type(plan.optimizer).__module__.startswith("torch."):
+            from ..fit_lines import tell_closure  # with the other lines of a fit
+
+            tell_closure(self._trainer, plan.optimizer, evaluates=plan.needs_closure)
         if plan.needs_closure or plan.run_window is not None:
             from .held_window import train_held_window  # loaded for pipelines and closures only
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
+from ...precision.base import evaluates_again
 from ...strategies.distributed.gradients import average_tensors
-from .schedule import needs_closure, parameters_of
+from .schedule import parameters_of
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -124,7 +125,7 @@ def _refuse(trainer: Trainer, run: Run) -> None:
         reason = "manual optimization, where the module decides when to step"
     elif not run.optimizers:
         reason = "a module without an optimizer"
-    elif needs_closure(run.optimizers[0]):
+    elif evaluates_again(run.optimizers[0]):
         reason = f"{type(run.optimizers[0]).__name__}, which evaluates all micro-batches of a window several times"
     elif trainer.accumulate_across_epochs:
         reason = "accumulate_across_epochs=True, whose checkpoints hold gradients as the parameters have them"

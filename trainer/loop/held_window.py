@@ -1,23 +1,28 @@
 """A training step whose micro-batches are held until all are there: the strategy runs them, or the optimizer does.
 
 A pipeline runs them through its stages (`Strategy.run_window`), and may split each batch into several micro-batches.
-LBFGS evaluates them several times.
+LBFGS and others evaluate them several times: each time with the same random numbers and buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...data.move import find_batch_size
 from ...data.parts import join_outputs, split_batch
+from ...data.rng import capture_rng, restore_rng
 from ...data.sources.base import NO_BATCH
+from ...precision.closures import reads_gradients_first
+from ...protocols import StateDict
 from ...strategies import NoLoss
 from ..metrics.accumulators import accumulation_dtype
+from ..metrics.metric_objects import load_metric_states, metric_states
 from .loss import Loss, read_loss
 from .step import count_window, detached_mean, drop_window, fill_gradients, outputs_of
 
@@ -32,8 +37,9 @@ __all__ = ["train_held_window"]
 def train_held_window(run: Run, size: int) -> bool:
     """Train on the next window, whose micro-batches are held until the strategy or the optimizer has run them.
 
-    An optimizer that needs a closure (LBFGS) evaluates the window several times: `log` counts the first evaluation
-    only, and hooks around backward fire at each one. Arguments and result as `train_window`.
+    An optimizer that needs a closure (LBFGS) evaluates the window several times: `log`, metric objects, buffers and
+    random numbers count the first evaluation only, and hooks around backward fire at each one. Arguments and result as
+    `train_window`.
     """
     plan, stream, life, metrics, progress = run.plan, run.stream, run.lifecycle, run.metrics, run.progress
     assert plan is not None
@@ -87,6 +93,34 @@ class _MicroBatch:
     is_first: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What an evaluation draws and counts besides gradients: random numbers, buffers, states of metric objects."""
+
+    rng: StateDict = field(default_factory=dict)
+    buffers: tuple[tuple[nn.Module, str, Tensor], ...] = ()
+    metrics: dict[str, StateDict] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run: Run) -> _Drawn:
+        """Return what it is now."""
+        owned = [(one, name, it) for one in run.module.modules() for name, it in one._buffers.items() if it is not None]
+        copies = tuple((one, name, buffer.detach().clone()) for one, name, buffer in owned)
+        return cls(capture_rng(), copies, metric_states(run.module, copy=True))
+
+    def restore(self, run: Run) -> None:
+        """Restore it, buffers in place where they can be."""
+        restore_rng(self.rng)
+        load_metric_states(run.module, deepcopy(self.metrics))  # updates must not reach it
+        with torch.no_grad():
+            for owner, name, value in self.buffers:
+                buffer = owner._buffers[name]
+                if buffer is not None and buffer.shape == value.shape and buffer.dtype is value.dtype:
+                    buffer.copy_(value)
+                else:
+                    owner._buffers[name] = value.clone()
+
+
 class _NothingToStepWithError(Exception):
     """Leaves an optimizer in whose first evaluation no micro-batch of any rank had a loss."""
 
@@ -111,6 +145,7 @@ class _HeldWindow:
         self._shares: list[Tensor] = []
         self._of_losses: dict[int, _MicroBatch] = {}  # by the ids of losses
         self._num_steps = self._num_losses = 0
+        self._before = self._after = _Drawn()
 
     def add(self, batch: Any) -> None:
         """Add a batch of the loader, in as many parts as the strategy wants.
@@ -144,8 +179,14 @@ class _HeldWindow:
         run, optimizer = self._run, self._plan.optimizer
         assert optimizer is not None
         has_stepped = False
+        step_by_module = self._plan.step_by_module
         try:
-            has_stepped = run.fabric.optimizer_step(optimizer, self._closure)
+            if reads_gradients_first(optimizer):
+                self._closure()
+            if step_by_module is None:
+                has_stepped = run.fabric.optimizer_step(optimizer, self._closure)
+            else:
+                has_stepped = step_by_module(self._closure)
         except _NothingToStepWithError:
             optimizer.zero_grad()
         run.metrics.is_muted = False
@@ -159,9 +200,17 @@ class _HeldWindow:
         """Return the loss of the window, whose gradients are scaled and clipped."""
         run, window, optimizer = self._run, self._run.window_loss, self._plan.optimizer
         assert optimizer is not None
-        run.metrics.is_muted = bool(self.outputs)
+        is_again = run.metrics.is_muted = bool(self.outputs)
+        if is_again:
+            self._before.restore(run)
+        else:
+            self._before = _Drawn.of(run)
         with torch.enable_grad():  # the optimizer's step may turn them off
             self._evaluate()
+        if is_again:
+            self._after.restore(run)
+        else:
+            self._after = _Drawn.of(run)
         if window.is_empty:
             raise _NothingToStepWithError
         factor = window.gradient_factor()

@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 
 from ...errors import ConfigError
 from ...messages import warn
+from ...precision.base import evaluates_again
 from ...protocols import StoredTensor
 from ..run import Run
 from .optimizers import ManagedOptimizer
-from .schedule import needs_closure, parameters_of
+from .schedule import parameters_of
 
 __all__ = [
     "Toggles",
@@ -62,15 +63,12 @@ def reduce_gradients(run: Run, optimizer: Optimizer) -> None:
 
 def step_in_manual(run: Run, optimizer: Optimizer, closure: Callable[[], object] | None) -> bool:
     """Step an optimizer that the module steps itself; return whether it stepped."""
-    if closure is not None and not needs_closure(optimizer):
-        with torch.enable_grad():
-            closure()
-        closure = None
-    if closure is not None and run.has_ranks:
-        closure = _over_ranks(run, optimizer, closure)
     reduce_gradients(run, optimizer)
-    run.fabric.unscale_gradients(optimizer)
-    run.lifecycle.on_before_optimizer_step(optimizer)
+    if closure is None:
+        run.fabric.unscale_gradients(optimizer)
+        run.lifecycle.on_before_optimizer_step(optimizer)
+    else:  # gradients are those of its evaluations
+        closure = _evaluating(run, optimizer, closure)
     timeline = run.trainer.timeline
     if timeline.is_open:
         timeline.enter("optimizer")
@@ -97,13 +95,21 @@ def give_back(run: Run) -> None:
         reshard(run.model)
 
 
-def _over_ranks(run: Run, optimizer: Optimizer, closure: Callable[[], object]) -> Callable[[], object]:
-    """Return the closure with gradients and loss averaged: the optimizer must decide alike on all ranks."""
+def _evaluating(run: Run, optimizer: Optimizer, closure: Callable[[], object]) -> Callable[[], object]:
+    """Return the closure with gradients that are averaged and unscaled, and seen by hooks.
+
+    The loss is averaged, too, where the optimizer evaluates the model itself: it must decide alike on all ranks.
+    """
+    averages = run.has_ranks and evaluates_again(optimizer)
 
     def evaluate() -> object:
-        loss = closure()
+        with torch.enable_grad():
+            loss = closure()
         reduce_gradients(run, optimizer)
-        return run.fabric.all_reduce(loss)
+        run.fabric.unscale_gradients(optimizer)
+        run.lifecycle.on_before_optimizer_step(optimizer)
+        is_scalar = isinstance(loss, float) or (isinstance(loss, Tensor) and loss.numel() == 1)
+        return run.fabric.all_reduce(loss) if averages and is_scalar else loss
 
     return evaluate
 
@@ -152,10 +158,11 @@ def _placed(gradient: Tensor | StoredTensor, parameter: Tensor) -> Tensor:
 
 
 def step_given(run: Run, optimizer: Optimizer, closure: Callable[[], object] | None) -> bool:
-    """Step for a module's own `optimizer_step` in automatic optimization: the closure only hands back the loss."""
-    if closure is not None:
-        closure()
-    return run.fabric.optimizer_step(optimizer)
+    """Step for a module's own `optimizer_step` in automatic optimization.
+
+    The closure evaluates the window for optimizers that do so themselves; else it only hands back the loss.
+    """
+    return run.fabric.optimizer_step(optimizer, closure)
 
 
 def clip_gradients(run: Run, optimizer: Optimizer, value: float | None, algorithm: str | None) -> Tensor | None:

@@ -55,8 +55,7 @@ class ManagedOptimizer:
         """Step the optimizer through precision and strategy.
 
         Args:
-            closure: Evaluates the model and returns the loss; called once before the step (by the optimizer itself
-                where it needs it).
+            closure: Evaluates the model and returns the loss; the optimizer calls it as often as it needs to.
             kwargs: Passed to the `step` of an optimizer that takes more.
 
         Returns:
@@ -79,14 +78,14 @@ class ManagedOptimizer:
             )
         loss: list[object] = []
 
-        def once() -> object:
+        def evaluate() -> object:
             assert closure is not None
             loss.append(closure())
             return loss[-1]
 
         results: list[object] = []
         with self._observed(kwargs, results):
-            if take_step(self.optimizer, once if closure is not None else None):
+            if take_step(self.optimizer, evaluate if closure is not None else None):
                 self.num_steps += 1
         if results and results[-1] is not None:
             return results[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from ...protocols import Stateful
 if TYPE_CHECKING:
     from ..run import Run
 
-__all__ = ["LRSchedulerConfig", "needs_closure", "read_optimizers", "step_due_schedules", "step_plateaus"]
+__all__ = ["LRSchedulerConfig", "read_optimizers", "step_due_schedules", "step_plateaus"]
 
 _FORMS = (
     "an optimizer; a list of optimizers; ([optimizers], [schedulers]); {'optimizer': ..., 'lr_scheduler': ...}; "
@@ -55,12 +54,6 @@ class LRSchedulerConfig:
     def is_due(self, interval: str, count: int) -> bool:
         """Whether the schedule is stepped now that `count` intervals of this kind are complete."""
         return self.interval == interval and count % self.frequency == 0
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `optimizer.step` cannot be called without a closure that evaluates the model again (LBFGS)."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def read_optimizers(

@@ -165,7 +165,7 @@ def finish_window(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: b
         life.on_before_optimizer_step(optimizer)
         if plan.clip is not None:
             plan.clip()
-        if not (plan.take_step(optimizer) if plan.step_by_module is None else plan.step_by_module(loss)):
+        if not (plan.take_step(optimizer) if plan.step_by_module is None else plan.step_by_module(lambda: loss)):
             run.watch.note_skipped(run, "refused")
             return False
     progress.steps += 1

@@ -21,12 +21,12 @@ from ...data.sources.reread import is_one_shot
 from ...data.tree import is_collection
 from ...errors import ConfigError, DataError, ModuleError, nearest
 from ...messages import warn
-from ...precision.base import clear_gradients
+from ...precision.base import clear_gradients, evaluates_again
 from ...protocols import Batch, Loaders, StepFunction
 from ...strategies import Strategy
 from ..hooks import find_override, module_bases
 from ..loop.eval_loop import EvalLoader
-from ..loop.schedule import needs_closure, step_plateaus
+from ..loop.schedule import step_plateaus
 from ..loop.step import count_own_step, finish_window, step_schedules
 from ..run import Run, StepPlan
 
@@ -348,7 +348,7 @@ def make_plan(run: Run, trainer: Trainer) -> StepPlan:
         zeroes_early=is_automatic and _zeroes_early(run),
         run_window=_run_window(run) if is_automatic else None,
         step_plateaus=step_plateaus,
-        needs_closure=is_automatic and optimizer is not None and needs_closure(optimizer),
+        needs_closure=is_automatic and optimizer is not None and evaluates_again(optimizer),
     )
 
 
@@ -406,16 +406,16 @@ def _clip(run: Run, trainer: Trainer, optimizer: Optimizer | None) -> Callable[[
     return run.lifecycle.bracketed(clip, f"[Strategy]{type(run.fabric.strategy).__name__}.clip_gradients")
 
 
-def _step_by_module(run: Run) -> Callable[[Tensor | None], bool] | None:
+def _step_by_module(run: Run) -> Callable[[Callable[[], Tensor | None]], bool] | None:
     """Return what lets the module's own `optimizer_step` make the step; None where it has none."""
     own = run.lifecycle.own("optimizer_step")
     if own is None or not run.managed:
         return None
     managed = run.managed[0]
 
-    def step_by_module(loss: Tensor | None) -> bool:
+    def step_by_module(closure: Callable[[], Tensor | None]) -> bool:
         before = managed.num_steps
-        own(run.progress.epochs, run.batch_idx, managed, lambda: loss)
+        own(run.progress.epochs, run.batch_idx, managed, closure)
         return managed.num_steps > before
 
     return step_by_module

@@ -96,7 +96,7 @@ def step_without_loss(run: Run) -> None:
         run.lifecycle.on_before_optimizer_step(optimizer)
         if plan.clip is not None:
             plan.clip()
-        if not (plan.take_step(optimizer) if plan.step_by_module is None else plan.step_by_module(loss)):
+        if not (plan.take_step(optimizer) if plan.step_by_module is None else plan.step_by_module(lambda: loss)):
             return False
         run.progress.steps += 1
         return True
