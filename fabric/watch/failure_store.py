@@ -6,7 +6,7 @@ failure/<k>       k-th failure, as JSON: written once, by compare_set, so that a
 seen              how many ranks have read a failure, or that rank 0 is done: then the store may close
 peer/<rank>       a rank's process; machine/<key>/<i> the same for the ranks of one machine
 beat/<rank>       a count that grows each second, and the rank's position
-done/<rank>       the rank ended normally
+done/<rank>       the rank ended normally: its last status
 stall/<k>         the k-th status request; stall/<k>/<rank> the answers; stall/<k>/for/<rank> what a neighbor found out
                   about a rank that cannot answer
 """
@@ -201,9 +201,9 @@ class FailureStore:
         place: dict[str, object] = json.loads(self.store.get(f"beat/{rank}"))[1]
         return place
 
-    def write_done(self) -> None:
+    def write_done(self, status: RankStatus) -> None:
         """Publish that this rank ends normally."""
-        self.store.set(f"done/{self._rank}", "1")
+        self.store.set(f"done/{self._rank}", status.to_json())
         self.notify()
 
     def is_done(self, rank: int) -> bool:
@@ -250,10 +250,10 @@ class FailureStore:
         return bool(self.store.check([f"stall/{request}/{rank}"]))
 
     def statuses(self, request: int) -> dict[int, RankStatus]:
-        """Return the statuses so far, including those published by neighbors."""
+        """Return the statuses so far, including the last ones of ranks that ended, and those published by neighbors."""
         found = {}
         for rank in range(self._size):
-            for key in (f"stall/{request}/{rank}", f"stall/{request}/for/{rank}"):
+            for key in (f"stall/{request}/{rank}", f"done/{rank}", f"stall/{request}/for/{rank}"):
                 if self.store.check([key]):
                     found[rank] = RankStatus.from_json(self.store.get(key))
                     break

@@ -104,6 +104,7 @@ class RankStatus:
         stack: Lines of the main thread's Python stack, outermost first.
         collective: Its last collective; None where it is unknown.
         is_silent: Whether it did not answer: its Python does not run, or its host is unreachable.
+        has_ended: Whether it ended normally, so that it is not expected to answer.
     """
 
     rank: int
@@ -114,6 +115,7 @@ class RankStatus:
     stack: Sequence[str] = ()
     collective: Collective | None = None
     is_silent: bool = False
+    has_ended: bool = False
 
     @classmethod
     def of_this_process(

@@ -41,7 +41,7 @@ class StallReport:
     @property
     def furthest(self) -> Collective | None:
         """The last collective of any rank, in the process group that most ranks used last."""
-        last = [status.collective for status in self.statuses if status.collective is not None]
+        last = [s.collective for s in self.statuses if s.collective is not None and not s.has_ended]
         groups = [collective.group for collective in last]
         if not groups:
             return None
@@ -55,7 +55,7 @@ class StallReport:
         silent = [status.rank for status in self.statuses if status.is_silent]
         if furthest is None:
             return silent
-        behind = [s.rank for s in self.statuses if not s.is_silent and _is_behind(s.collective, furthest)]
+        behind = [s.rank for s in self.statuses if not s.is_silent and _is_behind(s, furthest)]
         return sorted(silent + behind)
 
     @property
@@ -124,9 +124,11 @@ class StallReport:
         return "\n".join(lines)
 
 
-def _is_behind(collective: Collective | None, furthest: Collective) -> bool:
+def _is_behind(status: RankStatus, furthest: Collective) -> bool:
+    collective = status.collective
     if collective is None:
-        return True
+        # One that ended may not be part of a group that is not that of all ranks.
+        return not (status.has_ended and furthest.group)
     return collective.group == furthest.group and collective.number < furthest.number
 
 
@@ -233,7 +235,7 @@ class StallReporter:
 
     def _finish(self, request: _StatusRequest) -> None:
         statuses = self._failure_store.statuses(request.number)
-        lowest = min((rank for rank, status in statuses.items() if not status.is_silent), default=-1)
+        lowest = min((rank for rank, one in statuses.items() if not (one.is_silent or one.has_ended)), default=-1)
         if lowest != self._rank and request.number not in self._requested:
             return
         report = StallReport([statuses.get(rank) or self._silent(rank) for rank in range(self._size)])
@@ -247,7 +249,7 @@ class StallReporter:
 
     def _look_at_silent(self, neighbors: Iterable[Peer], request: _StatusRequest) -> None:
         """Make neighbors that cannot answer write their stacks; one rank per machine does so."""
-        neighbors = list(neighbors)
+        neighbors = [peer for peer in neighbors if not self._failure_store.is_done(peer.rank)]
         silent = [peer for peer in neighbors if not self._failure_store.has_status(request.number, peer.rank)]
         quiet = {peer.rank for peer in silent}
         if any(peer.rank < self._rank and peer.rank not in quiet for peer in neighbors):

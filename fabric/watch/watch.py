@@ -55,7 +55,7 @@ from .errors import is_communication_error, is_timeout
 from .failure_store import FailureStore, Record
 from .local_ranks import Launcher, LocalRanks
 from .peers import Peer, StackOnSignal
-from .rank_status import RankStatus
+from .rank_status import RankStatus, last_collective
 from .remote_ranks import RemoteRanks
 from .signal_wakeup import RunSignals, SignalWakeup
 from .stall_report import ANSWER_S, StallReport, StallReporter
@@ -123,8 +123,7 @@ class Watch:
         self._pid = os.getpid()
         self._main = threading.get_ident()
         self._shared = store.clone()
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        own = PrefixStore(f"loopwright/watch/{attempt}/{session}", self._shared)
+        own = PrefixStore(f"loopwright/watch/{session}", self._shared)
         self._failure_store = FailureStore(own, rank=rank, size=size)
         self._wake = threading.Event()
         self.stop_coordinator = StopCoordinator(
@@ -350,6 +349,8 @@ class Watch:
         if failure is not None or report is None or report.culprit is None:
             return failure
         culprit = report.culprit
+        if culprit.has_ended:
+            return None  # that is not a failure of its own
         failure = Failure(
             rank=culprit.rank,
             host=culprit.host,
@@ -608,7 +609,10 @@ class Watch:
         if self._record is not None:
             self._linger("failure", self._size)
             return
-        self._failure_store.write_done()
+        host, doing = socket.gethostname(), "has ended normally"
+        self._failure_store.write_done(
+            RankStatus(self._rank, host, self._pid, doing=doing, collective=last_collective(), has_ended=True)
+        )
         self._note_end_of_rank_zero()
         self._linger("end", self._size - 1)
 

@@ -180,6 +180,24 @@ def test_a_stopped_process_is_named() -> None:
     assert "is stopped (SIGSTOP" in ended[0].said
 
 
+def test_a_stall_after_a_rank_has_ended_is_not_blamed_on_that_rank() -> None:
+    def after(rank: int, size: int) -> None:
+        pair = dist.new_group([1, 2])
+        for step in range(2 * rank):  # nothing on rank 0, which ends
+            if (rank, step) == (2, 1):
+                hang()
+            dist.all_reduce(torch.ones(1), group=pair)
+
+    ranks = Ranks(train, 3, lambda rank, step: None, steps=2, stall_s=1.5, after=after)
+    try:
+        ranks.line(1, "no progress for")
+        ranks.line(1, "did not come to all_reduce")
+    finally:
+        said = ranks.wait(timeout_s=0)[1].said
+    assert "rank 2 did not come to all_reduce" in said
+    assert "rank 0: has ended normally" in said
+
+
 def test_a_stall_makes_one_report_and_ends_nothing() -> None:
     def fault(rank: int, step: int) -> None:
         if (rank, step) == (1, 5):

@@ -33,6 +33,15 @@ def test_silent_ranks_are_missing() -> None:
     assert report.missing == [1]
 
 
+def test_a_rank_that_ended_is_missing_only_where_others_wait_for_it() -> None:
+    ended = RankStatus(0, doing="has ended normally", collective=Collective("barrier", 5), has_ended=True)
+    assert StallReport([ended, stands(1, 3, group="pair"), stands(2, 2, group="pair")]).missing == [2]
+    assert StallReport([ended, stands(1, 6), stands(2, 6)]).culprit is ended
+    never = RankStatus(0, doing="has ended normally", has_ended=True)
+    assert StallReport([never, stands(1, 3, group="pair"), stands(2, 2, group="pair")]).missing == [2]
+    assert StallReport([never, stands(1, 3), stands(2, 2)]).missing == [0, 2]
+
+
 def test_another_operation_of_the_same_number_is_named() -> None:
     report = StallReport([stands(0, 5), stands(1, 5, "barrier"), stands(2, 5)])
     assert report.missing == []
