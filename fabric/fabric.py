@@ -166,7 +166,9 @@ class Fabric:
             self.launcher.prepare()
         self.device: torch.device = self.strategy.device
         self._is_set_up = False
-        # Watch over the other ranks; None with one process, and before the processes are connected.
+        # Whether this process has been connected with the other ranks.
+        self.is_connected = False
+        # Watch over the other ranks; None with one process, before they are connected, and where they have no store.
         self.watch: Watch | None = None
         self._listeners: list[nn.Module] = []
         self._accumulation: Accumulation | None = None
@@ -307,7 +309,7 @@ class Fabric:
                 from .watch.shared import watch_over  # not imported where there is one process
 
                 self.watch = watch_over(self.strategy, self.launcher)
-            self._is_set_up = True
+            self._is_set_up = self.is_connected = True
 
     def _join_world(self) -> None:
         """Set rank and world size in the cluster environment, if Loopwright starts the processes."""

@@ -209,7 +209,7 @@ class Run:
     @property
     def ranks_answer(self) -> bool:
         """Whether there are other ranks, and they are at the same point: not so after an error of this rank alone."""
-        if not self.has_ranks or self.fabric.watch is None:
+        if not self.has_ranks:
             return False
         return not self.is_after_error or (self.stop_coordination is not None and self.stop_coordination.is_by_signal)
 

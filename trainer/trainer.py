@@ -1345,7 +1345,7 @@ class Trainer(TrainerAttributes):
     @property
     def ranks_answer(self) -> bool:
         """Whether there are other ranks, and they are at the same point: not so after an error of this rank alone."""
-        return self.world_size > 1 and self.fabric.watch is not None and (self._run is None or self._run.ranks_answer)
+        return self.world_size > 1 and self.fabric.is_connected and (self._run is None or self._run.ranks_answer)
 
     def _launch(self, verb: str, model: nn.Module | None, **arguments: object) -> Any:  # Any: what the verb returns
         """Run a verb in new processes, and take back what it changed there."""

@@ -94,7 +94,11 @@ def make_plan(request: Request, *, num_gpus: int, num_cpus: int, variables: Mapp
     if problems:
         raise join_errors(problems)
     ours = {_VARIABLES[name]: value for name, value in request.options.items() if name in _VARIABLES}
-    if nnodes is not None and nnodes.isdecimal() and int(nnodes) > 1:
+    if nnodes is not None and ":" in nnodes:
+        # An agent that joins a later round of the rendezvous finds the store of that round only if each has one of its
+        # own (torch 2.13): with a shared one it waits for a minute, and then all agents end with a DistStoreError.
+        ours["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = variables.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    elif nnodes is not None and nnodes.isdecimal() and int(nnodes) > 1:
         ours["LT_NUM_NODES"] = nnodes
     if local > 1 and "OMP_NUM_THREADS" not in variables:
         ours["OMP_NUM_THREADS"] = str(max(1, num_cpus // local))

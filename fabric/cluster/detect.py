@@ -49,6 +49,17 @@ def detect_cluster(variables: Mapping[str, str] | None = None) -> ClusterEnviron
             )
     if "KUBERNETES_SERVICE_HOST" in found and KubeflowEnvironment.detect(found):
         return KubeflowEnvironment(variables=variables)
+    if "LOCAL_RANK" not in found and variables is None:
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            size = distributed.get_world_size()
+            if size > 1:
+                log.warning(
+                    "The program has connected %d processes with torch.distributed, but LOCAL_RANK is not set: with "
+                    "one device, each of them trains independently. To train together, set LOCAL_RANK in each, and "
+                    "pass the number of processes of this machine as devices=.",
+                    size,
+                )
     return LightningEnvironment(variables=variables)
 
 

@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch.distributed as dist
+
+from ...errors import LaunchError
 from ...lazy import attach
 from ...strategies import Launcher
 
@@ -26,6 +29,18 @@ __getattr__, __dir__ = attach(
 )
 
 R = TypeVar("R")
+
+
+def refuse_existing_ranks() -> None:
+    """Raise a LaunchError in a process that the program has connected with others: these are the processes."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    raise LaunchError(
+        "Expected a process that can start the others, got a process group of the program in which it is rank "
+        f"{dist.get_rank()} of {dist.get_world_size()}, but no LOCAL_RANK, which tells that the processes exist.",
+        fix="set LOCAL_RANK (and, on several machines, NODE_RANK) in each process before Trainer or Fabric, or start "
+        "the processes with torchrun; or omit init_process_group: the processes are started and connected for you.",
+    )
 
 
 class InProcessLauncher:

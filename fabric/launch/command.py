@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -27,8 +28,16 @@ def own_command(local_rank: int) -> tuple[list[str], str | None]:
         The command, and its working folder (None: this process's).
 
     Raises:
-        LaunchError: The program cannot be run again: an interpreter's prompt, `-c`, or standard input.
+        LaunchError: The program cannot be run again: an interpreter's prompt, `-c`, standard input, or a process that
+            multiprocessing, or a library built on it, has started to run a function.
     """
+    if multiprocessing.parent_process() is not None:
+        raise LaunchError(
+            "Expected a program, which the launcher runs again for the other ranks, got a process that multiprocessing "
+            "has started for a function (Process, Pool, ProcessPoolExecutor, joblib).",
+            fix="call fit in the main process. Or let the function be sent to the ranks, with strategy='ddp_spawn' or "
+            "'ddp_fork'; a daemonic process, such as a Pool's, can start none: use ProcessPoolExecutor.",
+        )
     main = sys.modules["__main__"]
     program, typed = _program(main)
     arguments = _arguments(typed)
@@ -36,6 +45,8 @@ def own_command(local_rank: int) -> tuple[list[str], str | None]:
     hydra = _hydra()
     if hydra is not None:
         arguments, folder = _hydra_arguments(hydra, arguments, local_rank), hydra.runtime.cwd
+    if getattr(sys, "frozen", False):  # an executable made of the program (PyInstaller, cx_Freeze)
+        return [sys.executable, *arguments], folder
     return [sys.executable, *_interpreter_flags(), *program, *arguments], folder
 
 
@@ -58,12 +69,14 @@ def sweep_job() -> str | None:
 
 def _program(main: ModuleType) -> tuple[list[str], str]:
     """Return the command's part between flags and arguments, and its last word as it was typed."""
+    if getattr(sys, "frozen", False):
+        return [], sys.argv[0]
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name != "__main__":  # "__main__": a folder or zip file was run
         name = spec.name.removesuffix(".__main__")
         return ["-m", name], name
     file = sys.argv[0] if spec is not None else getattr(main, "__file__", None)
-    if not file or not os.path.exists(file):
+    if not file or not (os.path.isfile(file) or os.path.isdir(file)):  # /dev/stdin is neither, and can be read once
         raise LaunchError(
             "Expected a script or module, which the launcher runs again for the other ranks, got a program from a "
             "prompt, from `python -c`, or from standard input.",

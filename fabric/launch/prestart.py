@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -141,7 +140,7 @@ def _is_possible(num_processes: int) -> bool:
         sys.platform.startswith("linux")  # elsewhere nothing ends a process that imports as soon as its parent ends
         and len(os.sched_getaffinity(0)) >= num_processes
         and threading.current_thread() is threading.main_thread()  # its end would be taken for the process's
-        and multiprocessing.parent_process() is None
+        and not getattr(sys, "frozen", False)
         and _is_script_or_module()
         and (sys.gettrace() is None and sys.getprofile() is None)  # a debugger attaches to what it sees start
         # They would show what they import.

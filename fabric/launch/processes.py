@@ -33,7 +33,7 @@ from ...strategies.distributed import rendezvous
 from ..failure import Failure, describe_exit
 from ..seed import rng_state, set_rng_state
 from ..watch.crash_file import crash_text, describe_crash
-from . import InProcessLauncher
+from . import InProcessLauncher, refuse_existing_ranks
 from .parent_watchdog import watch_parent_process
 from .script import num_threads_per_process
 from .variables import rank_variables
@@ -176,7 +176,14 @@ class ProcessLauncher(InProcessLauncher):
                 "process, got a script that starts training while it is imported.",
                 fix='put the training under `if __name__ == "__main__":`.',
             )
+        if multiprocessing.current_process().daemon:
+            raise LaunchError(
+                "Expected a process that can start others, got a daemonic one, such as a process of multiprocessing's "
+                "Pool.",
+                fix="call fit in the main process, or use ProcessPoolExecutor.",
+            )
         if self.start_method != "fork":
+            refuse_existing_ranks()
             return
         if torch.cuda.is_initialized():
             raise LaunchError(
@@ -237,7 +244,7 @@ class ProcessLauncher(InProcessLauncher):
     def _host(self, plan: _Plan) -> None:
         """Open the store on rank 0's node, and set the plan's port."""
         if plan.node_rank == 0:
-            self._server = rendezvous.host_store(plan.address, plan.port)
+            self._server = rendezvous.host_store(plan.address, plan.port, is_one_machine=plan.num_nodes == 1)
             plan.port = self._server.port
 
     def _wait(self, plan: _Plan, signals: list[int]) -> Failure | None:
@@ -256,7 +263,8 @@ class ProcessLauncher(InProcessLauncher):
                 process.join()
                 del living[local]
                 code = process.exitcode or 0
-                if code in (0, _TERMINATED, _INTERRUPTED) or signals:
+                is_done = code == 0 and plan.file(local, "done").exists()
+                if is_done or code in (_TERMINATED, _INTERRUPTED) or signals:
                     continue
                 failed_at = failed_at or time.monotonic()
                 if not plan.file(local, "failure").exists():
@@ -413,6 +421,8 @@ class _Plan:
     def death(self, local: int, pid: int, code: int, start_method: str) -> Failure:
         """Return the failure of a process that could not report it."""
         how = describe_exit(code)
+        if code == 0:
+            how += " before the function returned (os._exit?)"
         if not self.file(local, "started").exists() and start_method != "fork":
             how += (
                 "; it did not reach the function. Its own message is above; often the script lacks "
@@ -443,8 +453,8 @@ def _write_call(call: object, plan: _Plan, start_method: str) -> None:
 def _first_failure(plan: _Plan, server: TCPStore | None, deaths: list[Failure]) -> Failure:
     """Return the failure that caused the others."""
     posted = None
-    if server is not None and (shared := rendezvous.attempt_store(server)).check([rendezvous.FAILURE]):
-        posted = Failure.from_json(shared.get(rendezvous.FAILURE))
+    if server is not None and server.check([rendezvous.FAILURE]):
+        posted = Failure.from_json(server.get(rendezvous.FAILURE))
     known = [] if posted is None else [posted]
     reported = [
         Failure.from_json(file.read_text())
@@ -480,6 +490,7 @@ def _run_rank(local: int, plan: _Plan) -> None:
         result = function(*args, **kwargs)
         if local == 0:
             _write_result(result, plan.file(0, "result"))
+        plan.file(local, "done").touch()
     except KeyboardInterrupt:
         code = _INTERRUPTED
     except StopBySignal:
@@ -538,7 +549,7 @@ def _post(failure: Failure, plan: _Plan) -> None:
     store: Store | None = rendezvous.store()
     with suppress(RuntimeError):  # the store is gone, and with it the launching process and every reader
         if store is None:
-            store = rendezvous.attempt_store(rendezvous.open_store(_StoreAddress(plan)))
+            store = rendezvous.open_store(_StoreAddress(plan))
         store.compare_set(rendezvous.FAILURE, "", failure.to_json())
 
 

@@ -22,7 +22,7 @@ from ...errors import LaunchError
 from ...strategies.distributed import rendezvous
 from ..failure import Failure, describe_exit
 from ..watch.shared import stop_watching
-from . import InProcessLauncher
+from . import InProcessLauncher, refuse_existing_ranks
 from .command import own_command, sweep_job
 from .parent_watchdog import ParentWatchdog
 from .prestart import end_waiting, prestart, take
@@ -137,14 +137,18 @@ class ScriptLauncher(InProcessLauncher):
 
     def _start(self) -> None:
         cluster, count = self._cluster, self._num_processes
+        refuse_existing_ranks()
         cluster.validate_settings(count, self._num_nodes)
         commands = {local: own_command(local) for local in range(1, count)}  # raises before anything is opened
         if cluster.node_rank() == 0:
-            self._server = rendezvous.host_store(cluster.main_address, cluster.main_port)
+            self._server = rendezvous.host_store(
+                cluster.main_address, cluster.main_port, is_one_machine=self._num_nodes == 1
+            )
             rendezvous.keep_store(self._server)
             set_main_port = getattr(cluster, "set_main_port", None)
             if set_main_port is not None:
                 set_main_port(self._server.port)
+        rendezvous.keep_exits(self._find_ended)
         watchdog = ParentWatchdog()
         self._watchdogs = [watchdog]
         self._job = sweep_job()
@@ -204,13 +208,7 @@ class ScriptLauncher(InProcessLauncher):
                 break
         else:
             return
-        failure = Failure(
-            rank=self._cluster.node_rank() * self._num_processes + local,
-            host=socket.gethostname(),
-            pid=self._children[local].pid,
-            how=describe_exit(code),
-            when=time.time(),
-        )
+        failure = self._failure(local, code)
         self._post(failure)
         if self.grace_s is None or self._is_closing.wait(self.grace_s):
             return
@@ -218,6 +216,20 @@ class ScriptLauncher(InProcessLauncher):
         sys.stderr.flush()
         self._stop()
         os._exit(failure.exit_code)
+
+    def _failure(self, local: int, code: int) -> Failure:
+        return Failure(
+            rank=self._cluster.node_rank() * self._num_processes + local,
+            host=socket.gethostname(),
+            pid=self._children[local].pid,
+            how=describe_exit(code),
+            when=time.time(),
+        )
+
+    def _find_ended(self, is_missing: Callable[[int], bool]) -> str | None:
+        """Return the failure of a rank that ended before it connected, also with exit code 0; None without one."""
+        ended = (self._failure(local, code) for local, code in self.local_exits().items())
+        return next((failure.to_json() for failure in ended if is_missing(failure.rank)), None)
 
     def _post(self, failure: Failure) -> None:
         """Notify the other ranks, which may wait for the failed one. The first report counts."""
@@ -228,7 +240,7 @@ class ScriptLauncher(InProcessLauncher):
                 store = rendezvous.open_store(self._cluster, _STORE_S)
             else:
                 store = self._server.clone()  # type: ignore[attr-defined]  # missing in torch's types
-            rendezvous.attempt_store(store).compare_set(rendezvous.FAILURE, "", failure.to_json())
+            store.compare_set(rendezvous.FAILURE, "", failure.to_json())
         except RuntimeError as error:  # rank 0's node is gone, and its own launcher has reported
             log.debug("the failure of rank %d could not be published: %s", failure.rank, error)
 

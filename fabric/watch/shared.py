@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from ...strategies import Launcher, Strategy
 
 __all__ = ["stop_watching", "watch_over"]
+
+logger = logging.getLogger(__name__)
 
 _watch: tuple[int, Any, Watch] | None = None  # process, store, watch
 
@@ -29,9 +32,15 @@ def watch_over(strategy: Strategy, launcher: Launcher) -> Watch | None:
         return None
     shared = store()
     if shared is None:
+        logger.warning(
+            "The ranks have no store of torch.distributed: if one fails, the others wait for it until a timeout, and a "
+            "signal ends ranks at different steps. Connect them with torch.distributed to change this."
+        )
         return None
-    if _watch is not None and _watch[0] == os.getpid() and _watch[1] is shared:
-        return _watch[2]
+    if _watch is not None and _watch[0] == os.getpid():
+        if _watch[1] is shared:
+            return _watch[2]
+        _watch[2].stop()  # of a process group that the program has destroyed, to make another one
     starter: Any = launcher if hasattr(launcher, "local_exits") else None
     watch = Watch(
         shared,

@@ -110,15 +110,7 @@ class ProcessGroupStrategy(ParallelStrategy):
                 f"{type(self).__name__} requires torch.distributed, which this build of torch does not include.",
                 fix="install another build of torch, or train on one device.",
             )
-        cluster = self.cluster
-        if dist.is_initialized() and (cluster is None or cluster.world_size() == dist.get_world_size()):
-            return
-        if cluster is None:
-            raise LaunchError(
-                f"Expected a cluster environment for {type(self).__name__} to connect the processes, got None.",
-                fix="use it with Trainer or Fabric, pass cluster_environment=, or call init_process_group first.",
-            )
-        connect(cluster, backend=self._backend(), timeout=self.timeout, device=self.device)
+        connect(self.cluster, backend=self._backend(), timeout=self.timeout, device=self.device)
 
     def _backend(self) -> str:
         if self.process_group_backend is not None:

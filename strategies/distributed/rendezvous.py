@@ -7,6 +7,7 @@ A process belongs to one world at a time, as in torch.distributed. The state is 
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import logging
 import os
@@ -14,10 +15,14 @@ import re
 import socket
 import threading
 import time
+import uuid
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
@@ -27,12 +32,11 @@ from .gloo_threads import wait_for_gloo_threads
 from .port_owner import port_owner
 
 if TYPE_CHECKING:
-    import torch
     from torch._C._distributed_c10d import Store, TCPStore
 
     from ...protocols import Rendezvous
 
-__all__ = ["attempt_store", "connect", "disconnect", "host_store", "keep_store", "open_store", "store"]
+__all__ = ["connect", "disconnect", "host_store", "keep_exits", "keep_store", "open_store", "store"]
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +66,17 @@ class _World:
     """Whether the store ends with this process while others may need it, so that this process waits for them."""
     is_ours: bool
     """Whether `connect` created the process group, so that `disconnect` destroys it."""
+    group: weakref.ref[dist.ProcessGroup]
+    """The group of all ranks: the program may destroy it, and make another one."""
 
+
+FindEnded = Callable[[Callable[[int], bool]], str | None]
+"""Returns the failure, as JSON, of a rank whose process has ended and for which the given function is true, or None."""
 
 # One world per process, as in torch.distributed. The pid is compared, because a forked child inherits these values.
 _world: _World | None = None
 _kept: tuple[TCPStore, int] | None = None
+_find_ended: tuple[FindEnded, int] | None = None
 _num_worlds = 0
 _has_exit = False
 
@@ -74,7 +84,7 @@ _has_exit = False
 # -- the store -------------------------------------------------------------------------------------------------------
 
 
-def host_store(address: str, port: int, timeout: timedelta | None = None) -> TCPStore:
+def host_store(address: str, port: int, timeout: timedelta | None = None, *, is_one_machine: bool = False) -> TCPStore:
     """Open the server of a store in this process.
 
     It lives as long as the returned object. Open it before the other processes start, so that no other program can
@@ -84,14 +94,17 @@ def host_store(address: str, port: int, timeout: timedelta | None = None) -> TCP
         address: A name or address of this host that the other processes can resolve.
         port: Port of the server; 0 for any free port, which is then `.port` of the result.
         timeout: Maximum duration of an operation on the store.
+        is_one_machine: Whether all processes run on this machine. Then the server listens at `address` alone, which is
+            loopback by default, and otherwise on all interfaces: an address may be another one from outside.
 
     Raises:
         LaunchError: The port is in use, or the address does not belong to this host.
     """
     try:
-        return _tcp_store(address, port, timeout or DEFAULT_TIMEOUT, is_master=True)
-    except RuntimeError as error:
-        if "EADDRINUSE" in str(error):
+        listening = _listen(address, port) if is_one_machine or _is_loopback(address) else None
+        return _tcp_store(address, port, timeout or DEFAULT_TIMEOUT, is_master=True, listening=listening)
+    except (OSError, RuntimeError) as error:
+        if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
             owner = port_owner(port)
             raise LaunchError(
                 f"Expected a free port for the store of rank 0, got port {port}, which is in use"
@@ -105,6 +118,17 @@ def host_store(address: str, port: int, timeout: timedelta | None = None) -> TCP
         ) from error
 
 
+def _listen(address: str, port: int) -> socket.socket | None:
+    """Return a socket that listens at an address of this machine; None where it belongs to something in front of it."""
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    try:
+        return socket.create_server(place[:2], family=family, backlog=4096)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return None
+
+
 def keep_store(server: TCPStore) -> None:
     """Make `open_store` use a server that a launcher opened in the process that becomes rank 0."""
     global _kept, _num_worlds
@@ -112,13 +136,10 @@ def keep_store(server: TCPStore) -> None:
     _num_worlds = 0  # nothing was written to this one
 
 
-def attempt_store(base: Store) -> Store:
-    """Return the part of a store that belongs to this attempt of torchrun (or to the only one).
-
-    torchrun's store outlives an attempt. Without a prefix for each attempt, a restarted process would read the
-    addresses of processes that have ended.
-    """
-    return PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base)
+def keep_exits(find_ended: FindEnded) -> None:
+    """Let `connect` ask the launcher that started ranks from this process, and so not wait for one that has ended."""
+    global _find_ended
+    _find_ended = (find_ended, os.getpid())
 
 
 def open_store(cluster: Rendezvous, timeout: timedelta | None = None) -> Store:
@@ -138,9 +159,9 @@ def open_store(cluster: Rendezvous, timeout: timedelta | None = None) -> Store:
     if kept is not None and cluster.global_rank() == 0:
         return kept
     address, port = cluster.main_address, cluster.main_port
-    is_hosted = os.environ.get(HOSTED) == "hosted" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_hosted = os.environ.get(HOSTED) == "hosted" or _is_agents()
     if cluster.global_rank() == 0 and not is_hosted and (port or cluster.world_size() == 1):
-        return host_store(address, port, timeout)
+        return host_store(address, port, timeout, is_one_machine=_is_one_machine(cluster))
     if port == 0:
         raise LaunchError(
             f"Expected the port of rank 0 in the environment of rank {cluster.global_rank()}, got none.",
@@ -199,9 +220,17 @@ def _not_a_store(address: str, port: int, rank: int, how: str) -> LaunchError:
     )
 
 
-def _tcp_store(address: str, port: int, timeout: timedelta, *, is_master: bool) -> TCPStore:
+def _tcp_store(
+    address: str, port: int, timeout: timedelta, *, is_master: bool, listening: socket.socket | None = None
+) -> TCPStore:
     store: TCPStore = dist.TCPStore(  # type: ignore[attr-defined]  # public, but missing in torch's types
-        address, port, world_size=None, is_master=is_master, timeout=timeout, wait_for_workers=False
+        address,
+        port if listening is None else listening.getsockname()[1],
+        world_size=None,
+        is_master=is_master,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=None if listening is None else listening.detach(),  # the store closes it
     )
     return store
 
@@ -245,21 +274,21 @@ def store() -> Store | None:
 
 
 def connect(
-    cluster: Rendezvous, *, backend: str, timeout: timedelta | None = None, device: torch.device | None = None
-) -> Store:
+    cluster: Rendezvous | None, *, backend: str, timeout: timedelta | None = None, device: torch.device | None = None
+) -> Store | None:
     """Connect all ranks in a process group of torch.distributed. Further calls have no effect.
 
     Call it in every process. Each rank first registers in the store, so that an error can list the missing ranks. An
     existing process group is used unchanged.
 
     Args:
-        cluster: Provides the rank of this process and the address of rank 0.
+        cluster: Provides the rank of this process and the address of rank 0; None: there is a process group.
         backend: As for `torch.distributed.init_process_group`: "gloo", "nccl", "cpu:gloo,cuda:nccl".
         timeout: Maximum time to wait for the other ranks, and maximum duration of a collective; None: 1800 s.
         device: The device of this process.
 
     Returns:
-        The store of all ranks, for communication without collectives.
+        The store of all ranks, for communication without collectives; None for a group that does not communicate.
 
     Raises:
         LaunchError: Ranks are missing after the timeout (all are listed), two processes have the same rank, or the
@@ -268,24 +297,32 @@ def connect(
     """
     global _world, _num_worlds
     timeout = timeout or DEFAULT_TIMEOUT
-    rank, size = cluster.global_rank(), cluster.world_size()
     world = _current()
     if dist.is_initialized():
-        if (dist.get_rank(), dist.get_world_size()) != (rank, size):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if cluster is not None and (rank, size) != (cluster.global_rank(), cluster.world_size()):
             raise LaunchError(
-                f"Expected this process to be rank {rank} of {size}, got an existing process group in which it is rank "
-                f"{dist.get_rank()} of {dist.get_world_size()}.",
+                f"Expected this process to be rank {cluster.global_rank()} of {cluster.world_size()}, got an existing "
+                f"process group in which it is rank {rank} of {size}.",
                 fix="use the same devices= and num_nodes= for all runs of a program, or start new processes for each "
                 "run with strategy='ddp_spawn'.",
             )
-        if world is None:
-            world = _world = _World(_store_of_group(), rank, size, os.getpid(), must_linger=False, is_ours=False)
+        if world is None or world.group() is not dist.group.WORLD:
+            if "fake" in dist.get_backend():  # its ranks do not communicate
+                return None
+            beside = _store_beside_group(cluster, rank, size, timeout)
+            world = _world = _World(beside, rank, size, os.getpid(), must_linger=False, is_ours=False, group=_group())
         return world.store
+    if cluster is None:
+        raise LaunchError(
+            "Expected a cluster environment to connect the processes, got None.",
+            fix="use the strategy with Trainer or Fabric, pass cluster_environment=, or call init_process_group first.",
+        )
+    rank, size = cluster.global_rank(), cluster.world_size()
     base = open_store(cluster, timeout)
-    shared = attempt_store(base)
-    if _num_worlds:  # the store may be the same, and must not return the addresses of the previous world
-        shared = dist.distributed_c10d.PrefixStore(f"world{_num_worlds}", shared)
-    _register(shared, rank, size, timeout.total_seconds())
+    # The store may be the same, and must not return the addresses of the previous world.
+    shared = PrefixStore(f"world{_num_worlds}", base) if _num_worlds else base
+    shared = _register(shared, rank, size, timeout.total_seconds(), outlives=_is_agents())
     # With this, gloo also records the last collectives, which the stall report lists.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     needs_device = device is not None and device.type == "cuda" and "nccl" in backend
@@ -309,7 +346,7 @@ def connect(
     # A launcher that hosts the store waits for the processes that it started, but not for those of other nodes.
     waits_for_all = base is _kept_here() and os.environ.get("LOCAL_WORLD_SIZE") == str(size)
     must_linger = not waits_for_all and (base is _kept_here() or _hosts(rank))
-    _world = _World(shared, rank, size, os.getpid(), must_linger=must_linger, is_ours=True)
+    _world = _World(shared, rank, size, os.getpid(), must_linger=must_linger, is_ours=True, group=_group())
     _disconnect_at_exit()
     return shared
 
@@ -347,52 +384,107 @@ def _kept_here() -> TCPStore | None:
     return _kept[0] if _kept is not None and _kept[1] == os.getpid() else None
 
 
+def _group() -> weakref.ref[dist.ProcessGroup]:
+    group = dist.group.WORLD
+    assert group is not None
+    return weakref.ref(group)
+
+
 def _hosts(rank: int) -> bool:
-    is_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return rank == 0 and not is_agent and os.environ.get(HOSTED) != "hosted"
+    return rank == 0 and not _is_agents() and os.environ.get(HOSTED) != "hosted"
 
 
-def _store_of_group() -> Store:
-    """Return the store of an existing process group, with Loopwright's prefix."""
-    # torch has no public function for this; the name exists since torch 1.8.
-    default: Store = distributed_c10d._get_default_store()
-    return distributed_c10d.PrefixStore("loopwright", default)
+def _is_agents() -> bool:
+    """Return whether the store belongs to torchrun's agent, so that it outlives an attempt."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _register(shared: Store, rank: int, size: int, timeout_s: float) -> None:
+def _is_one_machine(cluster: Rendezvous) -> bool:
+    """Return whether all processes run on this machine; False if the cluster environment does not know."""
+    count = getattr(cluster, "num_local_processes", lambda: None)  # an environment of the user's may not have it
+    return cluster.world_size() in (1, count())
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address in ("localhost", "::1")
+
+
+def _store_beside_group(cluster: Rendezvous | None, rank: int, size: int, timeout: timedelta) -> Store:
+    """Return a store of the ranks of a process group that the program has made.
+
+    It is part of the group's own, which the ranks can reach, if that is a server that threads can share. Others (a file
+    grows with each operation, MPI has none) get one beside them, whose address goes through the group.
+    """
+    # torch has no public function for this; the names exist since torch 1.8 and 1.13.
+    of_group: Any = distributed_c10d._get_default_store()
+    if of_group is not None and isinstance(of_group._underlying_non_prefix_store, torch._C._distributed_c10d.TCPStore):
+        seconds = timeout.total_seconds()
+        return _register(PrefixStore("loopwright", of_group), rank, size, seconds, outlives=True)
+    hosts: list[str] = [""] * size
+    dist.all_gather_object(hosts, socket.gethostname())
+    is_one_machine = len(set(hosts)) == 1
+    found: list[tuple[str, int]] = [("", 0)]
+    server: TCPStore | None = None
+    if rank == 0:
+        named = os.environ.get("MASTER_ADDR") or (cluster.main_address if cluster is not None else "127.0.0.1")
+        address = "127.0.0.1" if is_one_machine else socket.getfqdn() if _is_loopback(named) else named
+        server = host_store(address, 0, timeout, is_one_machine=is_one_machine)
+        found = [(address, server.port)]
+    dist.broadcast_object_list(found)
+    if server is not None:
+        return server
+    return _join_server(*found[0], _ANSWER_S, rank)
+
+
+def _register(shared: Store, rank: int, size: int, timeout_s: float, *, outlives: bool = False) -> Store:
     """Register this rank, and return when all ranks are registered.
 
     Polls instead of waiting in the store, so that it can be interrupted and detects a failure immediately.
+
+    Args:
+        shared: A store that all ranks reach.
+        rank: This rank.
+        size: Number of ranks.
+        timeout_s: Maximum time to wait.
+        outlives: Whether the store may have keys of processes that have ended: torchrun's agent keeps its store when it
+            starts processes again, and a program may make its group more than once. The count of restarts does not
+            tell them apart, since it differs between agents.
+
+    Returns:
+        The part of the store that belongs to these processes.
     """
     here = f"{socket.gethostname()} (process {os.getpid()})"
+    part, tried, is_in = shared, "", False
+    if outlives:
+        part = PrefixStore(name := uuid.uuid4().hex, shared)
+        if rank == 0:
+            shared.set("part", name)
     began = time.monotonic()
+    next_report_s = min(_FIRST_REPORT_S, timeout_s)
+    pause_s = 0.002
     try:
-        who = shared.compare_set(f"rank{rank}", "", here).decode()
-        if who != here:
-            raise LaunchError(
-                f"Expected one process with rank {rank}, got two: {who}, and {here}.",
-                fix="set a different RANK (or NODE_RANK and LOCAL_RANK) for each process, and a different MASTER_PORT "
-                "for each run.",
-            )
-        theirs = shared.compare_set("size", "", str(size)).decode()
-        if theirs != str(size):
-            raise LaunchError(
-                f"Expected the same number of processes on all ranks, got {size} on rank {rank} and {theirs} on "
-                "another rank.",
-                fix="start all processes with the same WORLD_SIZE, devices= and num_nodes=.",
-            )
-        if shared.add("here", 1) == size:
-            shared.set("complete", "1")
-        next_report_s = min(_FIRST_REPORT_S, timeout_s)
-        pause_s = 0.002
-        while not shared.check(["complete"]):
+        if rank == 0 or not outlives:
+            _enter(part, rank, size, here)
+            is_in = True
+            if part.add("here", 1) == size:
+                part.set("complete", "1")
+        while not is_in or not part.check(["complete"]):
+            if outlives and rank == 0 and part.add("here", 0) == size:
+                part.set("complete", "1")
+                break
+            if outlives and rank and shared.check(["part"]) and (name := shared.get("part").decode()) != tried:
+                # Of this rank 0, or of an earlier one: then it is complete, has another process in this rank's place,
+                # or is replaced in a moment.
+                tried, part = name, PrefixStore(name, shared)
+                is_in = not part.check(["complete"]) and part.compare_set(f"rank{rank}", "", here).decode() == here
+                if is_in:
+                    part.add("here", 1)
             waited_s = time.monotonic() - began
-            if shared.check([FAILURE]):
-                raise _failed_before(json.loads(shared.get(FAILURE)))
+            _look_for_failure(part)
             if waited_s >= timeout_s:
-                raise _incomplete(shared, size, timeout_s)
+                raise _incomplete(part, size, timeout_s)
             if waited_s >= next_report_s and rank == 0:
-                missing = _listed(_missing(shared, size))
+                missing = _listed(_missing(part, size))
                 log.warning("Rank 0 is waiting for %s (%.0f of %g s)", missing, waited_s, timeout_s)
                 next_report_s += _FIRST_REPORT_S
             time.sleep(pause_s)
@@ -404,6 +496,39 @@ def _register(shared: Store, rank: int, size: int, timeout_s: float) -> None:
             f"Rank {rank} lost its connection to the store while it waited for the other ranks: {_first_line(error)}",
             fix="see why the process that hosts the store (rank 0, or the launcher) has ended.",
         ) from error
+    return part
+
+
+def _enter(part: Store, rank: int, size: int, here: str) -> None:
+    """Register this rank.
+
+    Raises:
+        LaunchError: Another process has the same rank, or another number of ranks.
+    """
+    who = part.compare_set(f"rank{rank}", "", here).decode()
+    if who != here:
+        raise LaunchError(
+            f"Expected one process with rank {rank}, got two: {who}, and {here}.",
+            fix="set a different RANK (or NODE_RANK and LOCAL_RANK) for each process, and a different MASTER_PORT "
+            "for each run.",
+        )
+    theirs = part.compare_set("size", "", str(size)).decode()
+    if theirs != str(size):
+        raise LaunchError(
+            f"Expected the same number of processes on all ranks, got {size} on rank {rank} and {theirs} on "
+            "another rank.",
+            fix="start all processes with the same WORLD_SIZE, devices= and num_nodes=.",
+        )
+
+
+def _look_for_failure(part: Store) -> None:
+    """Raise a RankFailure if a rank has failed, or has ended before it was registered, also without an error."""
+    if _find_ended is not None and _find_ended[1] == os.getpid():
+        found = _find_ended[0](lambda rank: not part.check([f"rank{rank}"]))
+        if found is not None:
+            part.compare_set(FAILURE, "", found)
+    if part.check([FAILURE]):
+        raise _failed_before(json.loads(part.get(FAILURE)))
 
 
 def _missing(shared: Store, size: int) -> list[int]:

@@ -231,9 +231,10 @@ def _raise() -> None:
         (_raise, r"(?s)rank 1 .* failed: ValueError: no such sample.*traceback of rank 1.*in _raise"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 .* was killed by SIGKILL"),
         (lambda: os._exit(7), "rank 1 .* ended with exit code 7"),
+        (lambda: os._exit(0), "rank 1 .* ended with exit code 0 before the function returned"),
         (lambda: sys.exit(5), "rank 1 .* failed: SystemExit: 5"),
     ],
-    ids=["raise", "kill", "exit", "sys.exit"],
+    ids=["raise", "kill", "exit", "exit 0", "sys.exit"],
 )
 def test_the_culprit_is_named_and_nobody_is_left(how: Callable[[], None], says: str) -> None:
     launcher, cluster = forks(3)

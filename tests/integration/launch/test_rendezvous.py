@@ -81,13 +81,28 @@ def test_a_second_world_in_the_same_store_does_not_read_the_addresses_of_the_fir
     assert run_ranks(_two_worlds, 2, connect=False) == [[2.0, 2.0]] * 2
 
 
-def test_a_restart_by_torchrun_does_not_read_what_the_earlier_attempt_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = rendezvous.host_store("127.0.0.1", 0, SHORT)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    rendezvous.attempt_store(server).set("complete", "1")
-    assert rendezvous.attempt_store(server).check(["complete"])
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert not rendezvous.attempt_store(server).check(["complete"])
+def _attempts(rank: int, size: int) -> list[str]:
+    """Three attempts in one store; before the last, rank 0 of another one registered, and ended."""
+    base = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, False)
+    words = []
+    for attempt in range(3):
+        if attempt == 2 and rank == 0:
+            base.set("part", "of a rank 0 that has ended")
+            dist.PrefixStore("of a rank 0 that has ended", base).set("rank0", "earlier")
+            base.set("earlier", "1")
+        if attempt == 2 and rank == 1:
+            base.wait(["earlier"])  # so that it joins those first
+        if rank == 0:
+            time.sleep(0.2)  # the others come first, and find the keys of the earlier attempt
+        part = rendezvous._register(base, rank, size, 30, outlives=True)
+        if rank == 0:
+            part.set("word", f"of attempt {attempt}")
+        words.append(part.get("word").decode())
+    return words
+
+
+def test_a_restart_does_not_read_what_an_earlier_attempt_left_in_the_store_of_an_agent() -> None:
+    assert run_ranks(_attempts, 3, connect=False) == [[f"of attempt {attempt}" for attempt in range(3)]] * 3
 
 
 def _adopt(rank: int, size: int) -> tuple[bool, str]:
@@ -192,7 +207,7 @@ def test_different_counts_are_named() -> None:
 
 def _failure_posted(rank: int, size: int) -> str:
     if rank == 1:
-        store = rendezvous.attempt_store(rendezvous.open_store(here(rank, size), SHORT))
+        store = rendezvous.open_store(here(rank, size), SHORT)
         try:
             raise ValueError("no such file")
         except ValueError as error:
@@ -218,6 +233,19 @@ def test_a_taken_port_is_named() -> None:
         rendezvous.host_store("127.0.0.1", server.port, SHORT)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="127.0.0.2 is an address of its own")
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_on_one_machine_the_store_listens_at_the_given_address_alone(address: str) -> None:
+    server = rendezvous.host_store(address, 0, SHORT, is_one_machine=True)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", server.port))
+    client = dist.TCPStore(address, server.port, None, False, SHORT)
+    client.set("word", "said")
+    assert server.get("word") == b"said"
+    with pytest.raises(LaunchError, match="which is in use"):
+        rendezvous.host_store(address, server.port, SHORT, is_one_machine=True)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_several_ranks_need_a_port(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOOPWRIGHT_STORE", raising=False)
@@ -238,7 +266,7 @@ def _host_goes(rank: int, size: int, read: int, write: int) -> str:
     if rank == 1:
         server = rendezvous.host_store("127.0.0.1", 0, SHORT)
         os.write(write, str(server.port).encode())
-        while not rendezvous.attempt_store(server).check(["rank0"]):
+        while not server.check(["rank0"]):
             time.sleep(0.01)
         return ""  # run_ranks ends the process with os._exit, and so the server
     port = int(os.read(read, 20))
@@ -258,7 +286,7 @@ def test_a_lost_store_is_reported() -> None:
 
 def test_a_waiting_process_says_for_whom(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_FIRST_REPORT_S", 0.05)
-    store = rendezvous.attempt_store(rendezvous.host_store("127.0.0.1", 0, SHORT))
+    store = rendezvous.host_store("127.0.0.1", 0, SHORT)
     with pytest.raises(LaunchError, match="rank 1 did not connect"):
         rendezvous._register(store, 0, 2, 0.3)
     assert "Rank 0 is waiting for rank 1" in caplog.text
@@ -343,7 +371,7 @@ def test_the_host_of_the_store_leaves_last() -> None:
 
 
 def test_waiting_can_be_interrupted() -> None:
-    store = rendezvous.attempt_store(rendezvous.host_store("127.0.0.1", 0, SHORT))
+    store = rendezvous.host_store("127.0.0.1", 0, SHORT)
     threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         rendezvous._register(store, 0, 2, 30)

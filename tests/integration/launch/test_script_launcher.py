@@ -143,6 +143,18 @@ def test_a_rank_that_fails_while_it_starts_is_named_at_once(tmp_path: Path) -> N
     assert "failed before all ranks were connected: the process ended with exit code 1" in done.stderr
 
 
+def test_a_rank_that_ends_without_an_error_before_it_connects_is_not_waited_for(tmp_path: Path) -> None:
+    text = """
+    if rank == 1:
+        sys.exit(0)
+    launcher.launch(join, cluster)
+    """
+    ended = run(script(tmp_path, text))
+    assert ended.returncode == 1
+    assert "RankFailure: Rank 1 (host" in ended.stderr
+    assert "the process ended with exit code 0" in ended.stderr
+
+
 def test_a_rank_that_dies_ends_one_that_does_not_notice(tmp_path: Path) -> None:
     file = script(
         tmp_path,
