@@ -27,6 +27,11 @@ class Callback:
     Hooks run on every rank, in the order in which callbacks were given to the Trainer, before the module's hook of the
     same name. What they return is ignored. A hook that is not overridden costs nothing.
 
+    A subclass may define two more methods. `forget_run()` resets what belongs to the run of another Trainer (counts,
+    scores, averages); it is called at the beginning of a fit if the last one belonged to another Trainer, as in k-fold
+    training with one callback. `restore_param_groups(trainer, pl_module)` adds the parameter groups that were added
+    during the run which is resumed; it is called before the optimizers get their states back.
+
     Attributes:
         replaces_weights: Whether the callback temporarily replaces the module's weights (EMA). Its `on_save_checkpoint`
             then puts the trained weights into every checkpoint, including those with weights only.
@@ -62,19 +67,6 @@ class Callback:
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore what `state_dict` returned. Called after `setup`, before the optimizers exist."""
-
-    def restore_param_groups(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Add the parameter groups that were added during the run which is resumed.
-
-        Called after `configure_optimizers`, before the optimizers get their states back.
-        """
-
-    def forget_run(self) -> None:
-        """Reset what belongs to the run of another Trainer: counts, scores, averages, steps.
-
-        Called at the beginning of a fit if the last fit belonged to another Trainer, as in k-fold training with one
-        callback, and before a checkpoint is restored. The default keeps everything; built-in callbacks reset.
-        """
 
     def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """At the beginning of a run; `stage` is "fit", "validate", "test" or "predict"."""

@@ -26,7 +26,7 @@ class DummyLogger(Logger):
         """Empty: there is no run."""
         return ""
 
-    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
+    def log_metrics(self, metrics: Metrics, step: int | None = None, *args: object, **kwargs: object) -> None:
         """Do nothing."""
         return
 

@@ -477,8 +477,8 @@ class Trainer(TrainerAttributes):
             self._eval_loop(run, STAGE_OF[verb], data).run(run, data)
             if run.stop_coordination is not None:
                 run.stop_coordination.begin_phase()
-            results = by_loader(self._results, len(data.loaders), self._metrics.loaders_of_keys)
-            if verbose and self.is_global_zero:
+            results = [] if data.is_off else by_loader(self._results, len(data.loaders), self._metrics.loaders_of_keys)
+            if verbose and self.is_global_zero and not data.is_off:
                 self._show_results(verb, results)
             self._finish(run)
         return results
@@ -911,7 +911,8 @@ class Trainer(TrainerAttributes):
         """Let callbacks that another Trainer has trained with forget that run."""
         for callback in self.callbacks:
             if vars(callback).setdefault("_adopted_by", self._identity) != self._identity:
-                callback.forget_run()
+                if hasattr(callback, "forget_run"):
+                    callback.forget_run()
                 vars(callback)["_adopted_by"] = self._identity
 
     def _take_before(self, model: nn.Module) -> StateDict | None:

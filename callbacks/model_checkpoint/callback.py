@@ -205,8 +205,8 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def kth_best_model_path(self) -> str:
-        """Path that the next better one would replace; empty while fewer than k are kept."""
-        return self._state.top_k.kth_path
+        """The worst of the kept ones, which the next better one would replace; empty while fewer than k are kept."""
+        return self._state.top_k.kth_path if self.save_top_k != -1 else self._state.top_k.worst_path
 
     @property
     def kth_value(self) -> Tensor:
@@ -258,7 +258,8 @@ class ModelCheckpoint(Checkpoint):
         """Write path and score of the kept checkpoints; None: to best_k_models.yaml beside them."""
         path = os.fspath(filepath) if filepath else os.path.join(self.dirpath or "", "best_k_models.yaml")
         with open(path, "w", encoding="utf-8") as file:
-            file.writelines(f"{json.dumps(path)}: {score}\n" for path, score in self._state.top_k.scores.items())
+            rows = [f"{json.dumps(path)}: {score}\n" for path, score in self._state.top_k.scores.items()]
+            file.writelines(rows or ["{}\n"])
 
     def find_last(self, trainer: Trainer) -> list[str]:
         """Return the checkpoints that `ckpt_path="last"` may resume from, newest first.
@@ -632,7 +633,7 @@ class ModelCheckpoint(Checkpoint):
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         """Remove what `_save_checkpoint` wrote; on rank 0."""
-        remove_or_warn(filepath)
+        remove_or_warn(filepath, trainer.fabric.checkpoint_io)
 
     def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
         """Return the values that names and scores use; with several ranks, rank 0's."""

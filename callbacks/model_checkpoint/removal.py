@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...errors import CheckpointError
+from ...protocols import CheckpointPlugin
 from . import files as files
 from .state import CheckpointState
 
@@ -85,9 +86,17 @@ class CheckpointRemoval:
         return not files.is_local(path) or files.is_inside(path, self.dirpath)
 
 
-def remove_or_warn(path: str) -> None:
-    """Remove a checkpoint; a failure is logged, and training continues."""
+def remove_or_warn(path: str, plugin: CheckpointPlugin | None = None) -> None:
+    """Remove a checkpoint, through a plugin of the user's; a failure is logged, and training continues."""
+    remove = files.remove if plugin is None or _is_built_in(plugin) else plugin.remove_checkpoint
     try:
-        files.remove(path)
+        remove(path)
     except (OSError, CheckpointError) as error:
         _log.warning("ModelCheckpoint: %s could not be removed: %s", path, error)
+
+
+def _is_built_in(plugin: CheckpointPlugin) -> bool:
+    """Return whether neither the plugin nor one that it wraps is of a class of the user's."""
+    wrapped = getattr(plugin, "checkpoint_io", None)
+    is_own = type(plugin).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return is_own and (wrapped is None or _is_built_in(wrapped))

@@ -35,11 +35,16 @@ class TopK:
         return min(self.scores, key=self._cost, default="")
 
     @property
+    def worst_path(self) -> str:
+        """Path of the worst, the latest of equals; empty if there is none."""
+        return max(reversed(self.scores), key=self._cost, default="")
+
+    @property
     def kth_path(self) -> str:
         """Path that the next better one would replace, the latest of equals; empty unless k are kept."""
         if self.k < 1 or len(self.scores) < self.k:
             return ""
-        return max(reversed(self.scores), key=self._cost)
+        return self.worst_path
 
     def cleaned(self, score: float) -> float:
         """Return the score, NaN replaced by the worst there is."""

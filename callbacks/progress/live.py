@@ -139,8 +139,13 @@ class LiveProgressBar(ProgressBar):
         super().setup(trainer, pl_module, stage)
         self._lines = None if can_draw(sys.stdout) else PlainLines(self._write)
         self._open, self._under_way, self._past = set(), set(), {}
-        # A subclass of the user may look at its bar after each batch; on a terminal that would cost too much.
-        self._is_watched = self._lines is not None and not type(self).__module__.startswith(_OWN_PACKAGE)
+        # A subclass of the user, or a method set on the object, may look at its bar after each batch; on a terminal
+        # that would cost too much.
+        is_replaced = any(
+            callable(value) and callable(getattr(type(self), name, None)) for name, value in vars(self).items()
+        )
+        is_plain = type(self).__module__.startswith(_OWN_PACKAGE) and not is_replaced
+        self._is_watched = self._lines is not None and not is_plain
         self._arm(0.0)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: object) -> None:
@@ -322,7 +327,8 @@ class LiveProgressBar(ProgressBar):
         if stage == "train":
             progress, total = self.trainer.progress, self.total_train_batches
             done = total if is_over and not progress.epoch_open and not math.isinf(total) else progress.batches_in_epoch
-            return self._epoch_of(self.trainer), int(done), total
+            number = self.trainer.current_epoch + (0 if is_over and not progress.epoch_open else 1)
+            return self._numbered(number, self.trainer), int(done), total
         batches = self._eval_batches("validation" if stage == "sanity" else stage)
         total = batches[0] if batches else math.inf
         return self._description_of(stage), int(total) if is_over and not math.isinf(total) else 0, total
@@ -337,8 +343,12 @@ class LiveProgressBar(ProgressBar):
         self._begin(stage)
 
     def _epoch_of(self, trainer: Trainer) -> str:
-        epoch, limit = f"Epoch {trainer.current_epoch + 1}", trainer.fit_loop.epoch_limit
-        return f"{epoch}/{limit}" if limit > 0 else epoch
+        return self._numbered(trainer.current_epoch + 1, trainer)
+
+    @staticmethod
+    def _numbered(epoch: int, trainer: Trainer) -> str:
+        limit = trainer.fit_loop.epoch_limit
+        return f"Epoch {epoch}/{limit}" if limit > 0 else f"Epoch {epoch}"
 
     def _description_of(self, stage: str) -> str:
         return {

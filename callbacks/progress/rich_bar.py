@@ -105,8 +105,12 @@ class RichProgressBar(LiveProgressBar):
     @property
     def progress(self) -> Progress | None:
         """rich's object that has the bars; None before the first run, and if the bar is disabled."""
-        if self._progress is None and self._trainer is not None and self._is_enabled:
-            return self._started()
+        if self._trainer is not None and self._is_enabled:
+            if self._progress is None:
+                self._started()
+            if self._waits_for_reader:
+                for stage in (*self._past, *self._under_way):
+                    self._make_bar(stage)
         return self._progress
 
     @progress.setter

@@ -46,13 +46,13 @@ class TQDMProgressBar(LiveProgressBar):
         for name, value in (("refresh_rate", refresh_rate), ("process_position", process_position)):
             if not isinstance(value, int) or value < 0:
                 raise ConfigError(f"TQDMProgressBar: {name}={value!r}, expected 0 or more.", fix="pass an integer.")
-        self._refresh_rate = max(refresh_rate, int(os.environ.get("TQDM_MINITERS", "0"))) if refresh_rate else 0
+        self._refresh_rate = max(refresh_rate, int(os.environ.get("TQDM_MINITERS", "0")))
         self._process_position = process_position
         self._leave = leave
         self._bars: dict[str, tqdm[Any]] = {}  # Any: a bar that iterates over nothing
         self._closed: dict[str, tqdm[Any]] = {}
         self._below: list[tqdm[Any]] = []  # lines of metrics that do not fit beside the bar of training
-        if not refresh_rate:
+        if not self._refresh_rate:
             self.disable()
 
     def __getstate__(self) -> dict[str, object]:
@@ -140,7 +140,7 @@ class TQDMProgressBar(LiveProgressBar):
 
     def print(self, *args: object, **kwargs: Any) -> None:  # Any: as print takes it
         """Write a line as `print` does, above the bars."""
-        if not self._open or not self._is_enabled:
+        if not (self._open or self._under_way) or not self._is_enabled:
             super().print(*args, **kwargs)
             return
         chosen = {name: kwargs[name] for name in ("file", "end") if kwargs.get(name) is not None}

@@ -256,6 +256,8 @@ class Trainer(trainer.Trainer):
         waits = not is_checked and bool((self.current_epoch + 1) % every)
         patch(self.loaders, "waits_for_validation", waits)
         restore = super()._begin_fit(run, ckpt_path, is_trusted=is_trusted, before=before)
+        if all(parameter.grad is None for parameter in run.module.parameters()):
+            run.module.zero_grad()  # where Lightning calls it, after on_fit_start
         resting = sum(not module.training for module in run.module.modules())
         if resting:
             text = f"{resting} modules are in eval mode when training begins; call .train() on them unless it is wanted"
@@ -297,7 +299,10 @@ class Trainer(trainer.Trainer):
             loop.max_epochs = loop.epoch_limit
             loop.min_epochs = int(loop.min_steps is not None) if loop.min_epochs is None else loop.min_epochs
         run = super()._begin(verb, model, datamodule, given)
-        run.module.zero_grad()  # gradients of an earlier run must not enter manual optimization
+        if verb != "fit":
+            run.module.zero_grad()
+        for parameter in run.module.parameters():
+            parameter.grad = None  # of an earlier run; those of a checkpoint are put back later
         return run
 
     def save_checkpoint_to(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from loopwright.callbacks import Callback, Checkpoint
+from loopwright.checkpoint import TorchCheckpointIO
 from loopwright.errors import CheckpointError
 
 Metrics = Callable[[int], dict[str, float]]
@@ -104,7 +105,7 @@ class FakeTrainer:
 
         self.strategy = FakeStrategy()
         self.ranks_answer = False
-        self.fabric = SimpleNamespace(autocast=contextlib.nullcontext)
+        self.fabric = SimpleNamespace(autocast=contextlib.nullcontext, checkpoint_io=TorchCheckpointIO())
         self.state = SimpleNamespace(fn="fit")
         self.progress = SimpleNamespace(total_batches=0, batches_in_epoch=0, epoch_open=True)
         self.is_global_zero = True

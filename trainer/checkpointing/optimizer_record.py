@@ -33,7 +33,7 @@ def describe(optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerCon
             for one in optimizers
         ],
         "schedules": [
-            {"class": type(config.scheduler).__name__, "values": _plain(config.scheduler.state_dict())}
+            {"class": type(config.scheduler).__name__, "values": _plain(config.scheduler.state_dict() or {})}
             for config in schedules
         ],
     }

@@ -36,12 +36,14 @@ class EvalLoader:
         loaders: Its members in order; one loader that gives tuples for a combined mode other than sequential.
         limits: Largest number of batches of each; infinity for no limit.
         combined: The combined loader where its mode is not sequential.
+        is_off: Whether the Trainer's limit is 0: nothing is evaluated, and no hook is called.
     """
 
     original: Loaders
     loaders: list[Loader] = field(default_factory=list)
     limits: list[int | float] = field(default_factory=list)
     combined: CombinedLoader | None = None
+    is_off: bool = False
     _sizes: dict[int, BatchSizes] = field(default_factory=dict)
 
     def sizes_of(self, index: int) -> BatchSizes:
@@ -130,6 +132,8 @@ class EvalLoop:
             The kept outputs, a list for each loader.
         """
         stage, life, module = self.stage, run.lifecycle, run.module
+        if data.is_off:
+            return [[] for _ in data.loaders]
         if run.stop_coordination is not None:
             run.stop_coordination.begin_phase()
         data.announce_epoch(run.progress.epochs)

@@ -508,7 +508,8 @@ def restore_training(
     """
     if content is not None:
         for callback in run.callbacks:
-            callback.restore_param_groups(run.trainer, run.module)
+            if hasattr(callback, "restore_param_groups"):
+                callback.restore_param_groups(run.trainer, run.module)
         return snapshot.restore_training(run, content, str(path))
     if before is not None:
         from .continuing import continue_training

@@ -215,6 +215,7 @@ class StageLoaders:
                 mode_error="trainer.predict" if stage == "predict" else None,
                 **self.evaluation,
             )
+            self.eval[stage].is_off = limit == 0
         return self.eval[stage]
 
     def open_validation(self) -> EvalLoader | None:

@@ -434,3 +434,20 @@ def test_custom_collation_and_batches_of_other_things(batch_size: int | None) ->
             return len(items)
 
     assert quiet().predict(net(Looking), data) == ([2, 2] if batch_size else [1] * 4)
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_a_limit_of_no_batches_calls_no_hook(verb: str) -> None:
+    calls: list[str] = []
+
+    class Noting(lw.Callback):
+        pass
+
+    for stage in ("validation", "test", "predict"):
+        for moment in ("start", "epoch_start", "epoch_end", "end"):
+            name = f"on_{stage}_{moment}"
+            setattr(Noting, name, lambda self, trainer, pl_module, name=name: calls.append(name))
+    limit = {f"limit_{verb[:3] if verb == 'validate' else verb}_batches": 0}
+    trainer = quiet(callbacks=[Noting()], **limit)  # type: ignore[arg-type]
+    assert not getattr(trainer, verb)(net(ValidatedNet), loader())
+    assert not calls

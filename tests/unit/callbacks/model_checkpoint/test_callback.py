@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopwright.callbacks import Callback, ModelCheckpoint
+from loopwright.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from loopwright.errors import CheckpointError, ConfigError, ModuleError
 from loopwright.trainer import Trainer
 
@@ -645,6 +646,33 @@ def test_state_key_tells_instances_apart() -> None:
         "ModelCheckpoint{'monitor': None, 'mode': 'min', 'every_n_train_steps': 0, 'every_n_epochs': 1, "
         "'train_time_interval': None}"
     )
+
+
+def test_without_a_limit_the_worst_file_is_the_kth_best(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "c", monitor="v", filename="{step}", save_top_k=-1)
+    fit(tmp_path, checkpoint, max_epochs=3, val_metrics=lambda step: {"v": {4: 2.0, 8: 3.0, 12: 1.0}[step]})
+    assert Path(checkpoint.kth_best_model_path).name == "step=8.ckpt"
+
+
+def test_to_yaml_without_files_is_an_empty_mapping(tmp_path: Path) -> None:
+    ModelCheckpoint(tmp_path, save_top_k=0).to_yaml(tmp_path / "none.yaml")
+    assert (tmp_path / "none.yaml").read_text() == "{}\n"
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_plugin_removes_what_it_wrote(tmp_path: Path, is_wrapped: bool) -> None:
+    removed = []
+
+    class Store(TorchCheckpointIO):
+        def remove_checkpoint(self, path: str | Path) -> None:
+            removed.append(Path(path).name)
+            super().remove_checkpoint(path)
+
+    trainer = FakeTrainer(tmp_path, [ModelCheckpoint(tmp_path / "c", filename="{step}")], max_epochs=3)
+    trainer.fabric.checkpoint_io = AsyncCheckpointIO(Store()) if is_wrapped else Store()
+    trainer.fit()
+    assert removed == ["step=4.ckpt", "step=8.ckpt"]
+    assert names(tmp_path / "c") == ["step=12.ckpt"]
 
 
 def test_to_yaml(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeLogger, FakeTrainer, interrupted_at
+from toys import ValidatedNet, loader, net, quiet
 
 from loopwright.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from loopwright.callbacks.progress import live
@@ -575,3 +576,36 @@ def test_an_epoch_that_ends_before_the_next_drawing_has_a_speed(
     last = [line for line in terminal.getvalue().splitlines() if "Epoch 2/2" in line][-1]
     assert "4/4" in last
     assert "it/s" in last
+
+
+def test_rich_tasks_can_be_read_without_a_terminal() -> None:
+    bar = RichProgressBar()
+    quiet(callbacks=[bar], enable_progress_bar=True, max_epochs=1).fit(net(ValidatedNet), loader(6, 3), loader(6, 3))
+    assert bar.progress is not None
+    assert ("Epoch 1/1", 2) in [(task.description, task.completed) for task in bar.progress.tasks]
+
+
+def test_a_method_set_on_a_bar_is_called_without_a_terminal(tmp_path: Path) -> None:
+    bar, made = TQDMProgressBar(), []
+    bar.init_train_tqdm = lambda: made.append(TQDMProgressBar.init_train_tqdm(bar)) or made[-1]  # type: ignore[method-assign]
+    FakeTrainer(tmp_path, [bar], windows=2).fit()
+    assert [one.n for one in made] == [2]
+
+
+def test_tqdm_writes_what_is_printed_while_a_bar_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = []
+    monkeypatch.setattr("tqdm.tqdm.write", classmethod(lambda cls, text, **_: written.append(text)))
+    bar = TQDMProgressBar()
+    trainer = FakeTrainer(tmp_path, [bar], windows=1)
+    trainer.batch_hook = lambda step: bar.print("a", "b")
+    trainer.fit()
+    bar.print("after")
+    assert written == ["a b"]
+    assert "after" in capsys.readouterr().out
+
+
+def test_the_environment_enables_a_bar_that_refreshes_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQDM_MINITERS", "3")
+    assert [TQDMProgressBar(refresh_rate=rate).refresh_rate for rate in (0, 1, 5)] == [3, 3, 5]
