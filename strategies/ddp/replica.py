@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...deferred_compiler import defer_compiler, without_compiler
+from ..distributed.changes import Changes
 
 if TYPE_CHECKING:
     from ...protocols import StepFunction
@@ -120,13 +121,19 @@ class Replica(DistributedDataParallel):
     Attributes:
         original: The user's module.
         steps: What torch wraps; its forward takes a `Call`.
-        frozen: Parameters that are not trained, in case they will be.
+        all_parameters: Those of the module when it was wrapped.
+        trained: Which of them were trained then.
+        changes: Notes what is added to the module since.
+        is_trained_by_step: Whether its training_step is run, and not the module itself.
         comm_hook: The communication hook; None where gradients are averaged as they are.
     """
 
     original: nn.Module
     steps: Steps
-    frozen: tuple[nn.Parameter, ...]
+    all_parameters: tuple[nn.Parameter, ...]
+    trained: list[bool]
+    changes: Changes
+    is_trained_by_step: bool
     comm_hook: CommHook | None
 
     def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
@@ -139,14 +146,20 @@ class Replica(DistributedDataParallel):
         self.__dict__.update(
             original=module,
             steps=steps,
-            frozen=tuple(one for one in module.parameters() if not one.requires_grad),
+            all_parameters=tuple(module.parameters()),
+            trained=[one.requires_grad for one in module.parameters()],
+            changes=self.__dict__.get("changes") or Changes(module),
+            is_trained_by_step=self.__dict__.get("is_trained_by_step", False),
             comm_hook=None,
             _names=[name for name, one in module.named_parameters() if one.requires_grad],
         )
 
-    def is_outdated(self) -> bool:
-        """Return whether a parameter that was frozen is trained now."""
-        return any(one.requires_grad for one in self.frozen)
+    def outdated(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that were added to the module since it was wrapped, and those that are trained or
+        frozen since, by name."""
+        was = dict(zip(map(id, self.all_parameters), self.trained, strict=True))
+        named = self.original.named_parameters()
+        return {name: one for name, one in named if was.get(id(one)) is not one.requires_grad}
 
     @property
     def is_recording(self) -> bool:
@@ -161,7 +174,7 @@ class Replica(DistributedDataParallel):
         """Wrap again, in place, after the set of trained parameters changed. On every rank: it communicates."""
         module = self.original
         self.release()
-        # The ranks' weights are equal already.
+        # The ranks' weights are equal already, and rank 0's buffers come with the next step.
         Replica.__init__(self, module, {**options, "init_sync": False})
 
     def check_is_reduced(self) -> None:

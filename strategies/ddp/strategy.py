@@ -7,7 +7,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from ..base import NoLoss
 from ..capabilities import MemoryShares
 from ..constructors import passed_on
 from ..distributed import gradients
+from ..distributed.changes import Changes, agree_on_changes, params_of_group
 from ..distributed.live_objects import LiveObjects
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
 from . import absence
@@ -42,6 +45,7 @@ _OURS = {
     "output_device": "follows from devices=",
     "dim": "has no effect with one device per process",
 }
+_IS_TRAINED = attrgetter("requires_grad")
 _EVALUATION = ("validation_step", "test_step", "predict_step")
 
 
@@ -102,10 +106,17 @@ class DDPStrategy(ProcessGroupStrategy):
         self.ddp_kwargs = kwargs
         self._averaging: ModelAveraging | None = None
         self._replicas: LiveObjects[Replica] = LiveObjects()
+        # Of modules whose gradients are averaged before each optimizer step; None before the first, to be pickled.
+        self._placed: WeakKeyDictionary[nn.Module, Changes] | None = None
         # The state that a checkpoint held, until the module whose gradients it is about has been set up.
         self._pending_state: Mapping[str, Any] | None = None
         # The replica whose training step has run, and whose backward pass comes next.
         self._forwarded: Replica | None = None
+
+    def teardown(self) -> None:
+        """Release devices and connections after a run."""
+        super().teardown()
+        self._placed = None
 
     # -- the model -----------------------------------------------------------------------------------------------
 
@@ -156,6 +167,9 @@ class DDPStrategy(ProcessGroupStrategy):
         if self.is_connected and self.world_size > 1:
             self.check_module(module)
             broadcast_tensors([*module.parameters(), *module.buffers()])
+            if self._placed is None:
+                self._placed = WeakKeyDictionary()
+            self._placed[module] = Changes(module)
         return module
 
     def sync_buffers(self, module: nn.Module) -> None:
@@ -178,6 +192,7 @@ class DDPStrategy(ProcessGroupStrategy):
         Raises:
             ConfigError: It holds shards, or the precision skips steps by rank, and weights are to be averaged.
         """
+        self._stepped.pop(id(optimizer), None)
         if self.model_averaging_period is not None:
             if type(optimizer).__name__ in ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"):
                 raise ConfigError(
@@ -204,16 +219,21 @@ class DDPStrategy(ProcessGroupStrategy):
         """
         original = self.unwrap(module)
         step = original if name == "forward" else getattr(original, name)
-        if not isinstance(module, Replica) or name in _EVALUATION:
+        if name in _EVALUATION:
             return step
-        return self._bound_training(module, step) if name == "training_step" else _bound(module, step)
+        if not isinstance(module, Replica):
+            changes = None if self._placed is None else self._placed.get(module)
+            return step if changes is None else self._bound_placed(module, changes, step)
+        return self._bound_training(module, step) if name == "training_step" else self._bound(module, step)
 
     def _bound_training(self, replica: Replica, step: StepFunction) -> StepFunction:
         call = Call(step, is_training=True)
+        replica.__dict__["is_trained_by_step"] = True
 
         def run(*args: object, **kwargs: object) -> object:
-            if replica.frozen and replica.is_outdated():
-                self._rebuild(replica)
+            # One pass in C: nothing is called when requires_grad changes.
+            if replica.changes.is_set or [*map(_IS_TRAINED, replica.all_parameters)] != replica.trained:
+                self._adopt_changes(replica)
             try:
                 loss = replica(call, *args, **kwargs)
             except RuntimeError as error:
@@ -224,6 +244,31 @@ class DDPStrategy(ProcessGroupStrategy):
                 return loss
             replica.steps.output = None
             return NoLoss(loss) if output is NOTHING else _with_loss(output, loss)
+
+        return run
+
+    def _bound_placed(self, module: nn.Module, changes: Changes, step: StepFunction) -> StepFunction:
+        def run(*args: object, **kwargs: object) -> object:
+            if changes.is_set and torch.is_grad_enabled():
+                self._adopt_new(module, changes, [*changes.new_parameters(module)])
+            return step(*args, **kwargs)
+
+        return run
+
+    def _bound(self, replica: Replica, step: StepFunction) -> StepFunction:
+        call = Call(step, is_training=False)
+
+        def run(*args: object, **kwargs: object) -> object:
+            if (
+                not torch.is_grad_enabled()
+            ):  # torch would broadcast buffers even so: a rank with more batches would hang
+                return step(*args, **kwargs)
+            if replica.changes.is_set or [*map(_IS_TRAINED, replica.all_parameters)] != replica.trained:
+                self._adopt_changes(replica)
+            try:
+                return replica(call, *args, **kwargs)
+            except RuntimeError as error:
+                raise _explained(error, replica) from error
 
         return run
 
@@ -276,7 +321,14 @@ class DDPStrategy(ProcessGroupStrategy):
             raise _explained(error, replica) from error
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> bool:
-        """Step the optimizer; where weights are averaged from time to time, do that when it is due."""
+        """Step the optimizer; where weights are averaged from time to time, do that when it is due.
+
+        Raises:
+            ModuleError: It steps parameters whose gradients are not averaged.
+        """
+        if self._stepped.get(id(optimizer)) != [*map(len, map(params_of_group, optimizer.param_groups))]:
+            # A loop that calls the module itself, and not its training_step, may average other gradients itself.
+            self._check_stepped(optimizer, [one.changes for one in self._replicas if one.is_trained_by_step])
         has_stepped = super().optimizer_step(optimizer, closure)
         if self._averaging is not None:
             self._averaging.after_step(optimizer)
@@ -339,8 +391,36 @@ class DDPStrategy(ProcessGroupStrategy):
         with torch.cuda.stream(torch.cuda.Stream()):
             return make()
 
-    def _rebuild(self, replica: Replica) -> None:
-        """Take parameters in that were frozen and are trained from now on: torch would not average their gradients."""
+    def _adopt_new(self, module: nn.Module, changes: Changes, names: Sequence[str]) -> bool:
+        """Let new parameters and buffers become rank 0's; return whether anything has changed.
+
+        Args:
+            module: The user's.
+            changes: Of it.
+            names: Of the parameters that have changed.
+        """
+        new = changes.new_tensors(module)
+        if names or new:
+            what = f"parameters {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}" if names else "buffers"
+            agree_on_changes(what, self.global_rank, self.world_size, self.stall_timeout)
+            self.check_module(module)
+            broadcast_tensors(new)
+        changes.settle(module)
+        return bool(names or new)
+
+    def _adopt_changes(self, replica: Replica) -> None:
+        """Wrap a changed module again: torch averages the gradients of those parameters only that it was wrapped with.
+
+        On every rank: it communicates. New parameters and buffers become rank 0's.
+
+        Raises:
+            ModuleError: The module was not changed on all ranks, or not alike; names what differs.
+        """
+        module, changes = replica.original, replica.changes
+        outdated, present = replica.outdated(), {id(one) for one in module.parameters()}
+        names = [*outdated, *(f"one of {tuple(one.shape)}" for one in replica.all_parameters if id(one) not in present)]
+        if not self._adopt_new(module, changes, names):
+            return
         hook = replica.comm_hook
         replica.rebuild(self.ddp_kwargs)
         if hook is not None:
@@ -352,20 +432,6 @@ class DDPStrategy(ProcessGroupStrategy):
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
-
-
-def _bound(replica: Replica, step: StepFunction) -> StepFunction:
-    call = Call(step, is_training=False)
-
-    def run(*args: object, **kwargs: object) -> object:
-        if not torch.is_grad_enabled():  # torch would broadcast buffers even so: a rank with more batches would hang
-            return step(*args, **kwargs)
-        try:
-            return replica(call, *args, **kwargs)
-        except RuntimeError as error:
-            raise _explained(error, replica) from error
-
-    return run
 
 
 def _no_step() -> None:

@@ -20,6 +20,7 @@ from ...precision.base import DefaultDtype
 from ...protocols import StepOutput
 from ..base import non_finite_norm
 from ..ddp.replica import NOTHING, Call, loss_tensor
+from ..distributed.changes import Changes
 from ..distributed.clipping import largest_over_ranks
 from .gathering import Event, gathering_in_steps, modules_noted, repeat
 
@@ -42,6 +43,7 @@ class EngineRoot(nn.Module):
 
     Attributes:
         module: The user's module.
+        changes: Notes what is added to it.
         stage: ZeRO stage.
         output: What a step returned beside its loss tensor; None if nothing.
         is_manual: Whether the user's step makes backward passes and optimizer steps itself.
@@ -56,6 +58,7 @@ class EngineRoot(nn.Module):
 
     is_pipeline = False
     module: nn.Module
+    changes: Changes
     engine: Engine  # None before start; see has_engine
     stage: int
     output: StepOutput
@@ -73,12 +76,16 @@ class EngineRoot(nn.Module):
         self.module = module
         # Not through nn.Module: the engine has this module as its submodule.
         self.__dict__.update(
-            engine=None, stage=stage, output=None, is_manual=is_manual, ends_window=True, is_window_open=False,
+            engine=None, changes=Changes(module), stage=stage, output=None,
+            is_manual=is_manual, ends_window=True, is_window_open=False,
             has_gradients=False, grad_norm=None, loaded=None, first={}, evaluated=None, _work=None, _clipped_norm=None,
         )  # fmt: skip
 
-    def forward(self) -> StepOutput:
-        """Run the current call, and return what a backward pass may begin at."""
+    def forward(self, *batch: object, **options: object) -> StepOutput:
+        """Run the current call, and return what a backward pass may begin at; with arguments, run the user's module."""
+        if batch or options:
+            output: StepOutput = self.module(*batch, **options)
+            return output
         call, args, kwargs = self.__dict__["_work"]
         output = call.step(*args, **kwargs)
         is_manual = self.is_manual or not torch.is_grad_enabled()

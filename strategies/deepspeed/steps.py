@@ -56,6 +56,8 @@ def _bind(strategy: DeepSpeedStrategy, root: EngineRoot, step: Step, *, is_train
     def run(*args: object, **kwargs: object) -> StepOutput:
         if not torch.is_grad_enabled():
             return evaluate(*args, **kwargs)
+        if root.changes.is_set:
+            _refuse_changes(strategy, root)
         strategy.last_root = reference
         output = root.run(call, args, kwargs)
         if is_training and output.__class__ is not Tensor:
@@ -63,6 +65,19 @@ def _bind(strategy: DeepSpeedStrategy, root: EngineRoot, step: Step, *, is_train
         return output
 
     return run
+
+
+def _refuse_changes(strategy: DeepSpeedStrategy, root: EngineRoot) -> None:
+    """Refuse parameters that were added to the module since its engine was made."""
+    new = [*root.changes.new_parameters(root.module)]
+    if new:
+        raise ModuleError(
+            f"Expected the parameters of {type(root.module).__name__} as they were when its DeepSpeed engine was made, "
+            f"got new ones on rank {strategy.global_rank}: {', '.join(new[:5])}{' ...' if len(new) > 5 else ''}.",
+            fix="create all parameters before fit, or in configure_model; freeze those that are trained later with "
+            "requires_grad=False; or train with strategy='ddp' or 'fsdp', which take in new layers.",
+        )
+    root.changes.settle(root.module)
 
 
 def _checked(strategy: DeepSpeedStrategy, step: Step) -> Step:

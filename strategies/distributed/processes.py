@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from ...errors import ConfigError, LaunchError, ModuleError, nearest
 from ..constructors import inherit_descriptions, passed_on
 from ..parallel import ParallelStrategy
+from .changes import Changes, params_of_group
 from .collectives import host_device, same_everywhere
 from .layer_sync import check_sync_batchnorm
 from .rendezvous import connect
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
 
     from ...accelerators import Accelerator
     from ...precision import Precision
@@ -92,6 +94,8 @@ class ProcessGroupStrategy(ParallelStrategy):
         self.start_method = start_method
         self.uneven = uneven
         self.process_group_backend = process_group_backend
+        # By the id of an optimizer: the sizes of its groups when their parameters were looked at.
+        self._stepped: dict[int, list[int]] = {}
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -150,6 +154,28 @@ class ProcessGroupStrategy(ParallelStrategy):
             f"Expected the same {type(module).__name__} on all ranks, got different tensors:{''.join(lines)}",
             fix="build the module from the same configuration, files and library versions on all ranks.",
         )
+
+    def _check_stepped(self, optimizer: Optimizer, modules: Sequence[Changes]) -> None:
+        """Refuse parameters of an optimizer that have gradients and have been in none of these modules.
+
+        Raises:
+            ModuleError: Their gradients are not averaged; lists them by group and shape.
+        """
+        strange = [
+            f"parameter {index} of group {number} {tuple(one.shape)}"
+            for number, group in enumerate(optimizer.param_groups)
+            for index, one in enumerate(group["params"])
+            if one.grad is not None and not any(module.has_had(one) for module in modules)
+        ]
+        if modules and strange:
+            raise ModuleError(
+                f"Expected parameters of the module in {type(optimizer).__name__}, whose gradients "
+                f"{type(self).__name__} averages over ranks, got others on rank {self.global_rank}: "
+                f"{'; '.join(strange[:5])}{' ...' if len(strange) > 5 else ''}.",
+                fix="assign the layer to an attribute of the module before it is added to the optimizer; a plain list "
+                "or dict does not register it, nn.ModuleList and nn.ModuleDict do.",
+            )
+        self._stepped[id(optimizer)] = [*map(len, map(params_of_group, optimizer.param_groups))]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(device={str(self.device)!r}, world_size={self.world_size})"

@@ -8,8 +8,10 @@ is a plain call.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -17,7 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 
+from ...errors import ModuleError
 from ..ddp.replica import NOTHING, Call, loss_tensor, replace_loss
+from ..distributed.changes import Changes
 from ..distributed.shards import is_sharded
 from ..tree import leaves
 from .deferred_reduction import average, forget, holds_gradient
@@ -27,14 +31,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.utils.hooks import RemovableHandle
 
     from ..mesh.tensor import TensorPlan
 
-__all__ = ["ROOT", "ShardedRoot", "groups_of", "reshard", "root_of", "run_empty", "units_of"]
+__all__ = ["ROOT", "STORAGE_OF", "ShardedRoot", "groups_of", "reshard", "root_of", "run_empty", "units_of"]
 
 logger = logging.getLogger(__name__)
 
 # Any in this file: what the user's steps take and return.
+
+STORAGE_OF = Tensor.untyped_storage
+_LOCAL_OF: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 
 ROOT = "_loopwright_root"
 """Attribute of the user's module that holds its root, beside its submodules: a later run continues with it."""
@@ -74,7 +82,10 @@ class ShardedRoot(nn.Module):
         group: The processes over which gradients are averaged; None: all.
 
     Attributes:
-        names: The parameters of the module that were sharded, or replicated, or ignored.
+        changes: Notes what is added to the module since it was sharded.
+        shards: The sharded parameters.
+        storages: Their storages when the module was sharded. Another one comes in by `parameter.data = ...`, which
+            leaves the local shards as they are, or by `module.to(...)`, which does not.
         replicated: Parameters that every rank has in full, because they cannot be sharded.
         unused: Knows which sharded parameters no loss has reached; None where nothing is sharded.
         output: What a training step returned beside its loss tensor; None where that was all.
@@ -85,8 +96,10 @@ class ShardedRoot(nn.Module):
         has_deferred: Whether there may be gradients that no backward pass has averaged yet.
         reached: Set when a backward pass went through this module, until the gradients of `replicated` are averaged;
             never where there are none, or `is_by_parts`.
+        running: Set within the forward of this object.
         is_by_parts: Whether the children of the user's module are run separately (manual optimization): each of them is
             sharded by itself, and this object does nothing.
+        is_trained_by_step: Whether the user's training_step is run in the forward of this object.
     """
 
     replicated: tuple[nn.Parameter, ...] = ()
@@ -101,11 +114,16 @@ class ShardedRoot(nn.Module):
         self.mesh = mesh
         self.group = group
         self.module = module
-        self.names = frozenset(name for name, _ in module.named_parameters())
+        self.changes = Changes(module)
+        self.shards: list[Tensor] = []
+        self.storages: list[torch.UntypedStorage] = []
+        self._addresses: list[int] = []
+        self._handles: list[RemovableHandle] = []
         self.is_by_parts = is_by_parts
+        self.is_trained_by_step = False
         self.is_synchronized = True
         self.has_deferred = False
-        self.reached = Mark()
+        self.reached, self.running = Mark(), Mark()
         self.output: Any = None
         # By name: parameters that were built with empty_init=True, and what their versions were then.
         self.unfilled: dict[str, tuple[nn.Parameter, int]] = {}
@@ -116,13 +134,23 @@ class ShardedRoot(nn.Module):
         """Run the `Call` that is the first argument, or the module's own forward."""
         call = args[0] if args else None
         if call.__class__ is not Call:
-            output = self.module(*args, **kwargs)
+            running, self.running.is_set = self.running.is_set, True
+            if not (running or torch.is_grad_enabled()):  # no backward pass will free what is gathered
+                self._handles.append(self.register_forward_hook(_reshard_after))
+            try:
+                output = self.module(*args, **kwargs)
+            finally:
+                self.running.is_set = running
             if self.replicated and torch.is_grad_enabled():
                 self._note_backward_from(output)
             return output
         if isinstance(self.module, FSDPModule):  # sharded by the user, and a step is not its forward
             self.module.unshard()
-        output = call.step(*args[1:], **kwargs)
+        running, self.running.is_set = self.running.is_set, True
+        try:
+            output = call.step(*args[1:], **kwargs)
+        finally:
+            self.running.is_set = running
         if self.replicated and torch.is_grad_enabled():
             self._note_backward_from(output)
         if not call.is_training or output.__class__ is Tensor:
@@ -132,12 +160,89 @@ class ShardedRoot(nn.Module):
         self.output = NOTHING if output is None else output
         return loss_tensor(output)
 
+    def gather_outside_of_steps(self) -> None:
+        """Let the user's module, and its layers outside of all units, be called in hooks and callbacks, too.
+
+        What this object's forward does around a step is done around the outermost such call.
+        """
+        state: Any = self._get_fsdp_state()  # type: ignore[operator]  # torch's own, without a public name
+        state._lazy_init()  # else a unit that is called first takes itself for the root
+        owners = {one._module_info.module: None for group in groups_of(self) for one in group.fsdp_params}
+        reference, running = weakref.ref(self), self.running
+
+        def begin(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+            root = None if running.is_set else reference()
+            if root is None:
+                return None
+            running.is_set = True
+            handle = module.register_forward_hook(end, always_call=True)
+            root._handles.append(handle)
+            return state._pre_forward(root, args, kwargs)
+
+        def end(module: nn.Module, args: tuple[object, ...], output: object) -> object:
+            root = reference()
+            assert root is not None
+            root._handles.pop().remove()
+            running.is_set = False
+            output = state._post_forward(root, args, output)
+            if not torch.is_grad_enabled():
+                reshard(root)
+            return output
+
+        for owner in {self.module: None, **owners}:
+            if not isinstance(owner, FSDPModule):
+                owner.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+
     def replicate(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remember parameters that every rank has in full, and note each backward pass that comes to them."""
-        self.replicated = tuple(parameters)
-        for one in self.replicated:
+        added = tuple(parameters)
+        self.replicated += added
+        for one in added:
             if one.requires_grad and not self.is_by_parts:
                 one.register_post_accumulate_grad_hook(self.reached.set)
+
+    def settle(self) -> None:
+        """Take the module as it is now: its parameters are sharded, or replicated, or ignored."""
+        self.changes.settle(self.module)
+        self.shards = self.sharded_parameters()
+        self.storages = [*map(STORAGE_OF, self.shards)]
+        self._addresses = [shard.data_ptr() for shard in map(_LOCAL_OF, self.shards)]
+
+    def check_shards(self, rank: int) -> None:
+        """Refuse changes of sharded parameters that torch would overwrite or not read. Does not communicate.
+
+        Raises:
+            ModuleError: Names the parameters.
+        """
+        owners = set(self.module.modules())
+        changed, lost = [], []
+        known = zip(self.storages, self._addresses, strict=True)
+        was = dict(zip(map(id, self.shards), known, strict=True))
+        for one in self._members(None):
+            storage, address = was.get(id(one.sharded_param), (None, None))
+            place, name = one._module_info, str(one._param_fqn).removeprefix("module.")
+            if place.module not in owners:
+                continue  # its layer was taken out
+            if place.module._parameters.get(place.param_name) is not one.sharded_param:
+                changed.append(name)
+            elif storage is not None and STORAGE_OF(one.sharded_param) is not storage:
+                part = _LOCAL_OF(one.sharded_param)
+                if part.data_ptr() == address and part.numel():
+                    lost.append(name)
+                else:
+                    one.reset_sharded_param()
+        if changed or lost:
+            raise ModuleError(
+                f"Expected the sharded parameters as they were set up on rank {rank}, got "
+                + " and ".join(
+                    f"{what} {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+                    for what, names in (("other parameters in place of", changed), ("other data in", lost))
+                    if names
+                )
+                + ": what is assigned would be lost.",
+                fix="to change values, load full tensors with module.load_state_dict({name: value}, strict=False), or "
+                "change the parameter in place with torch.no_grad(); to replace a parameter, replace its layer.",
+            )
 
     def expect_unused(self) -> None:
         """Note, from now on, which sharded parameters a backward pass does not reach."""
@@ -240,6 +345,11 @@ class ShardedRoot(nn.Module):
 def _version(parameter: Tensor) -> int:
     # A sharded parameter is changed through the DTensor, or through its local shard.
     return parameter._version + (parameter._local_tensor._version if is_sharded(parameter) else 0)
+
+
+def _reshard_after(root: ShardedRoot, args: object, output: object) -> None:
+    root._handles.pop().remove()
+    reshard(root)
 
 
 def root_of(module: nn.Module) -> ShardedRoot | None:

@@ -148,6 +148,9 @@ def shard(
     for one in module.modules():
         if any(is_sharded(parameter) for parameter in one.parameters(recurse=False)):
             one.register_load_state_dict_pre_hook(_take_full)
+    if target.is_sharded and not is_by_parts:
+        root.gather_outside_of_steps()
+    root.settle()
     module.__dict__[ROOT] = root
     if is_rank_zero:
         logger.info(

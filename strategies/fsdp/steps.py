@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import ModuleError
 from ..ddp.replica import Call, loss_tensor
-from .root import ShardedRoot, reshard
+from .root import STORAGE_OF, ShardedRoot, reshard
 
 if TYPE_CHECKING:
     from ...protocols import StepFunction
@@ -24,8 +24,12 @@ __all__ = ["bound", "bound_training", "explain"]
 def bound_training(root: ShardedRoot, step: StepFunction, strategy: FSDPStrategy) -> StepFunction:
     """Return a function that runs a training step in the forward of the root and returns the step's output."""
     call = Call(step, is_training=True)
+    root.is_trained_by_step = strategy.world_size > 1
 
     def run(*args: object, **kwargs: object) -> object:
+        # One pass in C: nothing is called when `parameter.data` is assigned.
+        if root.changes.is_set or [*map(STORAGE_OF, root.shards)] != root.storages:
+            strategy.adopt_changes(root)
         if root.unfilled:
             root.check_values()
         try:
@@ -51,13 +55,18 @@ def _check_loss(output: object, strategy: str) -> None:
         )
 
 
-def bound(root: ShardedRoot, step: StepFunction) -> StepFunction:
+def bound(root: ShardedRoot, step: StepFunction, strategy: FSDPStrategy) -> StepFunction:
     """Return what runs any other step, or the forward; a pass without gradients leaves no parameter gathered."""
     call = Call(step, is_training=False)
     has_order = False
 
     def run(*args: object, **kwargs: object) -> object:
         nonlocal has_order
+        if root.changes.is_set or [*map(STORAGE_OF, root.shards)] != root.storages:
+            if torch.is_grad_enabled():
+                strategy.adopt_changes(root)
+            else:  # ranks may have unequally many batches to evaluate: nothing is communicated here
+                root.check_shards(strategy.global_rank)
         if root.unfilled:
             root.check_values()
         is_recorded = has_order or torch.is_grad_enabled()
@@ -76,10 +85,16 @@ def bound(root: ShardedRoot, step: StepFunction) -> StepFunction:
 
 
 def explain(error: RuntimeError) -> None:
-    """Add the cause to an error of torch, where a parameter was read as a DTensor."""
-    if any(text in str(error) for text in ("mixed torch.Tensor and DTensor", "inputs with different meshes")):
-        error.add_note(
-            "A parameter was read outside of the forward of its unit, where each rank has a part of it (a DTensor). "
-            "Take parameter.full_tensor() in its place, or read it in the forward of its unit, or let "
-            "auto_wrap_policy= leave it outside of all units."
-        )
+    """Add the cause to an error of torch, where a parameter was read as a DTensor; once."""
+    if not any(text in str(error) for text in ("mixed torch.Tensor and DTensor", "inputs with different meshes")):
+        return
+    if _READ_OUTSIDE not in getattr(error, "__notes__", ()):
+        error.add_note(_READ_OUTSIDE)
+
+
+_READ_OUTSIDE = (
+    "A parameter was read outside of the forward of its unit, where each rank has a part of it (a DTensor). Take "
+    "parameter.full_tensor() in its place, on every rank; or read it in the forward of its unit; or let "
+    "auto_wrap_policy= leave it outside of all units. In a hook or callback, call the module, a layer of it, or "
+    "trainer.model(...), on every rank: they gather what they need."
+)

@@ -26,6 +26,7 @@ from ..construction.deferred import DeferredInit
 from ..construction.wrap_policy import choose_units
 from ..constructors import passed_on, rest_of
 from ..distributed import gradients
+from ..distributed.changes import agree_on_changes, params_of_group
 from ..distributed.clipping import scale_to_norm, total_norm
 from ..distributed.live_objects import LiveObjects
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
@@ -259,6 +260,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             root = self._shard(module)
         else:
             self._check_mesh_of(root)
+            self.adopt_changes(root)
         self._roots.add(root)
         return root
 
@@ -333,14 +335,32 @@ class FSDPStrategy(ProcessGroupStrategy):
                 f"{_shown(root.layout)} of an earlier run.",
                 fix="build the module again and load its weights from a checkpoint.",
             )
-        new = [name for name, _ in root.module.named_parameters() if name not in root.names]
-        if new:
-            raise ModuleError(
-                f"Expected the parameters of {type(root.module).__name__} as sharded in an earlier run, got new "
-                f"parameters: {', '.join(new[:5])}{' ...' if len(new) > 5 else ''}.",
-                fix="create all parameters before the first run, or build the module again and load its weights from "
-                "a checkpoint.",
-            )
+
+    def adopt_changes(self, root: ShardedRoot) -> None:
+        """Take in parameters that were added to a module since it was sharded; every rank has them in full.
+
+        On every rank: it communicates. They and new buffers become rank 0's.
+
+        Raises:
+            ModuleError: Sharded parameters were replaced, the mesh splits layers, or ranks were not changed alike.
+        """
+        module, changes = root.module, root.changes
+        root.check_shards(self.global_rank)
+        new = changes.new_parameters(module)
+        tensors = [one for one in changes.new_tensors(module) if not is_sharded(one)]
+        if tensors and self.world_size > 1:
+            shown = f"{', '.join([*new][:5])}{' ...' if len(new) > 5 else ''}" if new else "buffers"
+            if self.model_axes:
+                raise ModuleError(
+                    f"Expected the parameters of {type(module).__name__} as they were split over "
+                    f"{_shown(self.model_axes)}, got new ones on rank {self.global_rank}: {shown}.",
+                    fix="create all parameters before the first run, or in configure_model.",
+                )
+            agree_on_changes(shown, self.global_rank, self.world_size, self.stall_timeout)
+            self.check_module(module)
+            broadcast_tensors(tensors, self._source_group)
+        root.replicate(one for one in new.values() if not is_sharded(one))
+        root.settle()
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Broadcast rank 0's buffers to all ranks."""
@@ -355,6 +375,9 @@ class FSDPStrategy(ProcessGroupStrategy):
         """
         if self.world_size == 1:
             return
+        for root in self._roots:
+            if root.changes.is_set:  # in manual optimization; a step that it runs sees it before
+                self.adopt_changes(root)
         known = {id(one) for root in self._roots for one in root.replicated}
         replicated = [one for one in parameters if not is_sharded(one) or id(one) in known]
         if replicated:
@@ -381,6 +404,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             ConfigError: It needs full parameters.
             ModuleError: It has state for a parameter that was replaced and that does not fit the sharded one.
         """
+        self._stepped.pop(id(optimizer), None)
         name = type(optimizer).__name__
         if name in _NEEDS_FULL:
             raise ConfigError(
@@ -416,7 +440,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         from .steps import bound, bound_training
 
         is_training = name == "training_step" and not module.is_by_parts
-        return bound_training(module, step, self) if is_training else bound(module, step)
+        return bound_training(module, step, self) if is_training else bound(module, step, self)
 
     def _step_of(self, original: nn.Module, name: str) -> StepFunction:
         """Return the user's own step; it runs while parameters are gathered."""
@@ -497,6 +521,9 @@ class FSDPStrategy(ProcessGroupStrategy):
         Raises:
             ModuleError: Gradients of its parameters were not averaged: it would step without them.
         """
+        if self._stepped.get(id(optimizer)) != [*map(len, map(params_of_group, optimizer.param_groups))]:
+            # A loop that calls the module itself, and not its training_step, may average other gradients itself.
+            self._check_stepped(optimizer, [one.changes for one in self._roots if one.is_trained_by_step])
         for root in self._roots:
             if root.has_deferred and closure is None and root.waits_for_average(_parameters(optimizer)):
                 raise ModuleError(

@@ -13,14 +13,22 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from ... import __version__
+from ...data.combined import CombinedLoader
 from ...data.distributed.evaluation import count_eval_rounds, in_loader_order, shard_eval
-from ...data.distributed.fingerprint import SAME_DATA, fingerprint_batch, is_same_on_all
+from ...data.distributed.fingerprint import (
+    SAME_DATA,
+    count_listed,
+    fingerprint_batch,
+    fingerprint_listed,
+    is_same_on_all,
+    listed_in,
+)
 from ...data.distributed.indexed import drawn_alike
 from ...data.distributed.shard import Shard, merge_states
 from ...data.rng import capture_rng
@@ -32,6 +40,7 @@ from .rank_rng import check_copies
 
 if TYPE_CHECKING:
     from ...fabric import Fabric
+    from ...protocols import Loaders
     from ...strategies import Strategy
     from ..run import Run
     from ..setup.loaders import StageLoaders
@@ -137,8 +146,14 @@ def distribute_loaders(loaders: StageLoaders, strategy: Strategy, *, splits: boo
     shard = Shard(topology.data_rank, topology.data_size, uneven=uneven, splits=splits)
     loaders.shard = shard
     loaders.agree = agree
+
+    def share(loader: Loaders) -> Any:  # Any: what is evaluated with
+        if splits:
+            _compare_listed(strategy, [loader])
+        return shard_eval(loader, shard, share=strategy.broadcast)
+
     loaders.evaluation = {
-        "share": lambda loader: shard_eval(loader, shard, share=strategy.broadcast),
+        "share": share,
         "count": count_eval_rounds,
     }
 
@@ -176,7 +191,12 @@ def _compare_steps(run: Run) -> None:
     for number, optimizer in enumerate(run.optimizers if run.compares_rates else ()):
         for index, group in enumerate(optimizer.param_groups):
             facts[f"learning rate of group {index} of optimizer {number}"] = repr(float(group.get("lr", 0.0)))
-    compare(strategy, facts, where=f" in epoch {run.progress.epochs}")
+    where = f" in epoch {run.progress.epochs}"
+    try:
+        compare(strategy, facts, where=where)
+    except ConfigError:
+        compare(strategy, {f"parameter {name}": "trained" for name in names}, where=where)  # which ones, if they differ
+        raise
 
 
 def check_first_batch(run: Run, batch: object) -> None:
@@ -208,10 +228,46 @@ def check_first_batch(run: Run, batch: object) -> None:
                 fix="let the order depend on the global generators, on a generator in an attribute with the same seed "
                 "everywhere, or on set_epoch; or pass a DistributedSampler.",
             )
+        loader = stream.loader
+        _compare_listed(run.fabric.strategy, loader.flattened if isinstance(loader, CombinedLoader) else [loader])
         return
     strategy = run.fabric.strategy
     if strategy.topology.data_size > 1 and is_same_on_all(strategy.gather_reports(fingerprint_batch(batch))):
         logger.warning(SAME_DATA, type(stream.loader).__name__)
+
+
+def _compare_listed(strategy: Strategy, loaders: Sequence[object]) -> None:
+    """Compare what map-style data sets list their samples in: the order of the same samples must be the same.
+
+    Samples that differ are none of our business: a data set may be another one on each rank, or hold paths of its rank.
+
+    Raises:
+        DataError: On every rank: names the attribute, and the ranks that have another order.
+    """
+    if strategy.topology.data_size == 1:
+        return
+    listed = {
+        f"{number}: {path}" if len(loaders) > 1 else path: values
+        for number, loader in enumerate(loaders)
+        for path, values in listed_in(getattr(loader, "dataset", None)).items()
+    }
+    everywhere = strategy.gather_objects({path: fingerprint_listed(values) for path, values in listed.items()})
+    shared = set(everywhere[0]).intersection(*everywhere[1:])
+    other = [path for path in listed if path in shared and len({one[path] for one in everywhere}) > 1]
+    if not other:
+        return
+    counts = strategy.gather_objects({path: count_listed(listed[path]) for path in other})
+    for path in other:
+        is_split = path.endswith(".indices")  # of torch's Subset: these are the order
+        if not is_split and (counts[0][path] is None or len({one[path] for one in counts}) > 1):
+            continue
+        ranks = [rank for rank, one in enumerate(everywhere) if one[path] != everywhere[0][path]]
+        raise DataError(
+            f"Expected the samples of {path} in the same order on all ranks, got another order on {_ranks(ranks)} than "
+            "on rank 0: samples would be read twice, and others never.",
+            fix="sort what is listed; shuffle or split it with a generator that has the same seed on every rank; or "
+            "pass use_distributed_sampler=False if each rank has other data.",
+        )
 
 
 # --- states of the data ---------------------------------------------------------------------------------------------
