@@ -865,6 +865,10 @@ class Trainer(TrainerAttributes):
                 from .graph_advice import advice_on_evaluation, advice_on_graph
                 from .inference_tensors import advice_on
 
+                if "DTensor" in str(error):
+                    from ..strategies.fsdp.steps import explain
+
+                    explain(error)
                 if self.state.fn == "fit":
                     advice = advice_on(error, run.module) or advice_on_graph(error, run.module, hook)
                 else:
