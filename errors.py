@@ -160,7 +160,10 @@ def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
     if len(single) == 1:
         return single[0]
     whats = "".join(f"\n  {number}. {error.what}" for number, error in enumerate(single, 1))
-    fixes = "".join(f"\n  {number}. {error.fix}" for number, error in enumerate(single, 1))
+    numbers: dict[str, list[str]] = {}  # of the problems that a remedy is for
+    for number, error in enumerate(single, 1):
+        numbers.setdefault(error.fix, []).append(str(number))
+    fixes = "".join(f"\n  {', '.join(places)}. {fix}" for fix, places in numbers.items())
     result = ConfigError(f"Expected a valid configuration, got {len(single)} problems:{whats}", fix=fixes)
     result.__dict__["joined"] = tuple(single)
     return result

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from ..protocols import AnyBatch, AnyOutput, StateDict
     from ..trainer.trainer import Trainer
 
-__all__ = ["Callback", "Checkpoint", "from_rank_zero"]
+__all__ = ["Callback", "Checkpoint", "find_state", "from_rank_zero"]
 
 R = TypeVar("R")
 AnyModule: TypeAlias = Any  # lw.Module or any nn.Module that trains; Any, so that a subclass may narrow it
@@ -230,3 +231,32 @@ class Checkpoint(Callback):
 
     runs_last = True
     hears_every_step = True  # writing a checkpoint takes all ranks
+
+
+def find_state(states: Iterable[str], key: str) -> str | None:
+    """Return the key in a checkpoint's states that names the same arguments: by value, so that 1 is 1.0.
+
+    Args:
+        states: The state keys in a checkpoint.
+        key: `state_key` of the callback; its own key is preferred.
+    """
+    if key in states:
+        return key
+    wanted = _arguments_in(key)
+    same = [one for one in states if wanted is not None and _arguments_in(one) == wanted]
+    return same[0] if len(same) == 1 else None
+
+
+def _arguments_in(key: str) -> tuple[str, object] | None:
+    """Return the name and the arguments of a key; None if it has none, or they are not plain values."""
+    name, brace, text = key.partition("{")
+    try:
+        return (name, _without_tuples(ast.literal_eval(brace + text))) if brace else None
+    except (ValueError, SyntaxError):
+        return None
+
+
+def _without_tuples(value: object) -> object:  # a file has lists in their place
+    if isinstance(value, dict):
+        return {key: _without_tuples(inner) for key, inner in value.items()}
+    return [_without_tuples(inner) for inner in value] if isinstance(value, list | tuple) else value

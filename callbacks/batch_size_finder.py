@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..messages import warn
-from .base import Callback
+from .base import Callback, find_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,7 +88,8 @@ class BatchSizeFinder(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Set the size that the saved run found, before the loaders are opened."""
-        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        states = checkpoint.get("callbacks", {})
+        state = states.get(find_state(states, self.state_key))
         if trainer.state.fn == "fit" and state:
             self.load_state_dict(state)
             self.write_found(trainer, (pl_module, trainer.datamodule))

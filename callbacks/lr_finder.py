@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..messages import warn
-from .base import Callback
+from .base import Callback, find_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,7 +91,8 @@ class LearningRateFinder(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Set the rate that the saved run found, before optimizers are made."""
-        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        states = checkpoint.get("callbacks", {})
+        state = states.get(find_state(states, self.state_key))
         if trainer.state.fn == "fit" and state:
             self.load_state_dict(state)
             self.write_found(trainer, (pl_module, trainer.datamodule))

@@ -338,6 +338,21 @@ class CLI:
         """Return further parameters of a subcommand's method that are not settings."""
         return frozenset()
 
+    def _tell_unwritten(self) -> None:
+        """Say before predictions are computed that nothing writes them, as far as that can be seen."""
+        from ..callbacks import BasePredictionWriter
+
+        hooks = ("on_predict_batch_end", "on_predict_epoch_end", "on_predict_end")
+        is_written = hasattr(self, "after_predict") or any(
+            isinstance(one, BasePredictionWriter) or any(not _is_own(getattr(type(one), hook, None)) for hook in hooks)
+            for one in (self.model, *self.trainer.callbacks)
+        )
+        if not is_written:
+            sys.stderr.write(
+                f"{self._shown_program()}: no callback writes the predictions: what predict_step returns is lost when "
+                "the program ends. Add a subclass of BasePredictionWriter to trainer.callbacks\n"
+            )
+
     def _verb(self, command: str) -> Callable[..., Any]:
         method: Callable[..., Any] = getattr(self.trainer, command)
         return method
@@ -352,6 +367,8 @@ class CLI:
                 arguments = self._made(*self._program.arguments)
                 if self.datamodule is not None:
                     arguments["datamodule"] = self.datamodule
+                if self.subcommand == "predict":
+                    self._tell_unwritten()
                 self.result = self._verb(self.subcommand)(model=self.model, **arguments)
             elif hook is not None:
                 hook()
@@ -361,6 +378,11 @@ def _as_list(value: object) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _is_own(function: object) -> bool:
+    """Whether a hook is Loopwright's, or is not there."""
+    return function is None or getattr(function, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
 
 
 def _is_callback(value: object) -> bool:

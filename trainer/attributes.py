@@ -5,6 +5,7 @@ Nothing here changes a run; some arguments and limits can be set under their own
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import signal
@@ -19,6 +20,7 @@ from ..callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from ..errors import nearest
 from ..loggers import Logger
 from ..remote import is_url
+from ..tracebacks import show_trimmed
 from .loop.optimizers import ManagedOptimizer
 from .loop.schedule import LRSchedulerConfig
 from .run import Run
@@ -102,6 +104,19 @@ class TrainerAttributes:
     _last_run: Run | None
     _spawned_module: nn.Module | None
     _assigned_datamodule: DataModule | None
+
+    if not TYPE_CHECKING:  # type checkers know the arguments from __init__
+        # Here and not in Trainer, whose __init__ is then the signature that `inspect` shows.
+        def __new__(cls, *args, **kwargs):
+            """Refuse arguments that the constructor does not take, with what to write instead."""
+            show_trimmed()
+            code, known = cls.__init__.__code__, cls.__init__.__kwdefaults__ or {}
+            is_closed = code.co_argcount == 1 and not code.co_flags & inspect.CO_VARKEYWORDS
+            if is_closed and code.co_kwonlyargcount == len(known) and not kwargs.keys() <= known.keys():
+                from .setup.unknown_arguments import refuse_arguments
+
+                refuse_arguments(kwargs.keys() - known.keys(), known)
+            return super().__new__(cls)
 
     def present_run(self) -> Run | None:
         """Return what is happening now; None between two verbs."""
@@ -474,6 +489,11 @@ class TrainerAttributes:
         if name in _STAGES and "state" in self.__dict__:
             return self.state.stage == _STAGES[name]
         raise AttributeError(f"Trainer has no attribute {name!r}{nearest(name, dir(type(self)))}")
+
+    def __dir__(self) -> list[str]:
+        """List what can be read now: `inspect.getmembers`, notebooks and fire read all of it."""
+        outside = {"estimated_stepping_batches"} if self.__dict__.get("_run") is None else set()
+        return sorted({*super().__dir__(), *_READABLE_ARGUMENTS, *_LIMITS, *_STAGES} - outside)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _LIMITS and "fit_loop" in self.__dict__:

@@ -145,18 +145,6 @@ class Trainer(TrainerAttributes):
         ConfigError: Names every invalid argument.
     """
 
-    if not TYPE_CHECKING:  # type checkers know the arguments from __init__
-
-        def __new__(cls, *args, **kwargs):
-            """Refuse arguments that there are not, with what to write instead."""
-            show_trimmed()
-            known = Trainer.__init__.__kwdefaults__
-            if cls.__init__ is Trainer.__init__ and not kwargs.keys() <= known.keys():
-                from .setup.unknown_arguments import refuse_arguments
-
-                refuse_arguments(kwargs.keys() - known.keys(), known)
-            return super().__new__(cls)
-
     def __init__(
         self,
         *,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import callbacks as standard  # most of its names are imported when they are used
-from ...callbacks.base import from_rank_zero
+from ...callbacks.base import find_state, from_rank_zero
 from ...checkpoint import storage
 from ...console import ONLY_LOGS
 from ...errors import CheckpointError, ConfigError
@@ -66,12 +66,31 @@ def _best(trainer: Trainer, verb: str) -> str:
         raise ConfigError(
             f"trainer.{verb}(ckpt_path='best') needs a ModelCheckpoint callback.", fix="add one, or pass a path."
         )
-    if not callback.best_model_path:
+    best = callback.best_model_path or from_rank_zero(trainer, lambda: _best_of_files(trainer, callback))
+    if not best:
         raise ConfigError(
-            f"trainer.{verb}(ckpt_path='best'): ModelCheckpoint has saved nothing yet.",
-            fix="train first, or pass the module to evaluate its present weights.",
+            f"trainer.{verb}(ckpt_path='best'): ModelCheckpoint has saved nothing yet, nor has an earlier run.",
+            fix="train first, pass a path, or pass the module to evaluate its present weights.",
         )
-    return str(callback.best_model_path)
+    return str(best)
+
+
+def _best_of_files(trainer: Trainer, callback: standard.ModelCheckpoint) -> str | None:
+    """Return the best checkpoint of an earlier process, as the newest intact one in the callback's folder names it."""
+    from ...callbacks.model_checkpoint.files import exists
+    from ...checkpoint.tools.formats import Reading, open_checkpoint
+
+    newest = storage.newest_valid(callback.find_last(trainer), lambda path, error: warn(f"{path} is damaged: {error}"))
+    if newest is None:
+        return None
+    states = open_checkpoint(str(newest), Reading()).tree.get("callbacks") or {}
+    state = states.get(find_state(states, callback.state_key)) or {}
+    best = str(state.get("best_model_path") or "")
+    moved = os.path.join(os.path.dirname(str(newest)), os.path.basename(best))  # with its folder
+    found = next((path for path in (best, moved) if best and exists(path)), None)
+    if found is not None:
+        logger.info("ckpt_path='best': %s, according to %s", found, newest)
+    return found
 
 
 def _last(trainer: Trainer) -> str | None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ... import __version__
 from ...callbacks import Callback
+from ...callbacks.base import find_state
 from ...checkpoint import content as contents
 from ...checkpoint.content import Content
 from ...data.rng import capture_rng, restore_rng
@@ -362,12 +363,17 @@ def restore_module(run: Run, content: Content) -> None:
 
 def _restore_callbacks(callbacks: list[Callback], states: StateDict) -> None:
     known = {callback.state_key: callback for callback in callbacks if _has_state(callback)}
-    unused = [key for key in states if key not in known]
+    found = {key: find_state(states, key) for key in known}
+    unused = [key for key in states if key not in found.values()]
     if unused:
-        logger.warning("the checkpoint has the state of callbacks that this Trainer has not: %s", ", ".join(unused))
+        logger.warning(
+            "the checkpoint has states of callbacks that this Trainer does not have, or has with other arguments: %s",
+            ", ".join(unused),
+        )
     for key, callback in known.items():
-        if key in states:
-            callback.load_state_dict(states[key])
+        saved = found[key]
+        if saved is not None:
+            callback.load_state_dict(states[saved])
 
 
 def _has_state(callback: Callback) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...callbacks import Callback, Checkpoint
+from ...callbacks.base import find_state
 from ...data.rng import capture_rng, restore_rng
 from ...protocols import StateDict
 from ..loop import rank_rng
@@ -61,7 +62,7 @@ def _call_checkpoints(trainer: Trainer, run: Run, event: str, keys: set[str]) ->
     """Call the hook of an event on the checkpoint callbacks with these state keys."""
 
     def chosen(callback: Callback) -> bool:
-        return isinstance(callback, Checkpoint) and callback.state_key in keys
+        return isinstance(callback, Checkpoint) and find_state(keys, callback.state_key) is not None
 
     progress, rng = trainer.progress, capture_rng()
     fire = run.lifecycle.of_callbacks(event, chosen=chosen)

@@ -42,7 +42,7 @@ def from_environment(given: dict[str, object], defaults: dict[str, object]) -> d
         if raw is None or given[name] is not default:
             continue
         try:
-            merged[name] = literal_eval(raw)
+            merged[name] = literal_eval(raw.capitalize() if raw.lower() in ("true", "false", "none") else raw)
         except (ValueError, SyntaxError):
             merged[name] = raw
     return merged
@@ -82,6 +82,9 @@ class Arguments:
     benchmark: bool | None = None
     matmul_precision: str | None = None
     inference_mode: bool = True
+    use_distributed_sampler: bool = True
+    sync_batchnorm: bool = False
+    enable_autolog_hparams: bool = True
     detect_anomaly: bool = False
     barebones: bool = False
     reload_dataloaders_every_n_epochs: int = 0
@@ -143,6 +146,7 @@ class Arguments:
 
     def _wrong_values(self) -> list[LoopwrightError]:
         problems = [
+            *self._wrong_flags(),
             *self._wrong_counts(),
             *self._wrong_limits(),
             *self._wrong_validation(),
@@ -196,6 +200,18 @@ class Arguments:
                 ConfigError(f"nonfinite_loss={self.nonfinite_loss!r}.", fix=f"pass one of {', '.join(POLICIES)}.")
             )
         return problems
+
+    def _wrong_flags(self) -> list[LoopwrightError]:
+        names = (
+            "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_autolog_hparams",
+            "detect_anomaly", "inference_mode", "barebones", "benchmark", "use_distributed_sampler", "sync_batchnorm",
+        )  # fmt: skip
+        given = {name: getattr(self, name) for name in names}
+        return [
+            ConfigError(f"{name}={value!r}; expected True or False.", fix=f"pass {name}=True or {name}=False.")
+            for name, value in given.items()
+            if value is not None and not (hasattr(value, "__bool__") and value in (False, True))
+        ]
 
     def _wrong_counts(self) -> list[LoopwrightError]:
         rules: tuple[tuple[str, int, bool], ...] = (

@@ -158,7 +158,7 @@ class _Reader:
             make = import_module("lightning.pytorch").Trainer
             self._trainer = make(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
         # Some properties raise an error of their own outside of a run.
-        return name in dir(self._trainer) or hasattr(self._trainer, name)
+        return hasattr(type(self._trainer), name) or hasattr(self._trainer, name)
 
     def _read_class(self, node: ast.ClassDef) -> Iterator[Use]:
         bases: list[type] = []

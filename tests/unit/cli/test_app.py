@@ -415,7 +415,7 @@ def test_a_subcommand_runs_with_its_hooks_and_saves_its_configuration(
     assert again.result[0]["test_loss"] == pytest.approx(
         float(cli.trainer.test(cli.model, cli.datamodule, verbose=False)[0]["test_loss"])
     )
-    assert "has not" not in capsys.readouterr().err
+    assert "states of callbacks" not in capsys.readouterr().err
 
 
 def test_the_printed_configuration_makes_the_same_objects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -660,6 +660,27 @@ def test_a_file_that_no_run_has_written_is_left_alone(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="was not written by a run and is kept"):
         lw.cli.CLI(Net, Data, args=["fit", *QUIET, "--config", "config.yaml", "trainer.max_steps=1"])
     assert (tmp_path / "config.yaml").read_text() == mine
+
+
+class Writer(lw.BasePredictionWriter):
+    def write_on_batch_end(self, *args: Any) -> None: ...
+
+
+class Listening(Net):
+    def on_predict_batch_end(self, *args: Any) -> None: ...
+
+
+@pytest.mark.parametrize("kept_by", ["nobody", "a writer", "the module"])
+def test_predictions_that_nobody_keeps_are_announced(
+    kept_by: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Listening if kept_by == "the module" else Net
+    monkeypatch.setattr(model, "predict_step", lambda self, batch, batch_idx: batch[0], raising=False)
+    monkeypatch.setattr(Data, "predict_dataloader", Data.val_dataloader, raising=False)
+    defaults = {"callbacks": [Writer()]} if kept_by == "a writer" else {}
+    lw.cli.CLI(model, Data, args=["predict", *QUIET], trainer_defaults=defaults, exits=False)
+    text = capsys.readouterr().err
+    assert ("no callback writes the predictions" in text) == (kept_by == "nobody")
 
 
 def test_help_is_about_parameters_and_the_class_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:

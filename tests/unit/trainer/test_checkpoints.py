@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from toys import Net, ValidatedNet, assert_same, loader, net, quiet, train_by_ha
 
 import loopwright as lw
 from loopwright.callbacks import EMA, Callback, ModelCheckpoint
+from loopwright.errors import ConfigError
 
 
 def names(folder: Path) -> list[str]:
@@ -158,3 +160,51 @@ def test_a_checkpoint_saved_after_a_validation_of_its_own_resumes_the_fit(tmp_pa
     resumed = net(ValidatedNet)
     quiet(max_steps=6).fit(resumed, loader(), loader(2), ckpt_path=tmp_path / "after.ckpt")
     assert_same(resumed, whole)
+
+
+def test_the_best_of_an_earlier_process_is_found_in_the_files(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "a", "{step}", monitor="val", mode="min", save_top_k=-1)
+    fit(net(Numbered), checkpoint, val=loader(2), max_epochs=3)
+    best = Path(checkpoint.best_model_path)
+    assert best.name == "step=4.ckpt"
+    (tmp_path / "a").rename(tmp_path / "b")
+    again = ModelCheckpoint(tmp_path / "b", "{step}", monitor="val", mode="min", save_top_k=-1)
+    trainer = quiet(enable_checkpointing=True, callbacks=[again])
+    module = net(Numbered, seed=2)
+    trainer.validate(module, loader(2), ckpt_path="best", verbose=False)
+    assert trainer.ckpt_path == str(tmp_path / "b" / "step=4.ckpt")
+    assert_same(module, torch.load(trainer.ckpt_path)["state_dict"])
+    empty = quiet(enable_checkpointing=True, callbacks=[ModelCheckpoint(tmp_path / "c")])
+    with pytest.raises(ConfigError, match="has saved nothing yet, nor has an earlier run"):
+        empty.validate(module, loader(2), ckpt_path="best")
+
+
+class Counting(Callback):
+    def __init__(self, weight: float, sizes: Sequence[int]) -> None:
+        self.weight, self.sizes, self.batches = weight, sizes, 0
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(weight=self.weight, sizes=self.sizes)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.batches += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.batches = state_dict["batches"]
+
+
+def test_states_of_callbacks_are_found_by_the_values_of_their_arguments(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = fit(net(), Counting(1, (2, 3)), Counting(2, (2, 3)), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    same, other = Counting(1.0, [2, 3]), Counting(5.0, [2, 3])  # as a saved configuration has the first
+    resumed = quiet(callbacks=[same, other], max_epochs=2)
+    resumed.fit(net(), loader(), ckpt_path=tmp_path / "a.ckpt")
+    assert (same.batches, other.batches) == (8, 4)
+    (told,) = [record.message for record in caplog.records if "states of callbacks" in record.message]
+    assert "or has with other arguments: Counting{'weight': 2, 'sizes': (2, 3)}" in told

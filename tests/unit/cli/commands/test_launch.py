@@ -292,3 +292,14 @@ def test_the_commands_of_the_documentation_work(
     for words in commands:
         words = [re.sub(r"\$\w+", "1", word) for word in words]
         assert launch(["--dry-run", *words]) == 0, (words, capsys.readouterr().err)
+
+
+def test_one_remedy_of_several_problems_is_printed_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(f"--config {write(tmp_path, 'trainer: 1')} a.py")
+    assert caught.value.fix.startswith("use nproc-per-node")
+    text = "\n".join(f"{name}: 1" for name in ("trainer", "model", "data", "seed"))
+    with pytest.raises(ConfigError) as caught:
+        plan(f"--config {write(tmp_path, text)} a.py")
+    assert str(caught.value).count("use nproc-per-node") == 1
+    assert "1, 2, 3, 4. use nproc-per-node" in str(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import pydoc
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,15 @@ WRONG: list[tuple[str, Any]] = [
     ("callbacks", 3),
     ("callbacks", [3]),
     ("callbacks", [Net]),
+    ("enable_checkpointing", "False"),
+    ("enable_progress_bar", "no"),
+    ("enable_model_summary", [True]),
+    ("detect_anomaly", 2),
+    ("inference_mode", "off"),
+    ("use_distributed_sampler", "false"),
+    ("sync_batchnorm", 0.5),
+    ("enable_autolog_hparams", "x"),
+    ("benchmark", "yes"),
     ("fast_dev_run", -1),
     ("fast_dev_run", 1.5),
     ("fast_dev_run", "yes"),
@@ -311,3 +321,40 @@ def test_arguments_resolve_to_defaults_by_themselves() -> None:
     assert (arguments.enable_checkpointing, arguments.enable_progress_bar, arguments.enable_model_summary) == (
         True, True, True,
     )  # fmt: skip
+
+
+class Extended(lw.Trainer):
+    def __init__(self, extra: int = 3, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+
+
+class Same(lw.Trainer):
+    """Adds methods only."""
+
+
+@pytest.mark.parametrize("kind", [lw.Trainer, Same])
+def test_the_constructor_shows_its_arguments(kind: type[lw.Trainer]) -> None:
+    shown = inspect.signature(kind)
+    assert shown == inspect.signature(lw.Trainer.__init__).replace(parameters=list(shown.parameters.values()))
+    assert {"accelerator", "max_epochs", "compile"} <= shown.parameters.keys()
+    assert all(one.kind is one.KEYWORD_ONLY for one in shown.parameters.values())
+    assert shown.parameters["max_steps"].default == -1
+    assert f"{kind.__name__}(*, accelerator" in pydoc.render_doc(kind, renderer=pydoc.plaintext)
+    with pytest.raises(ConfigError, match="accelerator='gpu', devices="):
+        kind(gpus=1)
+    assert list(inspect.signature(Extended).parameters) == ["extra", "kwargs"]
+
+
+def test_all_that_dir_lists_can_be_read() -> None:
+    trainer = quiet()
+    names = {name for name, _ in inspect.getmembers(trainer)}
+    assert {"max_epochs", "log_every_n_steps", "fit"} <= names
+    assert "estimated_stepping_batches" not in names
+
+
+def test_words_in_the_environment_are_true_and_false(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOOPWRIGHT_TRAINER_ENABLE_CHECKPOINTING", "false")
+    monkeypatch.setenv("LOOPWRIGHT_TRAINER_DETECT_ANOMALY", "TRUE")
+    trainer = lw.Trainer(logger=False, accelerator="cpu")
+    assert not trainer.checkpoint_callbacks
+    assert trainer._arguments.detect_anomaly is True
