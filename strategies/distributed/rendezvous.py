@@ -396,7 +396,7 @@ def _hosts(rank: int) -> bool:
 
 def _is_agents() -> bool:
     """Return whether the store belongs to torchrun's agent, so that it outlives an attempt."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get(HOSTED) != "hosted"
 
 
 def _is_one_machine(cluster: Rendezvous) -> bool:

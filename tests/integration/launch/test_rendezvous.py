@@ -205,7 +205,8 @@ def test_different_counts_are_named() -> None:
     )
 
 
-def _failure_posted(rank: int, size: int) -> str:
+def _failure_posted(rank: int, size: int, inherited: dict[str, str]) -> str:
+    os.environ.update(inherited)
     if rank == 1:
         store = rendezvous.open_store(here(rank, size), SHORT)
         try:
@@ -220,8 +221,9 @@ def _failure_posted(rank: int, size: int) -> str:
     return str(caught.value)
 
 
-def test_a_failure_ends_the_waiting_at_once() -> None:
-    message = run_ranks(_failure_posted, 2, connect=False)[0]
+@pytest.mark.parametrize("inherited", [{}, {"TORCHELASTIC_USE_AGENT_STORE": "True"}], ids=["alone", "below torchrun"])
+def test_a_failure_ends_the_waiting_at_once(inherited: dict[str, str]) -> None:
+    message = run_ranks(_failure_posted, 2, inherited, connect=False)[0]
     assert "Rank 1 (host" in message
     assert "no such file" in message
     assert "--- traceback of rank 1 ---" in message
