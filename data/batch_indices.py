@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ..protocols import Loaders
+from ..protocols import Batch, Loaders
 from .distributed.evaluation import EvalShard
 from .persistent_workers import PersistentWorkersLoader
 from .sources.indexed import is_indexed
@@ -21,6 +21,9 @@ __all__ = ["IndexRecord", "record_indices"]
 class IndexRecord:
     """Stands for a sampler or batch sampler, and records the indices that the loader draws from it.
 
+    Attributes:
+        latest: The indices of the batch that `following` gave last; None where they are not known.
+
     A loader with workers draws indices before it yields their batches, in the same order.
 
     Args:
@@ -30,6 +33,7 @@ class IndexRecord:
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
         self._handed: deque[list[Any]] = deque()
+        self.latest: list[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         self._handed.clear()
@@ -49,6 +53,16 @@ class IndexRecord:
         if name.startswith("__") or name == "_sampler":  # a copy asks before there is anything to ask
             raise AttributeError(name)
         return getattr(self._sampler, name)
+
+    def count_latest(self) -> int | None:
+        """Return how many indices `latest` has; None where they are not known."""
+        return None if self.latest is None else len(self.latest)
+
+    def following(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield batches of the loader, each with its indices as `latest`."""
+        for batch in batches:
+            self.latest = self.next()
+            yield batch
 
     def next(self) -> list[Any] | None:
         """Return the indices of the next batch that the loader gives; None if it did not ask for any."""

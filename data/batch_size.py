@@ -1,10 +1,11 @@
-"""The number of samples in a batch, where its tensors alone do not show it: their first dimension is compared with the
-batch size of the loader.
+"""The number of samples in a batch, where its tensors alone do not show it: the sampler's indices count them, or their
+first dimension is compared with the batch size of the loader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from types import NoneType
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, default_collate
 from ..messages import warn
 from ..protocols import Batch, Loaders
 from .limit import find_length
-from .move import find_batch_size, find_tensors
+from .move import find_batch_size, find_opaque, find_tensors
+from .sources.indexed import is_indexed
 
 __all__ = ["BatchSizes"]
 
@@ -29,23 +31,41 @@ class BatchSizes:
 
     Args:
         loader: The user's loader, or what stands for it; None where nothing is known.
+        count: Returns how many indices the sampler gave for the latest batch; None where that is not known.
 
     Attributes:
         expected: What `find_batch_size` finds in batches that need no second look; `resolve` is for others.
+        count: As given.
+        needs_indices: Whether the collation hides the size, and the sampler may tell it.
+        is_batched: Whether the sampler gives batches of indices.
     """
 
-    def __init__(self, loader: Loaders = None) -> None:
+    def __init__(self, loader: Loaders = None, count: Callable[[], int | None] | None = None) -> None:
         while type(loader).__module__.startswith(_PACKAGE) and hasattr(loader, "loader"):
             loader = loader.loader
-        self.expected: int | None = None
+        self.expected: int | None = -1  # which no batch has
         self._full: int | None = None  # samples of a full batch, where the loader says so
         self._rest: int | None = None  # samples of the last batch; 0: as many, None: unknown
         self._is_certain = False
         self._are_lists = False
         self._dim = 0  # of the samples, where it is another than the first
         self._has_warned = False
+        self.needs_indices = False
+        self.is_batched = True
+        self.count: Callable[[], int | None] = NoneType  # which returns None
         if isinstance(loader, DataLoader):
             self._read(loader)
+            self.needs_indices = not self._is_certain and is_indexed(loader)
+            # Without automatic batching an index is a batch of unknown size, unless a sampler of batches gave it.
+            self.is_batched = loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
+            if self.needs_indices and count is not None:
+                self.follow(count)
+
+    def follow(self, count: Callable[[], int | None]) -> None:
+        """Use the numbers of the sampler's indices from now on."""
+        self.count = count
+        if self._rest != 0:  # else each batch is a full one
+            self.expected = -1  # each batch gets a second look
 
     def _read(self, loader: DataLoader[Batch]) -> None:
         sampler = loader.batch_sampler
@@ -72,30 +92,48 @@ class BatchSizes:
             batch: A batch of the loader.
             found: What was found in it.
         """
-        full = self._full
+        exact = self.count()
+        full = self._full if exact is None else exact
         if full is None:
             return self._without_loader(batch, found)
+        if exact is not None and (found is None or found == exact):
+            return exact
         if self._are_lists and isinstance(batch, list | tuple):
             return len(batch)
-        if self._dim:
+        if self._dim and exact is None:
             return _common_size(batch, self._dim)
-        is_rest = found is not None and found < full and self._rest in (None, found)
+        is_rest = exact is None and found is not None and found < full and self._rest in (None, found)
         if isinstance(batch, list | tuple) and len(batch) == full and (not is_rest or _are_alike(batch)):
             # Each entry is a sample, not a field: the length counts, in the last batch, too.
-            self._are_lists, self.expected = True, None
+            self._are_lists = True
+            self.expected = self.expected if exact is not None else None
             return full
         if is_rest:
             return found
         dim = next((dim for dim in (1, 2) if _common_size(batch, dim) == full), 0)
+        if dim and exact is not None:
+            return exact
         if dim:
             self._dim, self.expected = dim, None
         self._warn(
-            f"expected batches of {full} samples, the batch size of the loader, got {found} in the first dimension; "
+            f"expected batches of {full} samples, as the loader says, got {found} in the first dimension; "
             + (f"dimension {dim} counts" if dim else f"{full} count")
         )
         return full
 
+    def warn_unknown(self, batch: Batch) -> None:
+        """Say once that a batch of objects weighs 1 in a mean, whatever is in it."""
+        if find_opaque(batch):
+            self._warn("a batch of objects does not tell its size, and weighs 1")
+
     def _without_loader(self, batch: Batch, found: int | None) -> int | None:
+        if found is None:
+            # As graphs of PyG and DGL, and TensorDict, say it.
+            told = getattr(batch, "num_graphs", getattr(batch, "batch_size", None))
+            if isinstance(told, tuple) and told:
+                told = told[0]
+            if type(told) is int:
+                return told
         if (
             type(batch) is list
             and found is not None

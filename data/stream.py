@@ -169,6 +169,10 @@ class BatchStream:
             return 0
         return upto if source.ends_at_length else source.at_most(upto)
 
+    def count_latest(self) -> int | None:
+        """Return how many samples the sampler chose for the latest batch; None where no sampler says it."""
+        return self._source.count_latest()
+
     def describe_order(self) -> int | None:
         """Return a number that depends on the order of samples: equal on all ranks if they distribute the same.
 

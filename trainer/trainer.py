@@ -996,7 +996,7 @@ class Trainer(TrainerAttributes):
         stream = run.stream = self.loaders.open_training()
         from ..data.batch_size import BatchSizes
 
-        self._metrics.sizes = BatchSizes(stream.loader)
+        self._metrics.sizes = BatchSizes(stream.loader, stream.count_latest)
         if run.has_ranks:
             from .loop.copies import watch_batches  # not imported where there is one process
 

@@ -73,6 +73,7 @@ class ShardedIndexStream(IndexStream):
         self._given = 0  # global batches handed to the loader in this pass
         self._skipped = 0  # batches of the epoch before this pass
         self._marks: deque[tuple[int, int]] = deque(maxlen=most_in_flight + _MOST_BACK)
+        self._own: deque[Any] = deque(maxlen=most_in_flight + 1)  # this rank's latest batches of indices
         self._head: list[Any] = []  # the epoch's first batches of indices, to fill a global batch with
         self._watches_numpy = False
         self.empty_global_batch = -1
@@ -122,10 +123,10 @@ class ShardedIndexStream(IndexStream):
             digest = _fold(digest, index)
         self._marks.append((place + count, digest))
         self._given += 1
-        if rank < count:
-            return batches[rank]
-        if uneven == "cycle":
-            return self._head[(rank - count) % len(self._head)]
+        if rank < count or uneven == "cycle":
+            own = batches[rank] if rank < count else self._head[(rank - count) % len(self._head)]
+            self._own.append(own)
+            return own
         self.empty_global_batch = self._given - 1
         return _END
 
@@ -157,6 +158,11 @@ class ShardedIndexStream(IndexStream):
     def _find_mark(self, position: int) -> tuple[int, int] | None:
         place = len(self._marks) - 1 - (self._given - position)
         return self._marks[place] if place >= 0 else None
+
+    @override
+    def find(self, position: int) -> Any:
+        back = self._given - position
+        return self._own[-1 - back] if 0 <= back < len(self._own) else None
 
     @override
     def has_ended(self, position: int) -> bool:

@@ -200,6 +200,10 @@ class SynchronizedSource(Source):
         self._inner.announce_epoch(epoch)
 
     @override
+    def count_latest(self, back: int = 0) -> int | None:
+        return self._inner.count_latest(back + len(self._ahead))
+
+    @override
     def describe_order(self) -> int | None:
         return self._inner.describe_order()
 

@@ -138,6 +138,14 @@ class Source(ABC):
         """Tell samplers and data sets which epoch begins."""
         announce_epoch(self.loader, epoch)
 
+    def count_latest(self, back: int = 0) -> int | None:
+        """Return how many indices the sampler gave for the batch that was given last; None where that is not known.
+
+        Args:
+            back: For the batch that came this number of batches before it.
+        """
+        return None
+
     def describe_order(self) -> int | None:
         """Return a number that is equal on all ranks if what is distributed to them is; None if nothing is."""
         return None

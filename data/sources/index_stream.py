@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from numbers import Integral
 from typing import Any
 
@@ -23,7 +23,7 @@ from ...protocols import Batch, StateDict
 from ..rng import RngStream, capture_rng, kinds_that_moved
 from ..worker import Numbered
 
-__all__ = ["IndexStream", "draws_only_at_start"]
+__all__ = ["IndexStream", "count_indices", "draws_only_at_start"]
 
 _END: Any = object()
 # Python may change how it hashes tuples of integers: digests are compared only where this value is equal.
@@ -207,6 +207,11 @@ class IndexStream:
                 break
             self._ahead.append(index)
 
+    def find(self, position: int) -> Any:
+        """Return the indices of the batch that was given last, after this many; None if they are no longer known."""
+        place = position - self._folded - 1
+        return self._handed[place] if 0 <= place < len(self._handed) else None
+
     def has_ended(self, position: int) -> bool:
         """Return whether the sampler is known to have ended and every batch was given."""
         return self._has_ended and not self._ahead and position >= self._folded + len(self._handed)
@@ -277,6 +282,11 @@ _OTHER_ORDER = (
     "let the order depend only on the global generators, on a generator in an attribute, or on set_epoch; or give the "
     "sampler state_dict and load_state_dict; and resume with the same data, batch size and sampler arguments."
 )
+
+
+def count_indices(index: object) -> int | None:
+    """Return how many samples a batch sampler has chosen; None where its batches have no length."""
+    return len(index) if isinstance(index, Sized) else None
 
 
 def draws_only_at_start(sampler: Any) -> bool:

@@ -15,7 +15,7 @@ from ..limit import find_length
 from ..rng import capture_generators, capture_rng, derive_key, find_generators, restore_generators, restore_rng
 from ..worker import SeedingDataset, WorkerInit
 from .base import Source, position_of
-from .index_stream import IndexStream
+from .index_stream import IndexStream, count_indices
 
 __all__ = ["IndexedSource", "is_indexed"]
 
@@ -196,6 +196,12 @@ class IndexedSource(Source):
         batch = self._fetch()
         self.position += 1
         return batch
+
+    @override
+    def count_latest(self, back: int = 0) -> int | None:
+        index = self._index.find(self.position + self.shift - back)
+        # Without automatic batching, an index is a batch of unknown size unless it is a list.
+        return count_indices(index) if self.loader.batch_sampler is not None or type(index) is list else None
 
     @override
     def at_most(self, upto: int) -> int:

@@ -22,6 +22,7 @@ from ..checkpointing.snapshot import note_row_of_validation
 from ..run import Run
 
 if TYPE_CHECKING:
+    from ...data.batch_indices import IndexRecord
     from ...data.batch_size import BatchSizes
 
 __all__ = ["EvalLoader", "EvalLoop"]
@@ -44,6 +45,7 @@ class EvalLoader:
     limits: list[int | float] = field(default_factory=list)
     combined: CombinedLoader | None = None
     is_off: bool = False
+    records: dict[int, IndexRecord] = field(default_factory=dict)
     _sizes: dict[int, BatchSizes] = field(default_factory=dict)
 
     def sizes_of(self, index: int) -> BatchSizes:
@@ -51,7 +53,14 @@ class EvalLoader:
         if index not in self._sizes:
             from ...data.batch_size import BatchSizes
 
-            self._sizes[index] = BatchSizes(self.loaders[index])
+            sizes = self._sizes[index] = BatchSizes(self.loaders[index])
+            if sizes.needs_indices and sizes.is_batched:
+                from ...data.batch_indices import record_indices
+
+                self.loaders[index], record = record_indices(self.loaders[index])
+                if record is not None:
+                    sizes.follow(record.count_latest)
+                    self.records[index] = record
         return self._sizes[index]
 
     def announce_epoch(self, epoch: int) -> None:
@@ -78,9 +87,10 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[tuple[int, Iterator[Batch]]]:
         """Yield the number of each loader and its batches, up to the limit."""
-        for index, (loader, limit) in enumerate(zip(self.loaders, self.limits, strict=True)):
+        for index, limit in enumerate(self.limits):
             if limit:
-                yield index, _take(loader, limit)
+                self.sizes_of(index)  # may let the loader record indices
+                yield index, _take(self.loaders[index], limit)
 
 
 def _take(loader: Loader, limit: int | float) -> Iterator[Batch]:
@@ -192,6 +202,9 @@ class EvalLoop:
 
                 batches = in_step(batches, run, data.count_of(dataloader_idx))
             batches = life.bracketed_items(batches, f"[EvalLoop].{stage}_next")
+            record = data.records.get(dataloader_idx)
+            if record is not None:
+                batches = record.following(batches)
             for batch_idx, host_batch in enumerate(batches):
                 metrics.batch = batch = transfer(host_batch, dataloader_idx)
                 metrics.sized = None

@@ -62,7 +62,7 @@ def train_held_window(run: Run, size: int) -> bool:
         held.add(batch)
 
     run.has_stepped = held.step_with_closure() if plan.needs_closure else held.step()
-    samples = sum(metrics.sizes.of(batch) or 0 for batch in held.batches if batch is not NO_BATCH)
+    samples = sum(size or 0 for size in held.sizes)
     count_window(run, len(held.batches), samples)
     last = len(held.batches) - 1
     for offset, (batch, output, seen) in enumerate(zip(held.batches, held.outputs, held.seen, strict=True)):
@@ -130,6 +130,7 @@ class _HeldWindow:
 
     Attributes:
         batches: Those of the loader, on the device; NO_BATCH where only other ranks have one.
+        sizes: The number of samples in each, None where it is unknown.
         outputs: What training_step returned for each, in the first evaluation; that of its parts is joined.
         seen: Its loss as a value, detached; None without one.
     """
@@ -138,6 +139,7 @@ class _HeldWindow:
         assert run.plan is not None
         self._run, self._plan, self._first = run, run.plan, first
         self.batches: list[object] = []
+        self.sizes: list[int | None] = []
         self.outputs: list[object] = []
         self.seen: list[Tensor | None] = []
         self._micro_batches: list[_MicroBatch] = []
@@ -155,12 +157,13 @@ class _HeldWindow:
         """
         offset, num_parts = len(self.batches), self._run.fabric.strategy.parts_per_batch
         self.batches.append(batch)
+        sizes = self._run.metrics.sizes
+        size = None if sizes is None or batch is NO_BATCH else sizes.of(batch)  # now: it is the stream's latest batch
+        self.sizes.append(size)
         if num_parts == 1 or batch is NO_BATCH:
             self._micro_batches.append(_MicroBatch(batch, offset))
             return
-        sizes = self._run.metrics.sizes
-        count = None if sizes is None or find_batch_size(batch) is None else sizes.of(batch)
-        parts, lengths = split_batch(batch, num_parts, num_samples=count)
+        parts, lengths = split_batch(batch, num_parts, num_samples=None if find_batch_size(batch) is None else size)
         total = sum(lengths)
         self._micro_batches += [
             _MicroBatch(part, offset, length, total / length if length else 1.0, number == 0)
@@ -288,7 +291,7 @@ class _HeldWindow:
         if batch is NO_BATCH:
             output = run.fabric.strategy.without_data(run.model)
         else:
-            metrics.select_batch(batch, one.size)
+            metrics.select_batch(batch, self.sizes[one.offset] if one.size is None else one.size)
             metrics.table = plan.table
             output = plan.training_step(batch, self._first + one.offset)
             metrics.table = metrics.nowhere

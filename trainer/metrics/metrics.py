@@ -333,6 +333,8 @@ class Metrics:
         shapes = shapes_of(batch)
         if accumulator.shapes is None:
             accumulator.shapes = shapes
+            if self.sizes is not None:
+                self.sizes.warn_unknown(batch)
         elif accumulator.shapes != shapes:
             raise ModuleError(
                 f"log({accumulator.name!r}): the mean over the epoch needs the size of each batch; the batches differ "

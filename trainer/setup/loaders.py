@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
@@ -247,7 +248,7 @@ class StageLoaders:
             if isinstance(loader, assemble.ReadOnce):
                 raise loader.error("and the check before training (num_sanity_val_steps) would read from it")
         limit = math.inf if count == -1 else count
-        return EvalLoader(data.original, data.loaders, [min(limit, n) for n in data.limits], data.combined)
+        return replace(data, limits=[min(limit, n) for n in data.limits])
 
     def capture_generators(self) -> StateDict:
         """Return the states of generators that the validation loaders hold in their attributes, by path."""

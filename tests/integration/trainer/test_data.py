@@ -13,8 +13,9 @@ import torch.distributed as dist
 from loader_kinds import check_resume
 from ranks import run_ranks
 from sharing import Numbers, draw, plain, seed, through_disk
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+import loopwright as lw
 from loopwright.data import (
     NO_BATCH,
     BatchStream,
@@ -232,6 +233,71 @@ def test_evaluation_reads_every_sample_once_in_the_order_of_one_process(count: i
             assert sorted(index for batch in passes[number] for index in batch) == list(range(count))
         if not workers:
             assert passes == whole
+
+
+class Bag:
+    """Samples in an object that does not tell their number."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def to(self, device: Any, **options: Any) -> Bag:
+        return self
+
+    def mean(self) -> float:
+        return sum(map(float, self.samples)) / len(self.samples)
+
+
+def weigh(rank: int, size: int, kind: str) -> dict[str, float]:
+    """Return the means over an epoch of numbers that are logged as means over batches."""
+
+    class Mean(lw.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Bag, batch_idx: int) -> Any:
+            self.log("training", batch.mean(), on_step=False, on_epoch=True)
+            return self.net(torch.ones(1)).sum()
+
+        def validation_step(self, batch: Bag, batch_idx: int) -> None:
+            self.log("validation", batch.mean())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    numbers = [*range(13)]
+    options: dict[str, Any] = {"batch_size": 2, "shuffle": True}
+    if kind == "workers":
+        options.update(num_workers=1, persistent_workers=True)
+    if kind == "distributed sampler":
+        options = {"batch_size": 3, "sampler": DistributedSampler(numbers, size, rank, shuffle=False)}  # type: ignore[arg-type]
+    if kind == "buckets":
+        options = {"batch_sampler": [[0], [1, 2, 3, 4], [5, 6], [7, 8, 9, 10], [11], [12]]}
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(numbers, collate_fn=Bag, **options)  # type: ignore[arg-type]
+
+    trainer = lw.Trainer(
+        accelerator="cpu", devices=size, strategy=lw.strategies.DDPStrategy(uneven="zero_weight"), max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Mean(), loader(), loader())
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def weigh_all(rank: int, size: int) -> dict[str, dict[str, float]]:
+    return {kind: weigh(rank, size, kind) for kind in ("shuffled", "workers", "distributed sampler", "buckets")}
+
+
+def test_means_of_ranks_are_exactly_those_of_the_samples() -> None:
+    exact = {"training": 6.0, "validation": 6.0}
+    padded = dict.fromkeys(exact, 78 / 14)  # torch's sampler repeats the first sample
+    expected = {"shuffled": exact, "workers": exact, "buckets": exact}
+    for found in run_ranks(weigh_all, 2, connect=False):
+        sampled = found.pop("distributed sampler")
+        assert found == expected
+        assert sampled == pytest.approx(padded, rel=1e-15)  # a mean over three is rounded
 
 
 def resume_each(rank: int, size: int, folder: Path, names: list[str]) -> None:

@@ -348,7 +348,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch_goes_on_where_the_samples_
 
 def test_a_batch_size_that_does_not_divide_the_samples_read_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.ckpt", max_steps=2, max_epochs=1)
-    with pytest.raises(DataError, match="middle of an epoch with 2 samples in a batch; now there are 3"):
+    with pytest.raises(DataError, match="The epoch was begun with 2 samples in a batch; now there are 3"):
         quiet(max_epochs=1).fit(net(), loader(batch_size=3), ckpt_path=path)
 
 

@@ -164,15 +164,15 @@ def test_a_run_that_is_resumed_stops_at_the_same_step(limit: dict[str, int], tmp
 
 def test_a_used_up_limit_is_said_and_a_raised_one_goes_on() -> None:
     trainer = quiet(max_samples=8)
-    module = net()
-    trainer.fit(module, loader())
+    module, data = net(), loader()
+    trainer.fit(module, data)
     with pytest.warns(UserWarning, match=r"nothing to do.*max_samples=8"):
-        trainer.fit(module, loader())
+        trainer.fit(module, data)
     assert trainer.global_step == 4
     trainer.max_samples = 9
-    trainer.fit(module, loader())
+    trainer.fit(module, data)
     assert trainer.global_step == 5
-    trainer.fit(module, loader())  # the limit fell within an epoch
+    trainer.fit(module, data)  # the limit fell within an epoch
     assert trainer.global_step == 5
 
 
