@@ -16,6 +16,7 @@ from ..data.gather import gathering
 from ..data.move import move_to_device
 from ..data.rng import capture_rng, restore_rng
 from ..data.sources.base import announce_epoch
+from ..data.sources.stateful import is_stateful
 from ..data.stream import BatchStream
 from ..data.tree import is_collection
 from ..errors import ConfigError, DataError, ModuleError, nearest
@@ -74,6 +75,8 @@ class FabricDataLoader:
         self._stream = BatchStream(self.loader, shard=self._shard, agree=agree)
         self._num_passes = 0
         self._current: object = None
+        # Whether the next or current training pass continues where a state of the user's loader was taken.
+        self._has_own_state = False
 
     @property
     def device(self) -> torch.device | None:
@@ -92,7 +95,9 @@ class FabricDataLoader:
         return shard.count_global_batches(count)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._evaluation() if self._is_evaluation() else self._training()
+        if self._is_evaluation():
+            return self._evaluation()
+        return self._rest_of_pass() if self._has_own_state else self._training()
 
     def __getattr__(self, name: str) -> Any:
         if "loader" not in self.__dict__:
@@ -103,6 +108,21 @@ class FabricDataLoader:
         return f"FabricDataLoader({self.loader!r})"
 
     # -- training ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether batches are distributed over processes; else each process reads its complete loader."""
+        return self._stream.is_sharded
+
+    def _plain_pass(self) -> Iterator[Any]:
+        """Iterate over the user's loader as a plain loop does."""
+        loader: Any = self.loader
+        for batch in loader:
+            yield self._fabric.to_device(batch) if self._moves else batch
+
+    def _rest_of_pass(self) -> Iterator[Any]:
+        yield from self._plain_pass()
+        self._has_own_state = False
 
     def _training(self) -> Iterator[object]:
         fabric, stream, moves = self._fabric, self._stream, self._moves
@@ -164,6 +184,9 @@ class FabricDataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the state needed to restore it. Call it on all ranks."""
+        if self._has_own_state:
+            own: dict[str, Any] = self.loader.state_dict()  # type: ignore[attr-defined]  # see `load_state_dict`
+            return own
         state = self._stream.state_dict()
         if self._shard is not None and state.get("is_per_rank"):
             state = merge_states(self._fabric.strategy.gather_reports(state))
@@ -172,9 +195,21 @@ class FabricDataLoader:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state returned by `state_dict`; the next training pass continues there.
 
+        A state of the user's loader itself, as Lightning Fabric saves it, is loaded by that loader.
+
         Raises:
-            DataError: The state was saved with different data.
+            DataError: The state was saved with different data, or is that of a loader that saves its state.
         """
+        self._has_own_state = not {"num_passes", "stream"} <= state_dict.keys()
+        if self._has_own_state:
+            if not is_stateful(self.loader):
+                raise DataError(
+                    f"Expected a state of FabricDataLoader, got the entries {sorted(map(str, state_dict))}, which "
+                    f"{type(self.loader).__name__} cannot load.",
+                    fix="set up the loader whose state was saved, with load_state_dict; or load without this entry.",
+                )
+            self.loader.load_state_dict(state_dict)
+            return
         self._num_passes = state_dict["num_passes"]
         self._stream.load_state_dict(state_dict["stream"])
 

@@ -1092,7 +1092,10 @@ class Fabric:
             return
         numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
         for logger in self.loggers:
-            logger.log_metrics(numbers, step)
+            self._log_to(logger, numbers, step)
+
+    def _log_to(self, logger: Any, numbers: dict[str, Any], step: int | None) -> None:
+        logger.log_metrics(numbers, step)
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:

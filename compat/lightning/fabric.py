@@ -49,6 +49,22 @@ class Fabric(fabric.Fabric):
 
     __init__.__signature__ = inspect.signature(fabric.Fabric.__init__)  # type: ignore[attr-defined]
 
+    def setup_dataloaders(
+        self, *dataloaders: object, use_distributed_sampler: bool = True, **kwargs: Any
+    ) -> Any:  # Any: as in the base class
+        """See `lw.Fabric.setup_dataloaders`."""
+        if use_distributed_sampler:
+            for insert in switches.functions("sampler"):
+                dataloaders = tuple(insert(self, loader) for loader in dataloaders)
+        ready = super().setup_dataloaders(*dataloaders, use_distributed_sampler=use_distributed_sampler, **kwargs)
+        for change in switches.functions("loader"):
+            for one in ready if isinstance(ready, list) else [ready]:
+                change(self, one)
+        return ready
+
+    def _log_to(self, logger: Any, numbers: dict[str, Any], step: int | None) -> None:
+        logger.log_metrics(metrics=numbers, step=step)
+
     @property
     def logger(self) -> Any:
         """The first logger; an IndexError without any."""

@@ -41,6 +41,11 @@ class LightningModule(Module):
     __jit_unused_properties__ = [*Module.__jit_unused_properties__, "_current_fx_name", "strict_loading"]
 
     @property
+    def logger(self) -> Any:  # Any: a logger of any library
+        """First logger of the trainer, None without any; or of the Fabric, with an IndexError without any."""
+        return self._fabric.logger if self._trainer is None and self._fabric is not None else super().logger
+
+    @property
     def strict_loading(self) -> bool:
         """Whether the keys of a loaded checkpoint must match those of the module exactly; None is assigned as True."""
         return self._strict_loading is not False

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import ConfigError
+from ...messages import warn
 from ...precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from ...precision.base import DefaultDtype, cast_floats, kept_buffers
 from ...strategies.deepspeed import precision as deepspeed
@@ -51,7 +52,9 @@ def _with_model(core: Any) -> Any:
         if getattr(self, "scaler", None) is not None:
             self.__dict__["_has_stepped"] = core(self, optimizer, None if closure is computed else closure)
             return None
-        return optimizer.step(closure=closure, **kwargs)
+        if model is not None or closure is not None:
+            kwargs["closure"] = closure
+        return optimizer.step(**kwargs)
 
     del optimizer_step.__wrapped__  # its own signature is that of Lightning
     return optimizer_step
@@ -190,7 +193,15 @@ class FabricDeepSpeedPrecision(DeepSpeedPrecision):
 
 class _MadeBy(type):
     def __instancecheck__(cls, instance: object) -> bool:
-        return hasattr(instance, "mixed_precision_config")
+        return isinstance(instance, Precision) and "mixed_precision_config" in dir(instance)
+
+
+class _HalfOfFSDP(HalfPrecision):
+    @property
+    def mixed_precision_config(self) -> ShardedDtypes:
+        """The dtypes as FullyShardedDataParallel takes them."""
+        warn(f"FSDP with `{self.precision}` enables computation in lower precision; parameters are stored in it, too.")
+        return _sharded_dtypes(self.precision)
 
 
 class FSDPPrecision(metaclass=_MadeBy):
@@ -218,9 +229,10 @@ class FSDPPrecision(metaclass=_MadeBy):
         if precision.endswith("-mixed"):
             made = MixedPrecision(precision, "cuda" if torch.cuda.is_available() else "cpu", scaler)
         else:
-            made = HalfPrecision(precision) if precision != "32-true" else Precision()
+            made = _HalfOfFSDP(precision) if precision != "32-true" else Precision()
             made.scaler = None
-        made.mixed_precision_config = _sharded_dtypes(precision)
+        if not isinstance(made, HalfPrecision):
+            made.mixed_precision_config = _sharded_dtypes(precision)
         return made
 
 

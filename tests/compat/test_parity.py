@@ -226,7 +226,7 @@ def test_everything_is_the_same_on_two_processes(tmp_path: Path) -> None:
 PROGRAMS = Path(__file__).with_name("programs")
 WHOLE = [
     *(FOLDER.parent / "lightning_programs" / f"{name}.py" for name in ("evaluate", "gan", "callbacks", "fabric_loop")),
-    *(PROGRAMS / f"{name}.py" for name in ("language_model", "classifier", "two_models")),
+    *(PROGRAMS / f"{name}.py" for name in ("language_model", "classifier", "two_models", "fabric_loaders")),
 ]
 _NAMES = ("forecasting", "series", "self_supervised", "tables", "neural", "finetuning", "folds")
 LIBRARIES = [PROGRAMS / f"{name}.py" for name in _NAMES]

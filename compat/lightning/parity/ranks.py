@@ -21,7 +21,7 @@ from torch.utils.data import (
 from ....callbacks import EarlyStopping, ModelCheckpoint
 from ....data.combined import CombinedLoader
 from ....data.tree import map_loaders
-from ....fabric import reset_seed
+from ....fabric import Fabric, reset_seed
 from ....protocols import Loaders
 from ....strategies import ParallelStrategy, Strategy
 from ....trainer.loop.eval_loop import EvalLoader
@@ -30,7 +30,7 @@ from ....trainer.trainer import Trainer
 from ..patch import patch
 from ..utilities.sizes import DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper
 
-__all__ = ["decide_on_own_values", "draw_alike", "insert_samplers", "seed_again"]
+__all__ = ["decide_on_own_values", "draw_alike", "insert_sampler", "insert_samplers", "seed_again"]
 
 
 def draw_alike(trainer: Trainer) -> None:
@@ -114,18 +114,31 @@ def _distributed(run: Run, loader: Any, stage: str) -> Any:  # Any: whatever the
         return loader
     if isinstance(loader.sampler, DistributedSampler):
         return loader
-    given: Any = loader.sampler
-    topology = run.fabric.strategy.topology
     is_shuffled = stage == "train" or not isinstance(loader.sampler, SequentialSampler)
+    is_shuffled = is_shuffled and not run.trainer.overfit_batches
+    return _with_sampler(loader, run.fabric.strategy, is_shuffled=is_shuffled, repeats=stage != "predict")
+
+
+def insert_sampler(fabric: Fabric, loader: Any) -> Any:  # Any: whatever the user gave
+    """Return a loader of a Fabric with a `DistributedSampler`, or with its own sampler if that knows its rank."""
+    is_plain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    is_parallel = isinstance(fabric.strategy, ParallelStrategy)
+    if not is_plain or not is_parallel or isinstance(loader.sampler, DistributedSampler):
+        return loader
+    return _with_sampler(loader, fabric.strategy, is_shuffled=isinstance(loader.sampler, RandomSampler), repeats=True)
+
+
+def _with_sampler(loader: DataLoader[Any], strategy: Strategy, *, is_shuffled: bool, repeats: bool) -> DataLoader[Any]:
+    given: Any = loader.sampler  # Any: of any class
     options: dict[str, Any] = {
-        "num_replicas": topology.data_size,
-        "rank": topology.data_rank,
-        "shuffle": is_shuffled and not run.trainer.overfit_batches,
+        "num_replicas": strategy.topology.data_size,
+        "rank": strategy.topology.data_rank,
+        "shuffle": is_shuffled,
         "seed": int(os.environ.get("PL_GLOBAL_SEED") or 0),
     }
-    if stage == "predict":
+    if not repeats:
         sampler: Any = UnrepeatedDistributedSamplerWrapper(given, **options)
-    elif isinstance(loader.sampler, RandomSampler | SequentialSampler):
+    elif isinstance(given, RandomSampler | SequentialSampler):
         sampler = DistributedSampler(loader.dataset, **options)
     else:
         sampler = DistributedSamplerWrapper(given, **options)

@@ -29,7 +29,8 @@ class Switch(NamedTuple):
             step are bound), "before" (what the Trainer's last fit left is taken), "evaluation" (that of another verb
             begins), "around" (a context manager around each verb), "bar" (the bar's metrics are read), "estimate" (so
             are estimated_stepping_batches), "search" (makes a search's curve), "tuning" (a Trainer was made, for its
-            searches), "fabric" (a Fabric was made) and "method" (a method of a Fabric module is bound).
+            searches), "fabric" (a Fabric was made), "sampler" (it gets a loader to distribute), "loader" (that loader
+            is prepared), and "method" (a method of a Fabric module is bound).
         names: Names of Lightning that mean another class: `Name=file.Class`.
     """
 
@@ -54,7 +55,7 @@ SWITCHES = (
         "generators of training. A run that is resumed in mid-epoch begins the loader again.",
         "A loader's own generator is drawn from as in a plain loop, iterable data and workers have random numbers of "
         "their own, and a run that is resumed continues with the next batch.",
-        ("trainer:reading.fetch_batches", "trainer:evaluations.begin_before_hooks", "fabric:workers.seed_workers"),
+        ("trainer:reading.fetch_batches", "trainer:evaluations.begin_before_hooks", "loader:workers.read_as_it_is"),
     ),
     Switch(
         "means",
@@ -171,7 +172,7 @@ SWITCHES = (
         "Loaders without a sampler for ranks get a DistributedSampler, which shuffles training data and repeats "
         "samples; each rank reads all of an IterableDataset. predict returns the rank's own batches.",
         "The batches of each loader are distributed over ranks as they are. predict returns all of them, in order.",
-        ("run:ranks.insert_samplers",),
+        ("run:ranks.insert_samplers", "sampler:ranks.insert_sampler"),
     ),
     Switch(
         "rank_masks",

@@ -1,4 +1,4 @@
-"""The seeds of a loader's workers after `seed_everything(workers=True)`."""
+"""Loaders of a Fabric as Lightning reads them, and the seeds of workers after `seed_everything(workers=True)`."""
 
 from __future__ import annotations
 
@@ -12,49 +12,69 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ....data.sources.base import announce_epoch
+from ....data.sources.stateful import is_stateful
 from ....fabric import Fabric
 from ....fabric.dataloaders import FabricDataLoader
-from ..patch import patch
 from ..utilities.versions import package_available
 
-__all__ = ["seed_worker", "seed_workers", "seeded"]
+__all__ = ["AsItIs", "read_as_it_is", "seed_worker", "seeded"]
 
 # Any in this file: anything that can be iterated.
 
 
-def seed_workers(fabric: Fabric) -> None:
-    """Let a Fabric read loaders with workers as they are; see `seeded`. Those of several ranks are distributed."""
-    setup = fabric.setup_dataloaders
-
-    def setup_dataloaders(*dataloaders: object, **kwargs: Any) -> Any:
-        ready = setup(*map(seeded, dataloaders), **kwargs)
-        for one in ready if isinstance(ready, list) else [ready]:
-            if one._shard is None and getattr(one.loader, "num_workers", 0) > 0:
-                one.__class__ = _AsItIs
-        return ready
-
-    patch(fabric, "setup_dataloaders", setup_dataloaders)
+def read_as_it_is(fabric: Fabric, ready: FabricDataLoader) -> None:
+    """Let a Fabric iterate over a loader as a plain loop does, unless its batches are distributed over ranks."""
+    loader: Any = ready.loader
+    if ready.is_distributed or not (isinstance(loader, DataLoader) or is_stateful(loader)):
+        return
+    ready.__class__ = AsItIs
+    seed = _seed_function(loader)
+    if seed is not None:
+        ready.loader.worker_init_fn = seed  # type: ignore[attr-defined]  # it is a DataLoader
 
 
-class _AsItIs(FabricDataLoader):
-    """A loader of a Fabric, whose workers draw from the generators that torch gives them."""
+class AsItIs(FabricDataLoader):
+    """A loader of a Fabric that is iterated as it is, and whose state is the loader's own."""
 
-    def _training(self) -> Iterator[object]:
-        announce_epoch(self.loader, self._num_passes)
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]  # a TypeError is an answer
+
+    def __iter__(self) -> Iterator[Any]:
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        samplers = {
+            id(one): one for one in (getattr(self.loader, "sampler", None), getattr(batch_sampler, "sampler", None))
+        }
+        for sampler in samplers.values():
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(self._num_passes)  # type: ignore[union-attr]  # it has it
         self._num_passes += 1
-        for batch in self.loader:  # type: ignore[attr-defined]  # it can be iterated
-            yield self._fabric.to_device(batch) if self._moves else batch
+        return self._plain_pass()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's state; empty if it has none."""
+        return self.loader.state_dict() if is_stateful(self.loader) else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the loader's state, if it has one."""
+        if is_stateful(self.loader):
+            self.loader.load_state_dict(state_dict)
 
 
 def seeded(loader: Any) -> Any:
     """Return the loader with seeded workers, where `seed_everything(workers=True)` asked for it."""
+    seed = _seed_function(loader)
+    if seed is not None:
+        loader = copy.copy(loader)
+        loader.worker_init_fn = seed
+    return loader
+
+
+def _seed_function(loader: object) -> partial[None] | None:
+    """Return the `worker_init_fn` that a loader without one gets, where `seed_everything(workers=True)` was called."""
     is_asked = int(os.environ.get("PL_SEED_WORKERS") or 0)
     if not is_asked or not isinstance(loader, DataLoader) or loader.worker_init_fn is not None:
-        return loader
-    loader = copy.copy(loader)
-    loader.worker_init_fn = partial(seed_worker, rank=int(os.environ.get("RANK") or 0))
-    return loader
+        return None
+    return partial(seed_worker, rank=int(os.environ.get("RANK") or 0))
 
 
 def seed_worker(worker_id: int, rank: int) -> None:

@@ -506,3 +506,36 @@ def test_libraries_look_into_a_fabric_and_its_modules() -> None:
     fabric.launch()
     module: Any = fabric.setup(own)
     assert (fabric._launched, module._forward_module, module._original_module) == (True, own, own)
+
+
+def test_a_fabric_and_precisions_pass_arguments_as_lightning_does() -> None:
+    import lightning as L
+    from lightning.fabric.plugins.precision import FSDPPrecision, Precision
+
+    class ByKeyword:
+        def log_metrics(self, *, metrics: dict[str, float], step: int | None) -> None:
+            rows.append((metrics, step))
+
+    class Steps(torch.optim.SGD):
+        def step(self, closure: Any = None, **kwargs: Any) -> Any:
+            return closure, kwargs
+
+    rows: list[Any] = []
+    fabric = L.Fabric(accelerator="cpu", devices=1, loggers=ByKeyword())
+    fabric.log("a", torch.tensor(1.5), step=3)
+    fabric.log_dict({"b": 2.0})
+    assert rows == [({"a": 1.5}, 3), ({"b": 2.0}, None)]
+
+    module = L.Fabric(accelerator="cpu", devices=1).setup(make_module())
+    with pytest.raises(IndexError):
+        _ = module.logger
+
+    optimizer = Steps([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert Precision().optimizer_step(optimizer, keyword=1) == (None, {"keyword": 1})
+    assert Precision().optimizer_step(optimizer, model=module, closure=len, keyword=1) == (len, {"keyword": 1})
+
+    half = FSDPPrecision("bf16-true")
+    assert isinstance(half, FSDPPrecision)
+    with pytest.warns(UserWarning, match="FSDP with `bf16-true` enables computation in lower precision"):
+        assert half.mixed_precision_config.param_dtype is torch.bfloat16
+    assert FSDPPrecision("16-mixed").mixed_precision_config.reduce_dtype is torch.float16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import re
 import runpy
@@ -26,8 +27,9 @@ from loopwright.compat.lightning import install, uninstall
 from loopwright.compat.lightning.parity import switches
 from loopwright.compat.lightning.parity.process import exit_on_interrupt
 from loopwright.compat.lightning.parity.rank_logs import tell_all_ranks
+from loopwright.compat.lightning.parity.ranks import insert_sampler
 from loopwright.compat.lightning.parity.workers import seed_worker
-from loopwright.errors import ConfigError
+from loopwright.errors import ConfigError, DataError
 from loopwright.trainer.metrics.log_output import LogOutput
 
 pytestmark = pytest.mark.usefixtures("few_objects")  # a search collects garbage after each trial
@@ -246,3 +248,78 @@ def test_a_fabric_reads_loaders_with_workers_as_they_are(monkeypatch: pytest.Mon
     assert plain.worker_init_fn.func is working.worker_init_fn.func is seed_worker
     assert [batch.item() for batch in working] == [batch.item() for batch in plain] == [0, 1, 2]
     assert len(working) == 3
+
+
+def test_nothing_of_a_fabric_or_trainer_is_local_to_a_function() -> None:
+    install(children=False, parity=True)
+    try:
+        import lightning as L
+
+        fabric = L.Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn", precision="bf16-mixed")
+        pickle.loads(pickle.dumps(fabric))
+        trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp_spawn", precision="bf16-true", logger=False)
+        for change in switches.functions("trainer"):
+            change(trainer)
+        pickle.loads(pickle.dumps(trainer))
+    finally:
+        uninstall()
+
+
+def test_a_fabric_distributes_samples_as_lightning_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    install(children=False, parity=True)
+    try:
+        import lightning as L
+
+        fabric = L.Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn")
+        loaders = [
+            insert_sampler(fabric, DataLoader(range(14), 4, shuffle=is_shuffled)) for is_shuffled in (False, True)
+        ]
+    finally:
+        uninstall()
+    # printed by rank 0 of Lightning Fabric 2.6.6
+    assert [[batch.tolist() for batch in loader] for loader in loaders] == [
+        [[0, 2, 4, 6], [8, 10, 12]], [[5, 3, 7, 1], [2, 4, 0]],
+    ]  # fmt: skip
+
+
+class Counting(DataLoader[int]):
+    """A loader whose state is the number of its passes."""
+
+    passes = 0
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        return super().__iter__()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.passes = state["passes"]
+
+
+@pytest.mark.parametrize("parity", [True, False])
+def test_a_loader_gets_the_state_that_lightning_fabric_saved(parity: bool, tmp_path: Path) -> None:
+    path = tmp_path / "lightning.ckpt"
+    torch.save({"loader": {"passes": 2}}, path)
+    install(children=False, parity=parity)
+    try:
+        import lightning as L
+
+        fabric = L.Fabric(accelerator="cpu", devices=1)
+        loader = Counting(range(3))  # type: ignore[arg-type]
+        ready, plain = fabric.setup_dataloaders(loader, DataLoader(range(3)))  # type: ignore[arg-type]
+        fabric.load(path, {"loader": ready})
+        fabric.save(tmp_path / "ours.ckpt", {"loader": ready})
+        assert torch.load(tmp_path / "ours.ckpt") == {"loader": {"passes": 2}}
+        assert [batch.item() for batch in ready] == [0, 1, 2]
+        assert loader.passes == 3
+        fabric.save(tmp_path / "ours.ckpt", {"loader": ready, "plain": plain})
+        saved = torch.load(tmp_path / "ours.ckpt")
+        assert (saved == {"loader": {"passes": 3}, "plain": {}}) is parity
+        if not parity:
+            with pytest.raises(DataError, match=r"got the entries \['passes'\], which DataLoader cannot load"):
+                fabric.load(path, {"loader": plain})
+    finally:
+        uninstall()
