@@ -33,6 +33,7 @@ class LayerSummary:
         in_size: Shape of its first input, or a list of shapes; "?" if it did not run.
         out_size: Shape of its output, or a list of shapes; "?" if it did not run.
         flops: Floating-point operations of one forward pass of the example input.
+        has_lazy: Whether parameters in it have no shape yet.
     """
 
     name: str
@@ -42,6 +43,14 @@ class LayerSummary:
     in_size: str | list[Any] = "?"
     out_size: str | list[Any] = "?"
     flops: int = 0
+    has_lazy: bool = False
+
+    @property
+    def shown_parameters(self) -> str:
+        """The count as text: "?" where nothing is known, "1.2 K+" where more will be added."""
+        if not self.has_lazy:
+            return human_count(self.num_parameters)
+        return f"{human_count(self.num_parameters).strip()}+" if self.num_parameters else "?"
 
 
 @dataclass(slots=True)
@@ -56,6 +65,7 @@ class Summary:
         total_training_modes: Submodules in "train" and in "eval" mode, the module itself left out.
         total_flops: Of one forward pass of the example input.
         has_example: Whether sizes and FLOPs were measured.
+        num_lazy: Parameters of lazy layers that have no shape yet; they are in no other count.
     """
 
     layers: list[LayerSummary] = field(default_factory=list)
@@ -65,6 +75,7 @@ class Summary:
     total_training_modes: dict[str, int] = field(default_factory=lambda: {"train": 0, "eval": 0})
     total_flops: int = 0
     has_example: bool = False
+    num_lazy: int = 0
 
     def columns(self) -> list[tuple[str, list[str]]]:
         """Return the table's columns: (title, cells)."""
@@ -73,7 +84,7 @@ class Summary:
             (" ", [str(index) for index in range(len(self.layers))]),
             ("Name", [layer.name for layer in self.layers]),
             ("Type", [layer.layer_type for layer in self.layers]),
-            ("Params", [human_count(layer.num_parameters) for layer in self.layers]),
+            ("Params", [layer.shown_parameters for layer in self.layers]),
             ("Mode", [modes[layer.training] for layer in self.layers]),
         ]
         if self.has_example:
@@ -92,6 +103,8 @@ class Summary:
             (str(self.total_training_modes["train"]), "Modules in train mode"),
             (str(self.total_training_modes["eval"]), "Modules in eval mode"),
         ]
+        if self.num_lazy:
+            rows.append((str(self.num_lazy), "Parameters of lazy layers, not counted: their shapes are not known yet"))
         if self.has_example:
             rows.append((human_count(self.total_flops), "Total FLOPs of the example input"))
         return rows
@@ -127,6 +140,7 @@ def summarize(
     counted = {id(parameter) for _, layer in listed for parameter in layer.parameters()}
     for parameter in module.parameters():
         count = count_elements(parameter)
+        summary.num_lazy += is_lazy(parameter)
         summary.total_parameters += count
         summary.trainable_parameters += count if parameter.requires_grad else 0
         summary.model_size += count * parameter.dtype.itemsize / 1e6
@@ -152,7 +166,8 @@ def _listed(module: nn.Module, max_depth: int) -> list[tuple[str, nn.Module]]:
 
 def _row(name: str, layer: nn.Module) -> LayerSummary:
     count = sum(count_elements(parameter) for parameter in layer.parameters())
-    return LayerSummary(name, _class_name(layer), count, layer.training)
+    has_lazy = any(is_lazy(parameter) for parameter in layer.parameters())
+    return LayerSummary(name, _class_name(layer), count, layer.training, has_lazy=has_lazy)
 
 
 def _class_name(layer: nn.Module) -> str:
@@ -165,9 +180,14 @@ def _class_name(layer: nn.Module) -> str:
 
 def count_elements(parameter: Tensor) -> int:
     """Return the number of elements of the full parameter; 0 before it is initialized."""
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
+    if is_lazy(parameter):
         return 0
     return int(getattr(parameter, "ds_numel", parameter.numel()))  # a parameter that DeepSpeed has sharded is empty
+
+
+def is_lazy(parameter: Tensor) -> bool:
+    """Return whether the parameter is a lazy layer's and has no shape yet."""
+    return isinstance(parameter, nn.parameter.UninitializedParameter)
 
 
 def _measure(

@@ -62,7 +62,10 @@ def test_tied_parameters_count_once_and_lazy_ones_not() -> None:
     net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     net[1].weight = net[0].weight
     assert summarize(net).total_parameters == 9
-    assert summarize(nn.Sequential(nn.LazyLinear(2))).total_parameters == 0
+    lazy = summarize(nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1), nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))))
+    assert lazy.total_parameters == 6
+    assert dict(lazy.columns())["Params"] == ["?", "3  ", "3+"]
+    assert ("4", "Parameters of lazy layers, not counted: their shapes are not known yet") in lazy.totals()
 
 
 def test_sizes_and_flops_of_the_example() -> None:
