@@ -67,6 +67,9 @@ def train_window(run: Run, size: int) -> bool:
     # A plain mean in a window of one needs no bookkeeping: it is its own share, and its gradient is right as it is.
     is_single = window.planned == 1 and not run.has_ranks
     is_plain = False
+    # Where ranks synchronize in the last micro-batch, it has to be known before it. Else the next one is read after it,
+    # as a handwritten loop does: the step may fill what it is read from.
+    looks_ahead = run.has_ranks or plan.deferred is not None
     while True:
         host_batch = stream.next_batch()
         has_batch = host_batch is not NO_BATCH
@@ -75,7 +78,7 @@ def train_window(run: Run, size: int) -> bool:
             batch = metrics.batch = plan.transfer(host_batch)
             metrics.sized = None
         run.batch_idx = index
-        is_last = index == last or not stream.has_next()
+        is_last = index == last or (looks_ahead and not stream.has_next())
         if has_batch and life.on_train_batch_start(batch, index) == -1:
             drop_window(run)
             return False
@@ -127,6 +130,8 @@ def train_window(run: Run, size: int) -> bool:
         if has_batch:
             found = find_batch_size(batch)
             samples += (found if found == sizes.expected else sizes.resolve(batch, found)) or 0
+        if not (is_last or looks_ahead):
+            is_last = not stream.has_next()
 
         if is_last:
             is_good = not (run.skips_bad_steps and window.is_to_be_skipped())

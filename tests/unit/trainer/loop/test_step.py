@@ -555,3 +555,24 @@ def test_a_loss_that_needs_no_gradient_says_so() -> None:
 
     with pytest.raises(RuntimeError, match="does not require grad"):
         quiet(max_epochs=1).fit(net(Detached), loader())
+
+
+def test_a_step_may_fill_the_queue_from_which_the_next_batch_is_read() -> None:
+    queue = [torch.ones(2, 4)]
+
+    class Queue(torch.utils.data.IterableDataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Any:
+            for _ in range(4):
+                yield queue.pop(), torch.zeros(2, 1)  # raises where it is read before it is filled
+
+    class Fills(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            queue.append(torch.ones(2, 4))
+            return super().training_step(batch, batch_idx)
+
+    trainer = quiet(max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(net(Fills), torch.utils.data.DataLoader(Queue(), batch_size=None))
+    assert trainer.global_step == 2
