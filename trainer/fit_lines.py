@@ -95,7 +95,7 @@ def _warn_of_no_step(trainer: Trainer) -> None:
     if is_manual and trainer.optimizers and trainer.progress.total_batches and not trainer.global_step:
         logger.warning(
             "No optimizer was stepped: automatic_optimization is False, and training_step called step() of none of "
-            "self.optimizers()."
+            "self.optimizers(). If it updates parameters itself, call self.count_step() before."
         )
 
 

@@ -507,6 +507,18 @@ class Module(nn.Module):
         self._require_manual("manual_backward")
         trainer.manual_backward(loss, *args, **kwargs)
 
+    def count_step(self) -> None:
+        """Count a training step that no optimizer makes, before its updates are written: at most one per batch.
+
+        For updates that `training_step` computes itself, and for statistics, with `automatic_optimization = False` or
+        without optimizers. `global_step`, limits, rows of the loggers and `every_n_train_steps` then count as with an
+        optimizer. On every rank: gradients are averaged over ranks and unscaled first, as a step of an optimizer would.
+
+        Raises:
+            ModuleError: The trainer steps an optimizer, and counts its steps.
+        """
+        self.trainer.count_step()
+
     def clip_gradients(
         self,
         optimizer: Optimizer,

@@ -144,7 +144,8 @@ class Run:
         skips_bad_steps: Whether a loss that is not finite drops the step, which takes a host read per micro-batch.
         unreduced: Manual optimization on several ranks: the optimizers whose gradients are not averaged yet.
         stepped: The optimizers that the module has stepped itself since the batch began.
-        own_steps: Watches for such steps; None where the trainer makes every one.
+        is_counted: Whether the module has counted a step itself since the batch began, with `count_step`.
+        own_steps: Watches for steps of optimizers that the module steps; None where the trainer makes every one.
         before_validation: What a checkpoint that is taken during a validation has to hold; None outside.
         unfinished: What was due at the event in which the resumed checkpoint was taken (checkpointing/unfinished.py).
         configured: What `configure_optimizers` gave, as plain values; see trainer/checkpointing/optimizer_record.py.
@@ -187,6 +188,7 @@ class Run:
     has_stepped: bool = False
     is_epoch_over: bool = False
     stepped: list[Optimizer] = field(default_factory=list)
+    is_counted: bool = False
     own_steps: OwnSteps | None = None
     unreduced: list[Optimizer] = field(default_factory=list)
     is_automatic: bool = True

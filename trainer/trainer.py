@@ -248,7 +248,7 @@ class Trainer(TrainerAttributes):
         self.last_fit: Run | None = None
         self._run_signals = RunSignals()
         self._timeline: Timeline | None = None
-        self._toggles = manual.Toggles()
+        self.toggles = manual.Toggles()
         self._training_rng: TrainingRng | None = None
         # The module that the user compiled last, with what compiles as the user did; and what ends compiling in a run.
         self._own_compiler: tuple[nn.Module, Compiler | None] | None = None
@@ -951,6 +951,8 @@ class Trainer(TrainerAttributes):
         self._backend_modes.put_back()
         if run is not None and run.undo is not None:
             run.undo()
+        if self.state.fn == "fit":
+            self.toggles.end()
         if self._revert_layer_sync is not None:
             self._revert_layer_sync()
             self._revert_layer_sync = None
@@ -1100,6 +1102,8 @@ class Trainer(TrainerAttributes):
         run = self._run
         assert run is not None
         if not run.at_boundary or not run.has_stepped:
+            if run.at_boundary and run.is_automatic and not (run.carried is not None and run.carried.count):
+                self._log_skipped(run)
             return
         every = self._arguments.log_every_n_steps
         # On several ranks the step alone decides: whether to stop is not known to all of them yet.
@@ -1118,6 +1122,16 @@ class Trainer(TrainerAttributes):
                 run.monitored = None
         elif self.progress.steps % MOST_KEPT == 0 if run.has_ranks else len(run.watch.losses) >= MOST_KEPT:
             run.watch.look(self.progress)
+
+    def _log_skipped(self, run: Run) -> None:
+        """Log the values of a window that made no step, with the index of the step that it would have made."""
+        every, progress = self._arguments.log_every_n_steps, self.progress
+        if every and (progress.steps + progress.skipped_steps) % every == 0:
+            row, probed = run.metrics.read_step(run.watch.probe())
+            if row:
+                row = {**run.watch.counts(progress), "epoch": progress.epochs, **row}
+                self.log_metrics(row, step=progress.steps)
+            run.watch.judge(probed, progress)
 
     def _after_epoch_start(self) -> None:
         self.progress.epoch_announced = True
@@ -1165,6 +1179,10 @@ class Trainer(TrainerAttributes):
         """Run a backward pass in manual optimization; modules call `self.manual_backward`."""
         manual.manual_backward(self._present("manual_backward"), loss, *args, **kwargs)
 
+    def count_step(self) -> None:
+        """Count a training step that no optimizer makes; modules call `self.count_step`."""
+        manual.count_step(self._present("count_step"))
+
     def clip_gradients(
         self, optimizer: Optimizer | ManagedOptimizer, value: float | None = None, algorithm: str | None = None
     ) -> Tensor | None:
@@ -1178,12 +1196,12 @@ class Trainer(TrainerAttributes):
     def toggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Let only this optimizer's parameters require gradients."""
         run = self._run_to_toggle("toggle_optimizer")
-        self._toggles.toggle(manual.plain_optimizer(optimizer), run.optimizers)
+        self.toggles.toggle(manual.plain_optimizer(optimizer), run.optimizers)
 
     def untoggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Undo `toggle`."""
         self._run_to_toggle("untoggle_optimizer")
-        self._toggles.untoggle(manual.plain_optimizer(optimizer))
+        self.toggles.untoggle(manual.plain_optimizer(optimizer))
 
     def _run_to_toggle(self, what: str) -> Run:
         """Return the present run, or the last one, whose optimizers are still there."""

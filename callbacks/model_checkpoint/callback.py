@@ -335,7 +335,7 @@ class ModelCheckpoint(Checkpoint):
         """Save if a step or time interval has passed."""
         interval = self._interval
         if self._every_n_train_steps:
-            if trainer.global_step % self._every_n_train_steps:
+            if not trainer.global_step or trainer.global_step % self._every_n_train_steps:
                 return
         elif interval is None:
             return
@@ -467,8 +467,9 @@ class ModelCheckpoint(Checkpoint):
 
     def _trigger(self, trainer: Trainer, *, strict: bool) -> None:
         """Save now, or write `last` and wait for the metrics."""
-        if trainer.global_step == self._state.triggered_step:
-            return  # nothing was trained since
+        at = trainer.global_step
+        if at == self._state.triggered_step and (at or not trainer.progress.total_batches):
+            return  # nothing was trained since; batches of a module that counts no steps may have changed it
         self._state.triggered_step = trainer.global_step
         self._state.is_waiting = True
         if not self._save_if_fresh(trainer, strict=strict) and self.save_last and self._updates_last_alone:

@@ -5,6 +5,7 @@ It has no state of its own: everything it needs to continue is in `Progress`, so
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 __all__ = ["FitLoop"]
+
+logger = logging.getLogger(__name__)
 
 
 class FitLoop:
@@ -248,6 +251,21 @@ class FitLoop:
                 f"epoch {progress.epochs - 1} ended without an optimizer step, and only steps limit the run.",
                 fix="set max_epochs, or make sure that some batch has a loss: every one was skipped.",
             )
+        if is_over and is_stuck and run.own_steps is not None and not progress.steps and progress.epochs == 1:
+            self._tell_of_no_step()
+
+    def _tell_of_no_step(self) -> None:
+        """Say after the first epoch that the module made no step that counts; an error where only steps end the run.
+
+        Raises:
+            DataError: No other limit is set.
+        """
+        what = "Epoch 0 ended without a training step: training_step stepped no optimizer of the module's parameters"
+        fix = "call self.count_step() in training_step before updates that no optimizer makes"
+        if self.epoch_limit == -1 and not (self._trainer.has_time_limit or self.data_limits or self.is_done):
+            raise DataError(f"{what}, and only steps limit the run.", fix=f"{fix}, or set max_epochs.")
+        if self._trainer.is_global_zero and not self.is_done:  # else the end of fit says it
+            logger.warning("%s: step values are not logged, and intervals in steps wait. If it trains, %s.", what, fix)
 
     def _has_epoch_to_close(self, run: Run) -> bool:
         """Whether a checkpoint was taken before a validation or the epoch's end that its last step has yet to bring."""

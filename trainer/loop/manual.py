@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...errors import ConfigError
+from ...errors import ConfigError, ModuleError
 from ...messages import warn
 from ...precision.base import evaluates_again
 from ...protocols import StoredTensor
@@ -19,6 +19,7 @@ from .schedule import parameters_of
 __all__ = [
     "Toggles",
     "clip_gradients",
+    "count_step",
     "give_back",
     "manual_backward",
     "plain_optimizer",
@@ -63,6 +64,9 @@ def reduce_gradients(run: Run, optimizer: Optimizer) -> None:
 
 def step_in_manual(run: Run, optimizer: Optimizer, closure: Callable[[], object] | None) -> bool:
     """Step an optimizer that the module steps itself; return whether it stepped."""
+    toggles = run.trainer.toggles
+    if toggles.toggled:
+        toggles.check(optimizer)
     reduce_gradients(run, optimizer)
     if closure is None:
         run.fabric.unscale_gradients(optimizer)
@@ -79,6 +83,31 @@ def step_in_manual(run: Run, optimizer: Optimizer, closure: Callable[[], object]
         run.stepped.append(optimizer)
         give_back(run)
     return has_stepped
+
+
+def count_step(run: Run) -> None:
+    """Count a step that no optimizer makes; see `Module.count_step`.
+
+    Raises:
+        ModuleError: The trainer steps an optimizer, or an engine keeps the gradients.
+    """
+    if run.own_steps is None:
+        raise ModuleError(
+            "count_step was called while the trainer steps an optimizer, and counts its steps.",
+            fix="set self.automatic_optimization = False in __init__, or return None from configure_optimizers.",
+        )
+    strategy, precision = run.fabric.strategy, run.fabric.precision
+    if strategy.holds_gradients or precision.has_scaler:
+        name = type(strategy).__name__ if strategy.holds_gradients else f"precision={precision.precision!r}"
+        raise ModuleError(
+            f"count_step was called with {name}, where only the step of an optimizer sees the gradients as they are.",
+            fix="use another strategy and precision for updates that no optimizer makes, such as 'bf16-mixed'.",
+        )
+    for optimizer in run.optimizers:
+        reduce_gradients(run, optimizer)
+    if run.has_ranks and not run.optimizers:
+        strategy.average_gradients(list(run.module.parameters()))
+    run.is_counted = True
 
 
 def give_back(run: Run) -> None:
@@ -183,22 +212,53 @@ def clip_gradients(run: Run, optimizer: Optimizer, value: float | None, algorith
 
 
 class Toggles:
-    """Remembers `requires_grad` of every parameter of several optimizers while one of them is toggled."""
+    """Lets only the parameters of one optimizer require gradients: of the one that was toggled last.
+
+    Attributes:
+        toggled: The optimizers that are toggled, the latest last.
+    """
 
     def __init__(self) -> None:
-        self._changed: dict[int, list[Tensor]] = {}
+        self.toggled: list[Optimizer] = []
+        self._off: dict[int, Tensor] = {}  # what requires gradients when nothing is toggled
+        self._has_warned = False
 
     def toggle(self, optimizer: Optimizer, optimizers: list[Optimizer]) -> None:
         """Turn off gradients of the other optimizers' parameters; those of this one keep their own setting."""
-        mine = {id(parameter) for parameter in parameters_of(optimizer)}
-        changed = self._changed.setdefault(id(optimizer), [])
-        for other in optimizers:
-            for parameter in parameters_of(other):
-                if id(parameter) not in mine and parameter.requires_grad:
-                    changed.append(parameter)
-                    parameter.requires_grad = False
+        for parameter in [one for other in optimizers for one in parameters_of(other)]:
+            if parameter.requires_grad:
+                self._off[id(parameter)] = parameter
+        self.toggled = [*(one for one in self.toggled if one is not optimizer), optimizer]
+        self._apply()
 
     def untoggle(self, optimizer: Optimizer) -> None:
-        """Undo `toggle` of this optimizer."""
-        for parameter in self._changed.pop(id(optimizer), []):
-            parameter.requires_grad = True
+        """Undo `toggle` of this optimizer; one that was toggled before it and not undone applies again."""
+        self.toggled = [one for one in self.toggled if one is not optimizer]
+        self._apply()
+
+    def end(self) -> None:
+        """Undo what a run has left toggled."""
+        self.toggled = []
+        self._apply()
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Warn once of a step of an optimizer whose parameters are turned off by another that is still toggled."""
+        if self._has_warned:
+            return
+        parameters = parameters_of(optimizer)
+        if any(one.requires_grad for one in parameters) or not any(id(one) in self._off for one in parameters):
+            return
+        if all(one.grad is None for one in parameters):
+            self._has_warned = True
+            name = type(self.toggled[-1]).__name__
+            warn(
+                f"{type(optimizer).__name__} steps without gradients: another optimizer ({name}) is still toggled. "
+                "Call self.untoggle_optimizer before, or use `with self.toggled_optimizer(optimizer):`",
+            )
+
+    def _apply(self) -> None:
+        mine = {id(parameter) for parameter in parameters_of(self.toggled[-1])} if self.toggled else self._off.keys()
+        for number, parameter in self._off.items():
+            parameter.requires_grad = number in mine
+        if not self.toggled:
+            self._off = {}

@@ -152,8 +152,9 @@ def finish_window(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: b
     assert plan is not None
     window = run.window_loss
     optimizer = plan.optimizer
-    if optimizer is None and run.stepped:  # the module steps one of its own
+    if optimizer is None and (run.stepped or run.is_counted):  # the module makes the step
         run.stepped.clear()
+        run.is_counted = False
         progress.steps += 1
         return True
     if (not is_plain and window.is_empty) or not is_finite:
@@ -178,10 +179,12 @@ def finish_window(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: b
 
 
 def count_own_step(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
-    """Finish a window in manual optimization: return whether the module stepped any optimizer, and count it."""
-    if run.stepped:
-        run.progress.steps += 1
-    return bool(run.stepped)
+    """Finish a window in manual optimization: return whether the module made a step, and count it."""
+    if not (run.stepped or run.is_counted):
+        return False
+    run.is_counted = False
+    run.progress.steps += 1
+    return True
 
 
 def count_window(run: Run, num_batches: int, samples: int) -> None:

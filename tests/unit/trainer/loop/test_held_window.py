@@ -323,3 +323,21 @@ def test_a_closure_reaches_the_optimizer_in_fabric(precision: str) -> None:
     else:
         optimizer.step(evaluate)
         assert len(calls) == 2
+
+
+def test_two_steps_by_other_names_count_as_one() -> None:
+    class TwoSteps(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.first_step(zero_grad=True)
+            self.manual_backward(self.loss(batch))
+            optimizer.second_step(zero_grad=True)
+
+    module, reference = net(TwoSteps, Sam), net(Manual, Sam)
+    trainer = quiet(max_steps=4)
+    trainer.fit(module, loader())
+    quiet(max_epochs=1).fit(reference, loader())
+    assert_same(module.state_dict(), reference.state_dict())
+    assert trainer.global_step == 4

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
-from toys import Net, Recorder, assert_same, loader, momentum, net, quiet
+from toys import Net, Recorder, RecordingLogger, assert_same, loader, momentum, net, quiet
 
 import loopwright as lw
 from loopwright.callbacks import Callback, GradientAccumulationScheduler
-from loopwright.errors import ConfigError, ModuleError
+from loopwright.errors import ConfigError, DataError, ModuleError
 
 
 class Gan(lw.Module):
@@ -475,3 +478,131 @@ def test_a_closure_has_gradients_where_the_optimizer_turns_them_off() -> None:
     module = net(Net, Closed)
     quiet(max_epochs=1, limit_train_batches=1).fit(module, loader())
     assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+# --- steps that no optimizer makes ---------------------------------------------------------------------------------
+
+
+class ByItself(Net):
+    """Updates its weights itself; counts that as a step, or not."""
+
+    def __init__(self, *, counts: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.counts = counts
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        self.log("loss", loss)
+        if self.counts:
+            self.count_step()
+        for parameter in self.parameters():
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+
+    def configure_optimizers(self) -> Any:
+        return []
+
+
+@pytest.mark.filterwarnings("ignore:configure_optimizers returned")
+def test_counted_steps_end_limits_write_files_and_resume_exactly(tmp_path: Path) -> None:
+    reference = net(Net)
+    for batch in [*loader(), *loader()][:6]:
+        reference.zero_grad()
+        reference.loss(batch).backward()
+        for parameter in reference.parameters():
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+
+    def fit(folder: Path, module: ByItself, **kwargs: Any) -> tuple[Any, Any]:
+        save = lw.ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=2, filename="{step}")
+        log = RecordingLogger()
+        trainer = quiet(
+            max_steps=6, enable_checkpointing=True, callbacks=[save], logger=log, log_every_n_steps=1, **kwargs
+        )
+        trainer.fit(module, loader(), ckpt_path=folder / "step=2.ckpt" if (folder / "step=2.ckpt").exists() else None)
+        assert trainer.global_step == 6
+        return log.values("loss"), module
+
+    rows, module = fit(tmp_path, net(ByItself))
+    assert_same(module.state_dict(), reference.state_dict())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
+    again, module = fit(tmp_path, net(ByItself, seed=5))
+    assert_same(module.state_dict(), reference.state_dict())
+    assert [step for step, _ in rows] == [0, 1, 2, 3, 4, 5]
+    assert again == rows[2:]
+
+
+@pytest.mark.filterwarnings("ignore:configure_optimizers returned")
+def test_an_epoch_without_a_counted_step_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(DataError, match="only steps limit the run") as caught:
+        quiet(max_steps=6).fit(net(ByItself, counts=False), loader())
+    assert "self.count_step()" in str(caught.value)
+    save = lw.ModelCheckpoint(tmp_path, save_top_k=-1)
+    with caplog.at_level("WARNING", logger="loopwright"):
+        quiet(max_epochs=2, enable_checkpointing=True, callbacks=[save]).fit(net(ByItself, counts=False), loader())
+    assert "call self.count_step() in training_step" in caplog.text
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_count_step_is_refused_where_the_trainer_counts() -> None:
+    class Twice(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.count_step()
+            return self.loss(batch)
+
+    with pytest.raises(ModuleError, match="while the trainer steps an optimizer"):
+        quiet(max_epochs=1).fit(net(Twice), loader())
+
+
+@pytest.mark.parametrize("returns", ["none", "nan"])
+def test_rows_of_skipped_steps_are_logged(returns: str) -> None:
+    class Skips(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            bad = batch_idx in (1, 2)
+            self.log("loss", loss * float("nan") if bad else loss)
+            return None if bad and returns == "none" else loss * float("nan") if bad else loss
+
+    log = RecordingLogger()
+    trainer = quiet(
+        max_epochs=1, logger=log, log_every_n_steps=1, nonfinite_loss="skip" if returns == "nan" else "warn"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(net(Skips), loader())
+    assert [(step, math.isnan(value)) for step, value in log.values("loss")] == [
+        (0, False), (1, True), (1, True), (1, False),
+    ]  # fmt: skip
+    assert trainer.global_step == 2
+
+
+def test_toggling_another_optimizer_replaces_the_toggle(recwarn: pytest.WarningsRecorder) -> None:
+    class NeverUndone(Gan):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer, loss in zip(self.optimizers(), (self.generator_loss, self.critic_loss), strict=True):
+                self.toggle_optimizer(optimizer)
+                optimizer.zero_grad()
+                self.manual_backward(loss(batch[0]))
+                optimizer.step()
+
+    module, reference = gan(NeverUndone), gan()
+    quiet(max_epochs=1).fit(module, loader())
+    quiet(max_epochs=1).fit(reference, loader())
+    assert_same(module.state_dict(), reference.state_dict())
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_a_step_while_another_optimizer_is_toggled_is_named() -> None:
+    class Forgotten(Gan):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            self.toggle_optimizer(first)
+            first.zero_grad()
+            self.manual_backward(self.generator_loss(batch[0]))
+            first.step()
+            second.zero_grad()
+            second.step()
+
+    with pytest.warns(UserWarning, match=r"SGD steps without gradients: another optimizer \(Adam\) is still toggled"):
+        quiet(max_epochs=1).fit(gan(Forgotten), loader())
