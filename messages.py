@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["current_rank", "is_of_library", "is_of_loopwright", "warn"]
+__all__ = ["counted", "current_rank", "is_of_library", "is_of_loopwright", "warn"]
 
 _PACKAGE = __name__.partition(".")[0]
 _OWN_FILES = {str(Path(__file__).with_name("__main__.py"))}
@@ -41,6 +41,15 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
         module=frame.f_globals.get("__name__"),
         registry=registry,
     )
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 unit", "2 units", "3 batches", "4 entries"."""
+    if number == 1:
+        return f"1 {noun}"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{number} {noun[:-1]}ies"
+    return f"{number} {noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
 
 
 def is_of_loopwright(frame: FrameType) -> bool:

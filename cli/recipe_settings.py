@@ -7,6 +7,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from ..errors import ConfigError, nearest
+from ..messages import counted
 from .build import Building
 from .complete import complete, written_default
 from .help_text import describe_class, describe_parameter
@@ -180,7 +181,7 @@ class RecipeSettings:
     def _refused(self, problems: list[str]) -> ConfigError:
         lines = list(dict.fromkeys(problems))
         return ConfigError(
-            f"Expected valid settings, got {len(lines)} problem{'s' if len(lines) != 1 else ''}:"
+            f"Expected valid settings, got {counted(len(lines), 'problem')}:"
             + "".join(f"\n  - {line}" for line in lines),
             fix=f"correct these settings; `{self._program} --help` lists the available ones.",
         )

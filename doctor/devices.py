@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
+from ..messages import counted
 from .finding import Finding, Level, show_size
 
 __all__ = ["examine"]
@@ -23,7 +24,9 @@ def examine() -> Iterator[Finding]:
     for name in ACCELERATOR_REGISTRY:
         kind = ACCELERATOR_REGISTRY.get(name)
         if kind.is_available():
-            yield Finding(_SECTION, f'accelerator="{name}"', f"available, {_count(kind.auto_device_count())}")
+            yield Finding(
+                _SECTION, f'accelerator="{name}"', f"available, {counted(kind.auto_device_count(), 'device')}"
+            )
         else:
             missing = kind.explain_missing(f"accelerator={name!r}")
             yield Finding(_SECTION, f'accelerator="{name}"', "not available" if missing is None else missing[0])
@@ -39,10 +42,6 @@ def _built_for() -> str:
     if torch.version.hip:
         return f"built for ROCm {torch.version.hip}"
     return "built for CPUs" if not torch.backends.mps.is_built() else "built for CPUs and MPS"
-
-
-def _count(number: int) -> str:
-    return "1 device" if number == 1 else f"{number} devices"
 
 
 def _cards() -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from ..data.combined import CombinedLoader
 from ..data.move import find_batch_size
 from ..data.tree import flatten_loaders, is_collection
 from ..errors import ConfigError
+from ..messages import counted
 
 __all__ = ["accumulation_steps", "describe_global_batch", "micro_batch_size"]
 
@@ -95,12 +96,8 @@ def _nearest_divisors(global_batch_size: int, ranks: int, micro_batch: int) -> l
 
 def describe_global_batch(micro_batch: int | None, accumulate: int, ranks: int) -> str:
     """Return one line: micro-batch x accumulation x ranks = global batch, as far as known."""
-    micro = "micro-batches of unknown size" if micro_batch is None else _count(micro_batch)
+    micro = "micro-batches of unknown size" if micro_batch is None else counted(micro_batch, "sample")
     total = accumulate * ranks
-    whole = f"{total} micro-batch{'es' if total > 1 else ''}" if micro_batch is None else _count(micro_batch * total)
-    accumulated = f"{accumulate} micro-batch{'es' if accumulate > 1 else ''}"
-    return f"global batch: {micro} x {accumulated} x {ranks} rank{'s' if ranks > 1 else ''} = {whole} per step"
-
-
-def _count(samples: int) -> str:
-    return f"{samples} sample{'s' if samples > 1 else ''}"
+    whole = counted(total, "micro-batch") if micro_batch is None else counted(micro_batch * total, "sample")
+    accumulated = counted(accumulate, "micro-batch")
+    return f"global batch: {micro} x {accumulated} x {counted(ranks, 'rank')} = {whole} per step"

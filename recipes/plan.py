@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..messages import counted
 from .memory import MemoryPlan, Sizes, count_sizes, plan_memory
 from .report import describe_data, show_bytes
 from .settings import PretrainSettings, TrainSettings
@@ -76,7 +77,7 @@ class PlanReport:
             f"{self.command}: {start} {self.out}; everything is valid",
             f"model: {sizes.trained:,} trained parameters{frozen}",
             self.text,
-            f"memory per device, {self.processes} process{'es' if self.processes > 1 else ''}, {self.strategy}:",
+            f"memory per device, {counted(self.processes, 'process')}, {self.strategy}:",
             *(f"  {name:<{width}}  {value}" for name, value in rows.items() if value),
         ]
         return "\n".join(lines)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 from ..fabric.global_batch import accumulation_steps
+from ..messages import counted
 
 __all__ = ["StepPlan", "accumulation", "plan_steps"]
 
@@ -46,7 +47,7 @@ class StepPlan:
     def describe(self) -> str:
         """Return one line."""
         return (
-            f"{self.num_steps:,} steps of {self.global_batch} rows ({self.ranks} rank{'s' if self.ranks > 1 else ''} x "
+            f"{self.num_steps:,} steps of {counted(self.global_batch, 'row')} ({counted(self.ranks, 'rank')} x "
             f"{self.micro_batch} x {self.accumulate}), {self.epochs:.3g} epoch{'s' if self.epochs != 1 else ''} of "
             f"{self.rows:,} rows, about {self.trained_per_step:,.0f} trained tokens per step"
         )
@@ -67,7 +68,7 @@ def accumulation(global_batch: int, micro_batch: int, ranks: int) -> tuple[int, 
         below = global_batch // unit * unit
         nearest = " or ".join(str(size) for size in (below, below + unit) if size)
         return 0, (
-            f"global_batch: Expected a multiple of {unit} ({ranks} rank{'s' if ranks > 1 else ''} x micro_batch="
+            f"global_batch: Expected a multiple of {unit} ({counted(ranks, 'rank')} x micro_batch="
             f"{micro_batch}), such as {nearest}, got {global_batch}."
         )
 

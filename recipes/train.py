@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, MissingDependency
 from ..fabric import seed_everything
+from ..messages import counted
 from .data import DataReport, RecipeData
 from .exporting.export import export_run
 from .meter import Meter
@@ -261,7 +262,7 @@ def refused(command: str, problems: list[str]) -> ConfigError:
         problems: Each as `name: Expected ..., got ...`.
     """
     lines = list(dict.fromkeys(problems))
-    count = f"{len(lines)} problem{'s' if len(lines) != 1 else ''}"
+    count = counted(len(lines), "problem")
     return ConfigError(
         f"Expected valid settings, model and data for {command}, got {count}:"
         + "".join(f"\n  - {one}" for one in lines),

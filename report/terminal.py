@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import ConfigError, MissingDependency
+from ..messages import counted
 from .charts import Chart, make_charts, smoothed, thin, with_speed
 from .page import duration
 from .runs import LoggedRun, RunReader, Series
@@ -100,7 +101,7 @@ def render_terminal(
         part = shown[begin : begin + columns]
         grid.add_row(*(_draw(chart, runs, width // columns - 2, each, smoothing) for chart in part))
     rest = len(charts) - len(shown)
-    hint = f"{rest} more charts: a larger terminal or --metric shows them."
+    hint = f"{counted(rest, 'more chart')}: enlarge the terminal, or pass --metric."
     more = [Text(hint, style="dim", no_wrap=True, overflow="ellipsis")] if rest else []
     return Group(*(_headline(number, run, runs) for number, run in enumerate(runs)), Text(), grid, *more)
 
@@ -131,7 +132,7 @@ def _headline(number: int, run: LoggedRun, runs: Sequence[LoggedRun]) -> Text:
         facts.append(duration(run.seconds))
     if run.checkpoints:
         best = next((file for file in run.checkpoints if "best" in file.roles and file.score is not None), None)
-        facts.append(f"{len(run.checkpoints)} checkpoints" + (f", best {best.score:.4g}" if best is not None else ""))
+        facts.append(counted(len(run.checkpoints), "checkpoint") + ("" if best is None else f", best {best.score:.4g}"))
     facts += [f"! {problem}" for problem in run.problems]
     style = f"bold {_COLORS[number % len(_COLORS)]}" if len(runs) > 1 else "bold"
     return Text.assemble((run.name, style), "  ", ("  ".join(facts), "dim"), no_wrap=True, overflow="ellipsis")

@@ -14,6 +14,7 @@ import torch
 from ..callbacks import ModelCheckpoint
 from ..console import LINES, is_configured
 from ..errors import RankFailure, StopBySignal
+from ..messages import counted
 from ..tracebacks import end_in_silence, end_with_line
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def tell_beginning(trainer: Trainer) -> None:
     """Tell devices, strategy, precision and seed; once per fit, when the processes are there."""
     if not trainer.tells_runs:
         return
-    ranks = f"{trainer.world_size} ranks" if trainer.world_size > 1 else "1 rank"
+    ranks = counted(trainer.world_size, "rank")
     nodes = f" on {trainer.num_nodes} nodes" if trainer.num_nodes > 1 else ""
     seed = os.environ.get("PL_GLOBAL_SEED")
     logger.info(

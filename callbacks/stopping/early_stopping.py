@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError, MissingMetric, nearest
+from ...messages import counted
 from ..base import Callback
 
 if TYPE_CHECKING:
@@ -246,7 +247,8 @@ class EarlyStopping(Callback):
         if self.wait_count >= self.patience:
             return (
                 EarlyStoppingReason.PATIENCE_EXHAUSTED,
-                f"{name} did not improve on {best:.6g} by more than {abs(self.min_delta)} in {self.wait_count} checks.",
+                f"{name} did not improve on {best:.6g} by more than {abs(self.min_delta)} in "
+                f"{counted(self.wait_count, 'check')}.",
             )
         return EarlyStoppingReason.NOT_STOPPED, None
 

@@ -17,6 +17,7 @@ from functools import cache
 from io import FileIO
 from typing import IO
 
+from ...messages import counted
 from .archive import END, Damaged, Directory, Record, payloads, read_directory
 
 __all__ = [
@@ -155,7 +156,7 @@ def _crc(file: IO[bytes], size: int, buffer: memoryview, advance: Callable[[int]
     while size > 0:
         count = file.readinto(buffer[: min(size, len(buffer))])  # type: ignore[attr-defined]  # typeshed's IO lacks it
         if not count:
-            raise Damaged(f"it ends {size} bytes too early")
+            raise Damaged(f"it ends {counted(size, 'byte')} too early")
         crc = crc32(buffer[:count], crc)
         size -= count
         if advance is not None:

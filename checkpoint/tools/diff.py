@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...messages import counted
 from ...protocols import Tree
 from ..plain import Untrusted
 from ..tensors import flatten, is_tensor, read_tensor, size_bytes
@@ -167,6 +168,7 @@ def _describe(value: object) -> str:  # a plain value or a tensor
     if isinstance(value, dict | list | tuple) and value:
         leaves = [leaf for _, leaf in flatten(value)]
         if any(map(is_tensor, leaves)) or len(repr(value)) > _LONGEST:
-            return f"{type(value).__name__} of {len(leaves)} entries, {sum(map(is_tensor, leaves))} of them tensors"
+            entries = counted(len(leaves), "entry")
+            return f"{type(value).__name__} of {entries}, {sum(map(is_tensor, leaves))} of them tensors"
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ...messages import counted
 from .. import storage
 from ..deepspeed.folder import read_folder
 from ..file.remote import as_local
@@ -36,12 +37,12 @@ def check(path: str | Path, advance: Callable[[int], object] | None = None) -> s
         return _check_dcp(local, advance)
     if local is not None and is_safetensors(local):
         weights, _ = read_weights(local)
-        return f"{len(weights)} tensors (safetensors has no checksums: only sizes and places were compared)"
+        return f"{counted(len(weights), 'tensor')} (safetensors has no checksums: only sizes and places were compared)"
     if local is not None and found is not None and found.name == "deepspeed":
         read_folder(local)  # whether the files of all ranks are there, and fit together
     result = storage.verify(path, advance=advance)
     if result.sealed:
-        return f"every byte matches its checksum ({result.entries} records, {result.size_bytes:,} bytes)"
+        return f"every byte matches its checksum ({counted(result.entries, 'record')}, {result.size_bytes:,} bytes)"
     if not result.entries:
         return f"it can be opened (torch's old format has no checksums; {result.size_bytes:,} bytes)"
     return f"{result.entries} records match their checksums, {result.size_bytes:,} bytes (no digest: headers have none)"

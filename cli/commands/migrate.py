@@ -11,6 +11,7 @@ from typing import NoReturn
 from ...compat.lightning.check.program import ProgramCheck
 from ...compat.lightning.check.sides import has_lightning
 from ...compat.lightning.check.unserved import find_unserved, local_imports
+from ...messages import counted
 
 __all__ = ["migrate"]
 
@@ -149,8 +150,7 @@ def _read(files: Sequence[Path]) -> int:
             sys.stdout.write(f"{_shown(path)}:{use.line}: {use.what}: {use.why}\n")
         code = max(code, int(bool(uses)))
     if not code:
-        count = f"{len(files)} files" if len(files) != 1 else "1 file"
-        sys.stdout.write(f"{count} read: everything used of Lightning by name is served.\n")
+        sys.stdout.write(f"{counted(len(files), 'file')} read: everything used of Lightning by name is served.\n")
     return code
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from ...errors import LoopwrightError
+from ...messages import counted
 from ...report import read_runs, terminal, write_report
 from ...report.runs import RunReader
 
@@ -45,7 +46,7 @@ def report(arguments: Sequence[str]) -> int:
         metrics = len({name for run in runs for name in run.series})
         checkpoints = sum(len(run.checkpoints) for run in runs)
         sys.stdout.write(
-            f"{path}: {_count(len(runs), 'run')}, {_count(metrics, 'metric')}, {_count(checkpoints, 'checkpoint')}, "
+            f"{path}: {counted(len(runs), 'run')}, {counted(metrics, 'metric')}, {counted(checkpoints, 'checkpoint')}, "
             f"{path.stat().st_size / 1e6:.1f} MB\n"
         )
         for run in runs:
@@ -96,10 +97,6 @@ def watch(arguments: Sequence[str]) -> int:
 
 def _add_smoothing(parser: argparse.ArgumentParser, default: float, text: str) -> None:
     parser.add_argument("--smoothing", type=float, default=default, metavar="0..0.99", help=text)
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}" if number == 1 else f"{number} {name}s"
 
 
 def _guarded(command: str, work: Callable[[], int]) -> int:

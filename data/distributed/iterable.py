@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from ...messages import counted
 from ...protocols import Batch, Loaders, StateDict
 from ..limit import find_length, resolve_limit
 from ..rng import RngStream, capture_generators, capture_rng, derive_key, find_generators, restore_generators
@@ -166,9 +167,9 @@ class ShardedIterableSource(Source):
         restore_generators(self._find_generators(), self._opening)
         if state["samples"] and self._shard.rank == 0:
             log.warning(
-                "%s cannot begin in the middle of an epoch: reading %d samples again.",
+                "%s cannot begin in the middle of an epoch: reading %s again.",
                 type(self._data.dataset).__name__,
-                state["samples"],
+                counted(state["samples"], "sample"),
             )
         self._start(epoch, bytes.fromhex(state["key"]), samples=state["samples"], global_batches=state["rounds"])
 

@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from ...errors import DataError
+from ...messages import counted
 from ...protocols import Batch, StateDict
 from ..rng import RngStream, capture_rng, kinds_that_moved
 from ..worker import Numbered
@@ -257,8 +258,8 @@ class IndexStream:
             index = self._pull()
             if index is _END:
                 self._problem = DataError(
-                    f"The sampler {type(self.sampler).__name__} ended after {number} batches; before the stop it had "
-                    f"given {count} in this epoch.",
+                    f"The sampler {type(self.sampler).__name__} ended after {counted(number, 'batch')}; before the "
+                    f"stop it had given {count} in this epoch.",
                     fix=_OTHER_ORDER,
                 )
                 return

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from ...errors import DataError
+from ...messages import counted
 from ...protocols import Batch, Loader, Loaders, StateDict
 from ..limit import find_length
 from ..rng import (
@@ -177,15 +178,16 @@ class RereadSource(Source):
             dataset = getattr(self.loader, "dataset", None)
             is_saved = self._num_workers > 0 and is_stateful(dataset)
             log.warning(
-                "%s cannot begin in the middle of an epoch: reading %d batches again%s.",
+                "%s cannot begin in the middle of an epoch: reading %s again%s.",
                 type(self.loader).__name__,
-                count,
+                counted(count, "batch"),
                 " (torchdata's StatefulDataLoader would not: its workers save where they are)" if is_saved else "",
             )
         for number in range(count):
             if self._ahead is _NOTHING and not self._fetch():
                 raise DataError(
-                    f"{type(self.loader).__name__} ended after {number} batches; before the stop it had given {count}.",
+                    f"{type(self.loader).__name__} ended after {counted(number, 'batch')}; before the stop it had "
+                    f"given {count}.",
                     fix="resume with the data that the run had, or from a checkpoint made at the end of an epoch.",
                 )
             self._ahead = _NOTHING

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, ConfigError
+from ...messages import counted
 from ..data import DataSettings
 from ..data.settings import SourceLike
 from ..data.shard import publish, temporary_folder
@@ -155,7 +156,8 @@ class ExportReport:
         """Return the report as text."""
         size = sum(self.files.values())
         lines = [
-            f"{self.to}: {self.kind}, {self.dtype}, {size / 1e6:.1f} MB in {len(self.files)} files, from {self.source}",
+            f"{self.to}: {self.kind}, {self.dtype}, {size / 1e6:.1f} MB in "
+            f"{counted(len(self.files), 'file')}, from {self.source}",
             f"loaded again by transformers: hidden states differ by at most {self.reloaded:.2g}",
         ]
         if self.effect is not None:
@@ -173,7 +175,7 @@ class ExportReport:
 
 def _loss_lines(losses: MergeLosses) -> list[str]:
     both = f"{losses.before:.6f} before the merge, {losses.after:.6f} after it"
-    lines = [f"held-out loss over {losses.tokens} tokens: {both}"]
+    lines = [f"held-out loss over {counted(losses.tokens, 'token')}: {both}"]
     if losses.quantized is not None:
         lines.append(f"on the quantized base, as trained: {losses.quantized:.6f}")
     return lines

@@ -10,6 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from ...errors import ConfigError
+from ...messages import counted
 from .model import InferenceSettings, OpenedModel, num_positions, open_any, quiet_transformers, raise_problems
 from .prompts import find_prompt_style, render_chat
 from .sampling import Sampling, length_problem, sample
@@ -77,9 +78,7 @@ class ChatReport:
     def describe(self) -> str:
         """Return a line on the answers."""
         rate = self.new_tokens / max(self.duration_s, 1e-9)
-        return (
-            f"{self.answers} answer{'s' if self.answers != 1 else ''}, {self.new_tokens} tokens ({rate:.1f} per second)"
-        )
+        return f"{counted(self.answers, 'answer')}, {counted(self.new_tokens, 'token')} ({rate:.1f} per second)"
 
 
 class Conversation:

@@ -10,6 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from ...errors import ConfigError
+from ...messages import counted
 from .model import InferenceSettings, open_any, quiet_transformers, raise_problems
 from .prompts import find_prompt_style, read_messages, render_chat, render_prompt
 from .sampling import Sampling, length_problem, sample
@@ -93,8 +94,8 @@ class GenerateReport:
         """Return a line on the answer, which was written when it came."""
         rate = self.new_tokens / max(self.duration_s, 1e-9)
         return (
-            f"{self.new_tokens} tokens in {self.duration_s:.1f} s ({rate:.1f} per second), stopped by "
-            f"{self.stopped_by}; prompt of {self.prompt_tokens} tokens as {self.prompt_style}"
+            f"{counted(self.new_tokens, 'token')} in {self.duration_s:.1f} s ({rate:.1f} per second), stopped by "
+            f"{self.stopped_by}; prompt of {counted(self.prompt_tokens, 'token')} as {self.prompt_style}"
         )
 
 

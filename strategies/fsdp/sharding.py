@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 
 from ...errors import ModuleError
+from ...messages import counted
 from ..construction.activation_checkpointing import apply_activation_checkpointing
 from ..construction.materialize import (
     check_materializable,
@@ -154,10 +155,10 @@ def shard(
     module.__dict__[ROOT] = root
     if is_rank_zero:
         logger.info(
-            "%s: %s parameters in %d units, sharded over %s processes",
+            "%s: %s parameters in %s, sharded over %s processes",
             type(module).__name__,
             f"{sum(one.numel() for one in module.parameters()):,}",
-            len([unit for unit in units_of(root) if unit is not root or groups_of(root)]),
+            counted(len([unit for unit in units_of(root) if unit is not root or groups_of(root)]), "unit"),
             " x ".join(map(str, target.mesh.shape)),
         )
     return root

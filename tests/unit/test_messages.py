@@ -59,3 +59,12 @@ def test_frames_that_start_processes_are_no_user_code() -> None:
     assert messages.is_of_library(frame_of("<string>"))  # type: ignore[arg-type]
     assert messages.is_of_library(frame_of("/x/site-packages/a.py"))  # type: ignore[arg-type]
     assert not messages.is_of_library(frame_of("/home/a/train.py"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "text"),
+    [(0, "unit", "0 units"), (1, "unit", "1 unit"), (2, "unit", "2 units"), (2, "micro-batch", "2 micro-batches"),
+     (2, "process", "2 processes"), (3, "entry", "3 entries"), (1, "entry", "1 entry"), (2, "day", "2 days")],
+)  # fmt: skip
+def test_numbers_agree_with_their_nouns(number: int, noun: str, text: str) -> None:
+    assert messages.counted(number, noun) == text

@@ -19,7 +19,7 @@ from ...checkpoint.to_plain import resolve_omegaconf
 from ...errors import ConfigError, MissingDependency
 from ...loggers import Logger, share_version
 from ...loggers.folder import FolderLogger
-from ...messages import current_rank, warn
+from ...messages import counted, current_rank, warn
 from ...remote import is_url
 
 if TYPE_CHECKING:
@@ -252,9 +252,9 @@ class LogOutput:
             with open(path, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row, step, _, _ in rows)
         except (OSError, TypeError) as error:
-            warn(f"{name} did not take {len(rows)} rows, nor could they be kept: {error}")
+            warn(f"{name} did not take {counted(len(rows), 'row')}, nor could they be kept: {error}")
             return
-        warn(f"{name} did not take {len(rows)} rows: they are in {path}, as JSON lines")
+        warn(f"{name} did not take {counted(len(rows), 'row')}: they are in {path}, as JSON lines")
 
     def files_dir(self, log_dir: str | None) -> str | None:
         """Return the directory on this machine for files beside the logs: `log_dir` unless that is a URL."""

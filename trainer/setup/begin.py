@@ -13,7 +13,7 @@ from ...callbacks import Callback
 from ...checkpoint.content import Content
 from ...data.module import DataModule
 from ...errors import CheckpointError, ConfigError, ModuleError
-from ...messages import warn
+from ...messages import counted, warn
 from ...protocols import Loaders, StateDict
 from ..checkpointing import optimizer_record, snapshot
 from ..hooks import check_hook_names
@@ -657,13 +657,14 @@ def _check_limits(loop: FitLoop, progress: Progress, path: str | None) -> None:
     limit = loop.epoch_limit
     if path is not None and limit != -1 and progress.epochs > limit:
         raise ConfigError(
-            f"{path} has finished {progress.epochs} epochs, and max_epochs={limit}.",
+            f"{path} has finished {counted(progress.epochs, 'epoch')}, and max_epochs={limit}.",
             fix=f"set max_epochs above {progress.epochs}.",
         )
     if loop.is_done and (progress.steps or progress.epochs) and not progress.epoch_open:
         others = "".join(f", {name}={value}" for name, value in loop.data_limits.items())
         warn(
-            f"trainer.fit has nothing to do: {progress.epochs} epochs and {progress.steps} steps are done, and the "
+            f"trainer.fit has nothing to do: {counted(progress.epochs, 'epoch')} and "
+            f"{counted(progress.steps, 'step')} are done, and the "
             f"limits are max_epochs={limit} and max_steps={loop.max_steps}{others}",
         )
 

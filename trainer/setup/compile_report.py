@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...messages import counted
 from ..timeline.phases import StepRecord
 from ..timeline.report import readable_time
 
@@ -87,7 +88,7 @@ class CompileReport:
     def text(self) -> str:
         """Return what is known so far, as one line."""
         watch = self._watch
-        graphs = f"{watch.num_compiled} graph{'s' if watch.num_compiled != 1 else ''}"
+        graphs = counted(watch.num_compiled, "graph")
         cached = ""
         if watch.num_cached:
             parts_of = watch.num_cached + watch.num_uncached

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...messages import counted
 from .phases import STEP_PHASES
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class TimelineReport:
         present = sorted((phase for phase in fractions if fractions[phase] > 0), key=lambda p: -fractions[p])
         width = max([len(phase) for phase in present], default=0)
         lines = [
-            f"Timeline: {self.total_s:.3g} s, {self.num_steps} steps, {self.num_measured} of them measured "
+            f"Timeline: {self.total_s:.3g} s, {counted(self.num_steps, 'step')}, {self.num_measured} of them measured "
             f"({self.clock} time)"
         ]
         for phase in present:

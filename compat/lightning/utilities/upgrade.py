@@ -10,6 +10,7 @@ from shutil import copyfile
 
 import torch
 
+from ....messages import counted
 from .migration import migrate_checkpoint
 
 __all__ = ["main"]
@@ -35,7 +36,7 @@ def main() -> None:
         checkpoint = torch.load(file, map_location="cpu" if arguments.map_to_cpu else None, weights_only=True)
         migrate_checkpoint(checkpoint)
         torch.save(checkpoint, file)
-    logger.info("Upgraded %d checkpoints.", len(files))
+    logger.info("Upgraded %s.", counted(len(files), "checkpoint"))
 
 
 def _files(path: Path, suffix: str) -> list[Path]:
