@@ -208,14 +208,15 @@ def test_no_verb_returns_before_its_last_save_is_complete_or_raised(hook: str, t
     inner = Gated(is_open=False)
     trainer = quiet(lw.AsyncCheckpointIO(inner), Saves(), enable_model_summary=False, max_steps=2)
     trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, ModelCheckpoint)]
-    trainer.fit(net(), loader())
+    data = loader()
+    trainer.fit(net(), data)
     assert verify(tmp_path / "own.ckpt").sealed
 
     inner.fails_at = "own"
     inner.gate.clear()
     (tmp_path / "own.ckpt").unlink()
     with pytest.raises(CheckpointError, match="disk full"):
-        trainer.fit(net(), loader())
+        trainer.fit(net(), data)
     assert trainer.interrupted
     # Outside of a run there is no training to go on with: the call itself waits.
     inner.fails_at = ""
