@@ -82,6 +82,15 @@ class LightningCLI:
         datamodule: The data module; None without one.
     """
 
+    # Assigned by the methods that make them only: a subclass that overrides these may have properties of these names.
+    parser: LightningArgumentParser
+    config: Any
+    config_init: Any
+    subcommand: str | None
+    trainer: Any
+    model: Any
+    datamodule: Any
+
     def __init__(
         self,
         model_class: Any = None,
@@ -114,11 +123,6 @@ class LightningCLI:
         self.datamodule_class = datamodule_class
         self._datamodule_class = datamodule_class or LightningDataModule
         self.subclass_mode_data = datamodule_class is None or subclass_mode_data
-        self.config: Any = Namespace()
-        self.config_init: Any = None
-        self.trainer: Any = None
-        self.model: Any = None
-        self.datamodule: Any = None
         self._subcommand_parsers: dict[str, LightningArgumentParser] = {}
         self._subcommand_method_arguments: dict[str, list[str]] = {}
 
@@ -126,7 +130,7 @@ class LightningCLI:
         self.setup_parser(run, main, own)
         self.parse_arguments(self.parser, args)
         self._parse_ckpt_path()
-        self.subcommand: str | None = self.config["subcommand"] if run else None
+        self.subcommand = self.config["subcommand"] if run else None
         self._set_seed()
         if load_from_checkpoint_support:
             self._add_instantiators()

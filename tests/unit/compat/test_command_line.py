@@ -284,3 +284,46 @@ def test_a_checkpoint_that_is_typed_starts_and_imports_nothing(
     torch.save({"state_dict": {}, "hyper_parameters": {"optimizer": "torch.optim.SGD", "lr": 0.5}}, "x.ckpt")
     with pytest.raises(RuntimeError, match="in loading state_dict"):  # its settings are right, its weights are missing
         make_cli("fit", "--ckpt_path=x.ckpt")
+
+
+ATTRIBUTES = ("parser", "config", "config_init", "subcommand", "trainer", "model", "datamodule")
+
+
+def kept_elsewhere(name: str) -> property:
+    return property(
+        lambda cli: vars(cli)["kept"][name], lambda cli, value: vars(cli).setdefault("kept", {}).update({name: value})
+    )
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_a_subclass_may_keep_an_attribute_in_a_property(name: str) -> None:
+    from lightning.pytorch.cli import LightningCLI
+
+    class CLI(LightningCLI):
+        pass
+
+    setattr(CLI, name, kept_elsewhere(name))
+    cli = CLI(make_model(), args=["fit", "--model.lr=0.5", "--trainer.fast_dev_run=1", "--trainer.accelerator=cpu"])
+    assert (cli.model.lr, cli.trainer.global_step, cli.subcommand) == (0.5, 1, "fit")
+    assert name in vars(cli)["kept"]
+
+
+def test_a_subclass_that_makes_its_objects_may_show_them_by_properties() -> None:
+    from lightning.pytorch.cli import LightningCLI
+
+    class CLI(LightningCLI):
+        def instantiate_classes(self) -> None:
+            self.made = self.parser.instantiate_classes(self.config)
+            self.own_trainer = self.instantiate_trainer()
+
+        config_init = property(lambda self: self.made)
+        model = property(lambda self: self._get(self.made, "model"))
+        datamodule = property(lambda self: self._get(self.made, "data"))
+        trainer = property(lambda self: self.own_trainer)
+
+    for command in (["fit"], []):
+        cli = CLI(
+            make_model(), run=bool(command),
+            args=[*command, "--model.lr=0.5", "--trainer.fast_dev_run=1", "--trainer.accelerator=cpu"],
+        )  # fmt: skip
+        assert (cli.model.lr, cli.datamodule, cli.trainer.global_step) == (0.5, None, len(command))
