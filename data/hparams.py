@@ -65,14 +65,14 @@ def save_hyperparameters(
     given_hparams: Mapping[str, Any] | None = None,
     logger: bool = True,
 ) -> None:
-    """Save the arguments of an object's `__init__` in `obj._hparams`.
+    """Save the arguments of an object's `__init__` in `obj._lw_hparams`.
 
-    Also sets `_hparams_initial` (a copy made by this call), `_hparams_name` (the name of the argument if one object
-    holds all hyperparameters, otherwise "kwargs") and `_log_hyperparams`. Plain containers (dicts, lists, tuples, sets,
-    namespaces, OmegaConf's) are copied at every depth, so that a constructor may change its arguments afterwards.
-    Everything else is kept by reference: a copy of tensors and modules would take memory, and objects of other classes
-    may not be copied at all. A second call adds to the hyperparameters of the first, and removes from them what it
-    ignores.
+    Also sets `_lw_hparams_initial` (a copy made by this call), `_lw_hparams_name` (the name of the argument if one
+    object holds all hyperparameters, otherwise "kwargs") and `_lw_log_hyperparams`. Plain containers (dicts, lists,
+    tuples, sets, namespaces, OmegaConf's) are copied at every depth, so that a constructor may change its arguments
+    afterwards. Everything else is kept by reference: a copy of tensors and modules would take memory, and objects of
+    other classes may not be copied at all. A second call adds to the hyperparameters of the first, and removes from
+    them what it ignores.
 
     Args:
         obj: The module or data module.
@@ -222,17 +222,17 @@ def _warn_of_modules(hparams: dict[str, object]) -> None:
 
 
 def _store(obj: Any, hparams: object, name: str, ignored: set[str], *, logger: bool) -> None:
-    kept = getattr(obj, "_hparams", None)
+    kept = getattr(obj, "_lw_hparams", None)
     hparams = _copy(hparams, partial(_copy_containers, copies={}))
     if isinstance(kept, AttributeDict) and isinstance(hparams, AttributeDict):
         for left_out in ignored:
             kept.pop(left_out, None)
         kept.update(hparams)
         hparams = kept
-    obj._hparams = hparams
-    obj._hparams_name = name
-    obj._hparams_initial = _copy(hparams)
-    obj._log_hyperparams = logger
+    obj._lw_hparams = hparams
+    obj._lw_hparams_name = name
+    obj._lw_hparams_initial = _copy(hparams)
+    obj._lw_log_hyperparams = logger
 
 
 def _copy_containers(value: Any, copies: dict[int, Any]) -> Any:

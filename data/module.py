@@ -46,11 +46,11 @@ class DataModule:
     allow_zero_length_dataloader_with_multiple_devices: bool = False
 
     # Defaults stand on the class, so that a subclass need not call super().__init__().
-    _trainer: Trainer | None = None
-    _hparams: Any = None
-    _hparams_initial: Any = None
-    _hparams_name: str | None = None
-    _log_hyperparams: bool = False
+    _lw_trainer: Trainer | None = None
+    _lw_hparams: Any = None
+    _lw_hparams_initial: Any = None
+    _lw_hparams_name: str | None = None
+    _lw_log_hyperparams: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -68,19 +68,19 @@ class DataModule:
 
     def train_dataloader(self) -> AnyLoaders:
         """Return the training data: a loader, or nested lists, tuples and dicts of loaders."""
-        raise self._lacks("train_dataloader")
+        raise self._lw_lacks("train_dataloader")
 
     def val_dataloader(self) -> AnyLoaders:
         """Return the validation data: one loader or several."""
-        raise self._lacks("val_dataloader")
+        raise self._lw_lacks("val_dataloader")
 
     def test_dataloader(self) -> AnyLoaders:
         """Return the test data: one loader or several."""
-        raise self._lacks("test_dataloader")
+        raise self._lw_lacks("test_dataloader")
 
     def predict_dataloader(self) -> AnyLoaders:
         """Return the data to predict on: one loader or several."""
-        raise self._lacks("predict_dataloader")
+        raise self._lw_lacks("predict_dataloader")
 
     def on_before_batch_transfer(self, batch: AnyBatch, dataloader_idx: int) -> AnyBatch:
         """Return the batch that is moved to the device; called with the batch on the host."""
@@ -104,7 +104,7 @@ class DataModule:
     def on_exception(self, exception: BaseException) -> None:
         """Clean up after a failed run, for which `teardown` is not called."""
 
-    def _lacks(self, hook: str) -> ConfigError:
+    def _lw_lacks(self, hook: str) -> ConfigError:
         return ConfigError(
             f"{type(self).__name__} has no {hook}.", fix=f"define {hook}(self) and return a loader from it."
         )
@@ -114,11 +114,11 @@ class DataModule:
     @property
     def trainer(self) -> Trainer | None:
         """The trainer that uses this data module; None if not attached."""
-        return self._trainer
+        return self._lw_trainer
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        self._trainer = trainer
+        self._lw_trainer = trainer
 
     # --- hyperparameters -------------------------------------------------------------------------------------------
 
@@ -146,14 +146,14 @@ class DataModule:
     @property
     def hparams(self) -> Any:
         """Hyperparameters: a mapping with attribute access."""
-        if self._hparams is None:
-            self._hparams = AttributeDict()
-        return self._hparams
+        if self._lw_hparams is None:
+            self._lw_hparams = AttributeDict()
+        return self._lw_hparams
 
     @property
     def hparams_initial(self) -> Any:
         """A copy of the hyperparameters from when they were saved."""
-        return AttributeDict() if self._hparams_initial is None else self._hparams_initial
+        return AttributeDict() if self._lw_hparams_initial is None else self._lw_hparams_initial
 
     @class_only
     def load_from_checkpoint(

@@ -130,7 +130,7 @@ def without_wrapper(module: nn.Module) -> tuple[nn.Module, Compiler | None]:
     original = module.__dict__.get("_modules", {}).get("_orig_mod")
     if original is not None and hasattr(module, "dynamo_ctx"):
         return original, cast(Any, module).dynamo_ctx
-    options = module.__dict__.get("_compile_options")  # of lw.Module.compile
+    options = module.__dict__.get("_lw_compile_options")  # of lw.Module.compile
     return module, None if options is None else compiler_of(options)
 
 

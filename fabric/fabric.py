@@ -536,7 +536,7 @@ class Fabric:
 
     def _compile(self, module: nn.Module, value: bool | Mapping[str, object]) -> nn.Module:
         """Return the module compiled in place, if the user asked for it here or by torch.compile."""
-        if value is False and _uncompiled(module) is module and "_compile_options" not in vars(module):
+        if value is False and _uncompiled(module) is module and "_lw_compile_options" not in vars(module):
             return module
         from .compiling import compile_for_fabric  # not imported where nothing is compiled
         from .wrappers import STEPS
@@ -554,7 +554,7 @@ class Fabric:
         original = module.module
         if isinstance(getattr(type(original), "fabric", None), property):
             original.fabric = self
-            original.__dict__["_fabric_optimizers"] = list(optimizers)
+            original.__dict__["_lw_fabric_optimizers"] = list(optimizers)
             if original not in self._listeners:
                 self._listeners.append(original)
         self.call("on_after_setup", fabric=self, module=module)

@@ -80,8 +80,8 @@ class RecipeModule(Module):
 
     @override
     def configure_model(self) -> None:
-        if self._trainer is not None:
-            strategy = self._trainer.strategy
+        if self._lw_trainer is not None:
+            strategy = self._lw_trainer.strategy
             problems = strategy_problems(self.settings, strategy, packing=self.verify_packing)
             if problems:
                 raise ConfigError("\n".join(problems), fix="choose another strategy, or other settings of the model.")

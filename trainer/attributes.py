@@ -95,15 +95,15 @@ class TrainerAttributes:
     learning_rate_curve: Callable[[str, float, float, int], LearningRateCurve] | None = None
     batch_size_rule: Callable[[Search, int, Trials], int] | None = None
     prepare_trial: Callable[[Trainer], None] | None = None
-    _arguments: Arguments
-    _metrics: Metrics
-    _current_values: CurrentValues | None = None
-    _run_signals: RunSignals
-    _timeline: Timeline | None
-    _run: Run | None
-    _last_run: Run | None
-    _spawned_module: nn.Module | None
-    _assigned_datamodule: DataModule | None
+    _lw_arguments: Arguments
+    _lw_metrics: Metrics
+    _lw_current_values: CurrentValues | None = None
+    _lw_run_signals: RunSignals
+    _lw_timeline: Timeline | None
+    _lw_run: Run | None
+    _lw_last_run: Run | None
+    _lw_spawned_module: nn.Module | None
+    _lw_assigned_datamodule: DataModule | None
 
     if not TYPE_CHECKING:  # type checkers know the arguments from __init__
         # Here and not in Trainer, whose __init__ is then the signature that `inspect` shows.
@@ -120,21 +120,21 @@ class TrainerAttributes:
 
     def present_run(self) -> Run | None:
         """Return what is happening now; None between two verbs."""
-        return self._run
+        return self._lw_run
 
     def latest_run(self) -> Run | None:
         """Return the present run, or the last one."""
-        return self._run or self._last_run
+        return self._lw_run or self._lw_last_run
 
     @property
     def at_step_boundary(self) -> bool:
         """Whether no window of micro-batches is under way, so that a checkpoint can be taken."""
-        return self._run is None or self._run.at_boundary
+        return self._lw_run is None or self._lw_run.at_boundary
 
     @property
     def validation_is_due(self) -> bool:
         """Whether a validation follows right after the events of the present step."""
-        return self._run is not None and self.state.fn == "fit" and self.fit_loop.is_validation_due(self._run)
+        return self._lw_run is not None and self.state.fn == "fit" and self.fit_loop.is_validation_due(self._lw_run)
 
     @property
     def accumulation_scheduler(self) -> GradientAccumulationScheduler | None:
@@ -144,7 +144,7 @@ class TrainerAttributes:
     @property
     def batches_until_max_samples(self) -> int | float:
         """Micro-batches that `max_samples` leaves to each rank; infinity without that limit, or where it is unknown."""
-        if self._arguments.max_samples is None:
+        if self._lw_arguments.max_samples is None:
             return math.inf
         from .loop.data_limits import batches_until_limit
 
@@ -158,7 +158,7 @@ class TrainerAttributes:
     @property
     def validates_at_epoch_end(self) -> bool:
         """Whether validation comes once per epoch, at its end."""
-        interval = self._arguments.val_check_interval
+        interval = self._lw_arguments.val_check_interval
         return isinstance(interval, float) and interval == 1.0
 
     @property
@@ -185,27 +185,27 @@ class TrainerAttributes:
 
         With several ranks the value of a step is this rank's own: see `synchronize_metrics`.
         """
-        return self._metrics.callback_metrics()
+        return self._lw_metrics.callback_metrics()
 
     def may_log_at_epoch_end(self, name: str) -> bool:
         """Whether the end of the present training epoch may bring a metric of this name."""
         from .setup.monitored import may_log_at_epoch_end
 
-        return self._run is not None and may_log_at_epoch_end(self._run, name)
+        return self._lw_run is not None and may_log_at_epoch_end(self._lw_run, name)
 
     @property
     def timeline(self) -> Timeline:
         """Where the time of the present or last fit went, phase by phase; its settings hold for the next fit."""
-        if self._timeline is None:
+        if self._lw_timeline is None:
             from .timeline.timeline import Timeline
 
-            self._timeline = Timeline()
-            self._timeline.is_enabled = not self._arguments.barebones
-        return self._timeline
+            self._lw_timeline = Timeline()
+            self._lw_timeline.is_enabled = not self._lw_arguments.barebones
+        return self._lw_timeline
 
     def metric_step(self, name: str) -> int | None:
         """Return the `global_step` at which `callback_metrics[name]` was computed; None where there is no such key."""
-        return self._metrics.metric_step(name)
+        return self._lw_metrics.metric_step(name)
 
     @property
     def logged_metrics(self) -> dict[str, float]:
@@ -217,10 +217,10 @@ class TrainerAttributes:
         """Host values for the bar: of the latest step where that waits for nothing, else of the last log boundary."""
         from .metrics.current_values import CurrentValues
 
-        metrics = self._metrics
-        if self._current_values is None or self._current_values.metrics is not metrics:
-            self._current_values = CurrentValues(metrics)
-        return {**metrics.progress_bar, **metrics.bar_at_end, **self._current_values.read()}
+        metrics = self._lw_metrics
+        if self._lw_current_values is None or self._lw_current_values.metrics is not metrics:
+            self._lw_current_values = CurrentValues(metrics)
+        return {**metrics.progress_bar, **metrics.bar_at_end, **self._lw_current_values.read()}
 
     def __repr__(self) -> str:
         limits = {name: getattr(self, name) for name in ("max_epochs", "max_steps")}
@@ -269,22 +269,22 @@ class TrainerAttributes:
     def lightning_module(self) -> nn.Module | None:
         """The user's module."""
         run = self.latest_run()
-        return run.module if run is not None else self._spawned_module
+        return run.module if run is not None else self._lw_spawned_module
 
     @property
     def datamodule(self) -> DataModule | None:
         """The user's data module: that of the present or last run, or one that was assigned since."""
-        if self._assigned_datamodule is not None:
-            return self._assigned_datamodule
+        if self._lw_assigned_datamodule is not None:
+            return self._lw_assigned_datamodule
         run = self.latest_run()
         return run.datamodule if run is not None else None
 
     @datamodule.setter
     def datamodule(self, datamodule: DataModule | None) -> None:
-        self._assigned_datamodule = datamodule
+        self._lw_assigned_datamodule = datamodule
 
-    def _latest(self) -> Run | None:
-        return self._run or self._last_run
+    def _lw_latest(self) -> Run | None:
+        return self._lw_run or self._lw_last_run
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -409,7 +409,7 @@ class TrainerAttributes:
     @property
     def received_sigterm(self) -> bool:
         """Whether SIGTERM asked the run to end."""
-        return self._run_signals.requested is signal.SIGTERM
+        return self._lw_run_signals.requested is signal.SIGTERM
 
     @property
     def interrupted(self) -> bool:
@@ -419,12 +419,12 @@ class TrainerAttributes:
     @property
     def run_signals(self) -> RunSignals:
         """What watches the present run for signals, or watched the last one: callbacks may ask it to end the run."""
-        return self._run_signals
+        return self._lw_run_signals
 
     @property
     def is_last_batch(self) -> bool:
         """Whether the present training batch is the epoch's last."""
-        run = self._run
+        run = self._lw_run
         return run is not None and run.stream is not None and not run.stream.has_next()
 
     @property
@@ -456,7 +456,7 @@ class TrainerAttributes:
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
         """Batches of the sanity check of each loader; empty before the loaders were asked for."""
-        count = self._arguments.num_sanity_val_steps or 0
+        count = self._lw_arguments.num_sanity_val_steps or 0
         limit = math.inf if count == -1 else count
         return [min(limit, num_batches) for num_batches in self.num_val_batches]
 
@@ -482,8 +482,8 @@ class TrainerAttributes:
 
     # Arguments that can be read back under their own names.
     def __getattr__(self, name: str) -> Any:  # Any: arguments differ in type
-        if name in _READABLE_ARGUMENTS and "_arguments" in self.__dict__:
-            return getattr(self._arguments, name)
+        if name in _READABLE_ARGUMENTS and "_lw_arguments" in self.__dict__:
+            return getattr(self._lw_arguments, name)
         if name in _LIMITS and "fit_loop" in self.__dict__:
             return getattr(self.fit_loop, name)
         if name in _STAGES and "state" in self.__dict__:
@@ -499,7 +499,7 @@ class TrainerAttributes:
         if name in _LIMITS and "fit_loop" in self.__dict__:
             setattr(self.fit_loop, name, value)
         elif name in _READABLE_ARGUMENTS:
-            setattr(self._arguments, name, value)
+            setattr(self._lw_arguments, name, value)
         elif name in _STAGES:
             self.state.stage = _STAGES[name] if value else None
         else:
@@ -513,4 +513,4 @@ class TrainerAttributes:
     @property
     def val_check_interval(self) -> int | float | str | timedelta | dict[str, float] | None:
         """The argument as it was given."""
-        return self._arguments.val_check_interval
+        return self._lw_arguments.val_check_interval

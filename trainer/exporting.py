@@ -135,12 +135,12 @@ def _exporting(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _scripting(module: Module) -> Iterator[None]:
     """Let attributes that need a Trainer be absent, in properties of users as well."""
-    base: Any = next(cls for cls in type(module).__mro__ if "_is_scripting" in vars(cls))
-    base._is_scripting = True
+    base: Any = next(cls for cls in type(module).__mro__ if "_lw_is_scripting" in vars(cls))
+    base._lw_is_scripting = True
     try:
         yield
     finally:
-        base._is_scripting = False
+        base._lw_is_scripting = False
 
 
 def _hidden(module: nn.Module) -> list[str]:

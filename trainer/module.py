@@ -62,7 +62,7 @@ class Module(nn.Module):
     prepare_data_per_node: bool = True
     allow_zero_length_dataloader_with_multiple_devices: bool = False
     compile_blocks: object = None
-    _is_scripting = False  # set on the class while `to_torchscript` runs
+    _lw_is_scripting = False  # set on the class while `to_torchscript` runs
 
     # For torch.jit.script: what belongs to a run is not part of the program.
     __jit_unused_properties__ = [
@@ -70,27 +70,27 @@ class Module(nn.Module):
         "hparams_initial", "local_rank", "logger", "loggers", "on_gpu", "trainer",
     ]  # fmt: skip
     __jit_ignored_attributes__ = [
-        "example_input_array", "compile_blocks", "_trainer", "_fabric", "_log", "_hparams", "_hparams_initial",
-        "_compile_options", "_is_scripting",
+        "example_input_array", "compile_blocks", "_lw_trainer", "_lw_fabric", "_lw_log", "_lw_hparams",
+        "_lw_hparams_initial", "_lw_compile_options", "_lw_is_scripting",
     ]  # fmt: skip
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Set by the trainer during a run. Kept out of nn.Module's own registries, and never deep-copied.
-        self._trainer: Trainer | None = None
-        self._fabric: Fabric | None = None
-        self._log: Callable[..., None] | None = None
-        if "_hparams" not in self.__dict__:  # else they were saved before this constructor was called
-            self._hparams = HyperParameters()
-            self._hparams_initial = HyperParameters()
-            self._hparams_name: str | None = None
-            self._log_hyperparams = False
+        self._lw_trainer: Trainer | None = None
+        self._lw_fabric: Fabric | None = None
+        self._lw_log: Callable[..., None] | None = None
+        if "_lw_hparams" not in self.__dict__:  # else they were saved before this constructor was called
+            self._lw_hparams = HyperParameters()
+            self._lw_hparams_initial = HyperParameters()
+            self._lw_hparams_name: str | None = None
+            self._lw_log_hyperparams = False
 
     def __getstate__(self) -> dict[str, object]:
         state = dict(self.__dict__)
         state.pop("_compiled_call_impl", None)  # it would call this object; torch's own modules drop it as well
-        state.pop("_fabric_optimizers", None)
-        state.update(_trainer=None, _fabric=None, _log=None)
+        state.pop("_lw_fabric_optimizers", None)
+        state.update(_lw_trainer=None, _lw_fabric=None, _lw_log=None)
         return state
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -107,7 +107,7 @@ class Module(nn.Module):
             kwargs: Of torch.compile.
         """
         super().compile(*args, **kwargs)
-        self.__dict__["_compile_options"] = kwargs
+        self.__dict__["_lw_compile_options"] = kwargs
 
     # --- steps and configuration: override these -------------------------------------------------------------------
 
@@ -411,9 +411,9 @@ class Module(nn.Module):
         Raises:
             ModuleError: The value or key is invalid, logging is not allowed here, or a required weight is unknown.
         """
-        log = self._log
+        log = self._lw_log
         if log is None:
-            self._log_without_run({name: value})
+            self._lw_log_without_run({name: value})
             return
         log(
             name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, add_dataloader_idx, batch_size,
@@ -436,9 +436,9 @@ class Module(nn.Module):
         rank_zero_only: bool = False,
     ) -> None:
         """Log each entry of a dict, or of a torchmetrics MetricCollection; see `log`."""
-        log = self._log
+        log = self._lw_log
         if log is None:
-            self._log_without_run(dictionary)
+            self._lw_log_without_run(dictionary)
             return
         for name, value in dictionary.items():
             # In the order of Metrics.log.
@@ -447,23 +447,23 @@ class Module(nn.Module):
 
     def print(self, *args: object, **kwargs: Any) -> None:  # Any: the arguments of the builtin
         """Print on rank 0, above the progress bar."""
-        if self._trainer is not None:
-            self._trainer.print(*args, **kwargs)
-        elif self._fabric is not None:
-            self._fabric.print(*args, **kwargs)
+        if self._lw_trainer is not None:
+            self._lw_trainer.print(*args, **kwargs)
+        elif self._lw_fabric is not None:
+            self._lw_fabric.print(*args, **kwargs)
         else:
             print(*args, **kwargs)  # noqa: T201
 
-    def _log_without_run(self, values: Mapping[str, object]) -> None:
+    def _lw_log_without_run(self, values: Mapping[str, object]) -> None:
         """Send values to the loggers of the Fabric immediately, in a handwritten loop."""
-        if self._fabric is not None and self._fabric.loggers:
-            self._fabric.log_dict(values)
+        if self._lw_fabric is not None and self._lw_fabric.loggers:
+            self._lw_fabric.log_dict(values)
         else:
             _warn_detached()
 
     def all_gather(self, data: Tree, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Any:
         """Gather tensors of all ranks; leaves get a leading dimension when there are several ranks."""
-        fabric = self._fabric if self._fabric is not None else self.trainer.fabric
+        fabric = self._lw_fabric if self._lw_fabric is not None else self.trainer.fabric
         return fabric.all_gather(data, group=group, sync_grads=sync_grads)
 
     # Any: one optimizer or a list; a union would make each caller check which.
@@ -476,8 +476,8 @@ class Module(nn.Module):
             use_pl_optimizer: Whether to return the wrapper, whose `step` scales gradients and calls hooks, or torch's
                 optimizer. Steps of either are counted.
         """
-        of_fabric: list[object] = self.__dict__.get("_fabric_optimizers") or []
-        if self._trainer is None and of_fabric:
+        of_fabric: list[object] = self.__dict__.get("_lw_fabric_optimizers") or []
+        if self._lw_trainer is None and of_fabric:
             return of_fabric[0] if len(of_fabric) == 1 else of_fabric
         managed = self.trainer.managed_optimizers
         chosen: Sequence[object] = managed if use_pl_optimizer else [m.optimizer for m in managed]
@@ -499,12 +499,12 @@ class Module(nn.Module):
         Raises:
             ModuleError: Optimization is automatic, by a Trainer.
         """
-        trainer = self._trainer
+        trainer = self._lw_trainer
         if trainer is None:
-            fabric = self._fabric if self._fabric is not None else self.trainer.fabric  # as in `all_gather`
+            fabric = self._lw_fabric if self._lw_fabric is not None else self.trainer.fabric  # as in `all_gather`
             fabric.backward(loss, *args, **kwargs)
             return
-        self._require_manual("manual_backward")
+        self._lw_require_manual("manual_backward")
         trainer.manual_backward(loss, *args, **kwargs)
 
     def count_step(self) -> None:
@@ -535,20 +535,20 @@ class Module(nn.Module):
         Returns:
             The norm before clipping by norm: shape (), on the device; None otherwise.
         """
-        if self._trainer is None and self._fabric is not None:
+        if self._lw_trainer is None and self._lw_fabric is not None:
             if gradient_clip_algorithm == "value":
-                return self._fabric.clip_gradients(self, optimizer, clip_val=gradient_clip_val)
-            return self._fabric.clip_gradients(self, optimizer, max_norm=gradient_clip_val)
+                return self._lw_fabric.clip_gradients(self, optimizer, clip_val=gradient_clip_val)
+            return self._lw_fabric.clip_gradients(self, optimizer, max_norm=gradient_clip_val)
         return self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""
-        self._require_manual("toggle_optimizer")
+        self._lw_require_manual("toggle_optimizer")
         self.trainer.toggle(optimizer)
 
     def untoggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Undo `toggle_optimizer`."""
-        self._require_manual("untoggle_optimizer")
+        self._lw_require_manual("untoggle_optimizer")
         self.trainer.untoggle(optimizer)
 
     @contextmanager
@@ -557,7 +557,7 @@ class Module(nn.Module):
         with toggled(self.trainer, optimizer):
             yield
 
-    def _require_manual(self, name: str) -> None:
+    def _lw_require_manual(self, name: str) -> None:
         if self.automatic_optimization:
             raise ModuleError(
                 f"{name} was called while optimization is automatic.",
@@ -602,12 +602,12 @@ class Module(nn.Module):
     @property
     def hparams(self) -> Any:  # Any: type checkers do not know its attributes
         """Hyperparameters: a mapping with attribute access."""
-        return self._hparams
+        return self._lw_hparams
 
     @property
     def hparams_initial(self) -> Any:  # Any: as `hparams`
         """Copy of the hyperparameters as they were saved."""
-        return self._hparams_initial
+        return self._lw_hparams_initial
 
     @class_only
     def load_from_checkpoint(
@@ -716,68 +716,68 @@ class Module(nn.Module):
         Raises:
             RuntimeError: It is attached to none (a ModuleError would be a TypeError, which `hasattr` lets through).
         """
-        if self._trainer is None:
+        if self._lw_trainer is None:
             caller = sys._getframe(1).f_globals.get("__name__", "")
             # torch.jit.script looks at every attribute of the class, also at properties that it then leaves out.
-            if self._is_scripting or caller.startswith(("torch.jit.", "torch._jit_internal")):
+            if self._lw_is_scripting or caller.startswith(("torch.jit.", "torch._jit_internal")):
                 return None  # type: ignore[return-value]
-            stand_in: Trainer | None = self._stand_in_for_trainer()
+            stand_in: Trainer | None = self._lw_stand_in_for_trainer()
             if stand_in is not None:
                 return stand_in
             raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer; call trainer.fit(module) first.")
-        return self._trainer
+        return self._lw_trainer
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
         for module in self.modules():
             if isinstance(module, Module):
-                module.__dict__["_trainer"] = trainer
+                module.__dict__["_lw_trainer"] = trainer
 
-    def _stand_in_for_trainer(self) -> Any:  # Any: what a layer above puts instead of a Trainer
+    def _lw_stand_in_for_trainer(self) -> Any:  # Any: what a layer above puts instead of a Trainer
         return None
 
     @property
     def fabric(self) -> Fabric | None:
         """The Fabric that this module runs on, None when detached."""
-        return self._fabric
+        return self._lw_fabric
 
     @fabric.setter
     def fabric(self, fabric: Fabric | None) -> None:
         for module in self.modules():
             if isinstance(module, Module):
-                module.__dict__["_fabric"] = fabric
+                module.__dict__["_lw_fabric"] = fabric
 
     @property
     def current_epoch(self) -> int:
         """Epochs completed; 0 when detached."""
-        return self._trainer.current_epoch if self._trainer is not None else 0
+        return self._lw_trainer.current_epoch if self._lw_trainer is not None else 0
 
     @property
     def global_step(self) -> int:
         """Training steps taken; 0 when detached."""
-        return self._trainer.global_step if self._trainer is not None else 0
+        return self._lw_trainer.global_step if self._lw_trainer is not None else 0
 
     @property
     def global_rank(self) -> int:
         """Rank of this process; 0 when detached."""
-        return self._trainer.global_rank if self._trainer is not None else 0
+        return self._lw_trainer.global_rank if self._lw_trainer is not None else 0
 
     @property
     def local_rank(self) -> int:
         """Rank on this host; 0 when detached."""
-        return self._trainer.local_rank if self._trainer is not None else 0
+        return self._lw_trainer.local_rank if self._lw_trainer is not None else 0
 
     @property
     def logger(self) -> Logger | None:
         """First logger of the trainer, or of the Fabric; None without any."""
-        return next(iter(self.loggers), None) if self._trainer is None else self._trainer.logger
+        return next(iter(self.loggers), None) if self._lw_trainer is None else self._lw_trainer.logger
 
     @property
     def loggers(self) -> list[Logger]:
         """All loggers of the trainer, or of the Fabric."""
-        if self._trainer is not None:
-            return self._trainer.loggers
-        return [] if self._fabric is None else self._fabric.loggers
+        if self._lw_trainer is not None:
+            return self._lw_trainer.loggers
+        return [] if self._lw_fabric is None else self._lw_fabric.loggers
 
     @property
     def device(self) -> torch.device:
@@ -785,7 +785,7 @@ class Module(nn.Module):
         first: Tensor | None = next(chain(self.parameters(), self.buffers()), None)
         if first is not None:
             return first.device
-        return self._trainer.fabric.device if self._trainer is not None else torch.device("cpu")
+        return self._lw_trainer.fabric.device if self._lw_trainer is not None else torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -801,7 +801,7 @@ class Module(nn.Module):
     @property
     def device_mesh(self) -> DeviceMesh | None:
         """Mesh of a model-parallel strategy; None otherwise."""
-        return self._trainer.strategy.device_mesh if self._trainer is not None else None
+        return self._lw_trainer.strategy.device_mesh if self._lw_trainer is not None else None
 
 
 _has_warned_detached = False

@@ -200,16 +200,16 @@ class Trainer(TrainerAttributes):
         compile: bool | dict[str, Any] = False,  # Any: arguments of torch.compile
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        given = self._read_environment(without_omegaconf(given))
+        given = self._lw_read_environment(without_omegaconf(given))
         if given["model_registry"] is not None:
             raise ConfigError(
                 f"model_registry={given['model_registry']!r}: there is no model registry.",
                 fix="save checkpoints with ModelCheckpoint, and upload them with your registry's own client.",
             )
         names = Arguments.__dataclass_fields__
-        self._arguments = arguments = Arguments(**{n: v for n, v in given.items() if n in names}).resolve()
+        self._lw_arguments = arguments = Arguments(**{n: v for n, v in given.items() if n in names}).resolve()
         machine = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins")
-        self.fabric = self._make_fabric({name: given[name] for name in machine})
+        self.fabric = self._lw_make_fabric({name: given[name] for name in machine})
         self.state = TrainerState()
         self.progress = Progress()
         self.profiler: Profiler = resolve_profiler(arguments.profiler) or PassThroughProfiler()
@@ -235,52 +235,52 @@ class Trainer(TrainerAttributes):
         )  # fmt: skip
         # Where the data were when the last fit ended, and the step that records of an evaluation belong to.
         self.stream_state: StateDict | None = None
-        self._train_source: Loaders = None  # of the last fit: loaders, or who makes them
+        self._lw_train_source: Loaders = None  # of the last fit: loaders, or who makes them
         self.records_at = (0, 0)
         # The window that was under way when the last fit ended, after an epoch that cut it short.
         self.carried_states: StateDict = {}
-        self._metrics = Metrics(self.fabric.device)
-        self._metrics.is_disabled = arguments.barebones
-        self._watch_losses = LossWatch(arguments.nonfinite_loss)
-        self._run: Run | None = None
-        self._last_run: Run | None = None
-        self._attachment = ExitStack()  # undoes what a verb attaches to its module
+        self._lw_metrics = Metrics(self.fabric.device)
+        self._lw_metrics.is_disabled = arguments.barebones
+        self._lw_watch_losses = LossWatch(arguments.nonfinite_loss)
+        self._lw_run: Run | None = None
+        self._lw_last_run: Run | None = None
+        self._lw_attachment = ExitStack()  # undoes what a verb attaches to its module
         self.last_fit: Run | None = None
-        self._run_signals = RunSignals()
-        self._timeline: Timeline | None = None
+        self._lw_run_signals = RunSignals()
+        self._lw_timeline: Timeline | None = None
         self.toggles = manual.Toggles()
-        self._training_rng: TrainingRng | None = None
+        self._lw_training_rng: TrainingRng | None = None
         # The module that the user compiled last, with what compiles as the user did; and what ends compiling in a run.
-        self._own_compiler: tuple[nn.Module, Compiler | None] | None = None
-        self._compiling: ExitStack | None = None
-        self._results: Mapping[str, float] = {}
+        self._lw_own_compiler: tuple[nn.Module, Compiler | None] | None = None
+        self._lw_compiling: ExitStack | None = None
+        self._lw_results: Mapping[str, float] = {}
         self.saving = Saving(self)
-        self._identity = os.urandom(8).hex()  # the same in processes that this one starts
+        self._lw_identity = os.urandom(8).hex()  # the same in processes that this one starts
         self.is_in_child = False
-        self._begun_s = 0.0
-        self._revert_layer_sync: Callable[[], object] | None = None
-        self._spawned_module: nn.Module | None = None
-        self._assigned_datamodule: DataModule | None = None
-        self._spawned_checkpoint: StateDict | None = None
+        self._lw_begun_s = 0.0
+        self._lw_revert_layer_sync: Callable[[], object] | None = None
+        self._lw_spawned_module: nn.Module | None = None
+        self._lw_assigned_datamodule: DataModule | None = None
+        self._lw_spawned_checkpoint: StateDict | None = None
         own = {name: value for name, value in given.items() if name not in _PER_RANK}
-        self._same_everywhere = own
-        self._backend_modes = BackendModes()
-        self.callbacks: list[Callback] = self._make_callbacks(given["callbacks"])
+        self._lw_same_everywhere = own
+        self._lw_backend_modes = BackendModes()
+        self.callbacks: list[Callback] = self._lw_make_callbacks(given["callbacks"])
 
     # Any: the constructor's arguments by name
-    def _read_environment(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _lw_read_environment(self, given: dict[str, Any]) -> dict[str, Any]:
         return from_environment(given, dict(Trainer.__init__.__kwdefaults__ or {}))
 
-    def _make_fabric(self, machine: dict[str, Any]) -> Fabric:
+    def _lw_make_fabric(self, machine: dict[str, Any]) -> Fabric:
         fabric = Fabric(**machine)
         fabric.strategy.accumulate_dtype = None  # another Trainer may have had this strategy
-        if self._arguments.grad_accumulation_dtype is not None:
+        if self._lw_arguments.grad_accumulation_dtype is not None:
             from ..fabric.grad_accumulation import set_grad_accumulation_dtype
 
-            set_grad_accumulation_dtype(fabric.strategy, self._arguments.grad_accumulation_dtype)
+            set_grad_accumulation_dtype(fabric.strategy, self._lw_arguments.grad_accumulation_dtype)
         return fabric
 
-    def _make_callbacks(self, callbacks: Any) -> list[Callback]:  # Any: checked here
+    def _lw_make_callbacks(self, callbacks: Any) -> list[Callback]:  # Any: checked here
         own = [] if callbacks is None else list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
         for callback in own:
             if not isinstance(callback, Callback):
@@ -291,7 +291,7 @@ class Trainer(TrainerAttributes):
                     fix=f"pass {callback.__name__}(...)." if is_class else "pass instances of lw.Callback subclasses.",
                 )
             check_hook_names(callback, "callbacks", hook_names("callbacks"))
-        return assemble.order_callbacks([*own, *default_callbacks(self._arguments, own)])
+        return assemble.order_callbacks([*own, *default_callbacks(self._lw_arguments, own)])
 
     # --- the four verbs --------------------------------------------------------------------------------------------
 
@@ -323,20 +323,24 @@ class Trainer(TrainerAttributes):
         if datamodule is not None and (train_dataloaders is not None or val_dataloaders is not None):
             raise both_given("train_dataloaders or val_dataloaders")
         if not self.is_in_child:  # where objects are copies of the user's
-            self._compare_data(model if datamodule is None else datamodule, train_dataloaders)
-        if self._starts_processes:
-            self._launch(
+            self._lw_compare_data(model if datamodule is None else datamodule, train_dataloaders)
+        if self._lw_starts_processes:
+            self._lw_launch(
                 "fit", model, train_dataloaders=train_dataloaders, val_dataloaders=val_dataloaders,
                 datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only,
             )  # fmt: skip
             return
-        with self._running("fit"):
+        with self._lw_running("fit"):
             loaders = {"train": train_dataloaders, "validation": val_dataloaders}
-            before = self._take_before(model) if ckpt_path is None else None
-            run = self._begin("fit", model, datamodule, loaders)
-            restore = self._begin_fit(run, ckpt_path, is_trusted=weights_only is False, before=before)
+            before = self._lw_take_before(model) if ckpt_path is None else None
+            run = self._lw_begin("fit", model, datamodule, loaders)
+            restore = self._lw_begin_fit(run, ckpt_path, is_trusted=weights_only is False, before=before)
             # Gradients are on, also within an evaluation of another Trainer.
-            with torch.inference_mode(False), torch.enable_grad(), set_detect_anomaly(self._arguments.detect_anomaly):
+            with (
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                set_detect_anomaly(self._lw_arguments.detect_anomaly),
+            ):
                 self.fit_loop.run(run, restore)
             self.carried_states = run.carried.states() if run.carried is not None else {}
             if self.is_global_zero:
@@ -346,7 +350,7 @@ class Trainer(TrainerAttributes):
                 samples, tokens = snapshot.count_data(run)
                 self.progress.samples = self.progress.samples_before = samples
                 self.progress.tokens = self.progress.tokens_before = tokens
-            self._finish(run)
+            self._lw_finish(run)
 
     def validate(
         self,
@@ -370,7 +374,7 @@ class Trainer(TrainerAttributes):
         Returns:
             The metrics that were logged over the epoch, for each loader.
         """
-        return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+        return self._lw_evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
     def test(
         self,
@@ -382,7 +386,7 @@ class Trainer(TrainerAttributes):
         weights_only: bool | None = None,
     ) -> list[Mapping[str, float]]:
         """Evaluate on the test loaders; arguments and result as in `validate`."""
-        return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+        return self._lw_evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
     def predict(
         self,
@@ -409,23 +413,23 @@ class Trainer(TrainerAttributes):
         """
         keep = return_predictions is not False
         dataloaders, datamodule = split_datamodule(dataloaders, datamodule, "dataloaders")
-        if self._starts_processes:
-            predictions: list[AnyOutput] | None = self._launch(
+        if self._lw_starts_processes:
+            predictions: list[AnyOutput] | None = self._lw_launch(
                 "predict", model, dataloaders=dataloaders, datamodule=datamodule,
                 return_predictions=return_predictions, ckpt_path=ckpt_path, weights_only=weights_only,
             )  # fmt: skip
             return predictions
         outputs: list[list[AnyOutput]] = []
-        with self._running("predict"):
-            run, data = self._begin_evaluation(
+        with self._lw_running("predict"):
+            run, data = self._lw_begin_evaluation(
                 "predict", model, dataloaders, ckpt_path, datamodule, is_trusted=weights_only is False
             )  # fmt: skip
-            outputs = self._eval_loop(run, "predict", data).run(run, data, keep=keep)
+            outputs = self._lw_eval_loop(run, "predict", data).run(run, data, keep=keep)
             if run.stop_coordination is not None:
                 run.stop_coordination.begin_phase()
             if keep and run.has_ranks:
                 outputs = self.order_predictions(outputs, data)
-            self._finish(run)
+            self._lw_finish(run)
         if not keep:
             return None
         return outputs[0] if len(outputs) == 1 else outputs
@@ -441,7 +445,7 @@ class Trainer(TrainerAttributes):
 
         return rank_coordination.ordered(self.strategy, outputs, data.loaders)
 
-    def _evaluate(
+    def _lw_evaluate(
         self,
         verb: str,
         model: nn.Module | None,
@@ -453,25 +457,27 @@ class Trainer(TrainerAttributes):
     ) -> list[Mapping[str, float]]:
         dataloaders, datamodule = split_datamodule(dataloaders, datamodule, "dataloaders")
         results: list[Mapping[str, float]] = []
-        if self._starts_processes:
-            return self._launch(  # type: ignore[no-any-return]
+        if self._lw_starts_processes:
+            return self._lw_launch(  # type: ignore[no-any-return]
                 verb, model, dataloaders=dataloaders, ckpt_path=ckpt_path, verbose=verbose,
                 datamodule=datamodule, weights_only=weights_only,
             )  # fmt: skip
-        with self._running(verb):
-            run, data = self._begin_evaluation(
+        with self._lw_running(verb):
+            run, data = self._lw_begin_evaluation(
                 verb, model, dataloaders, ckpt_path, datamodule, is_trusted=weights_only is False
             )  # fmt: skip
-            self._eval_loop(run, STAGE_OF[verb], data).run(run, data)
+            self._lw_eval_loop(run, STAGE_OF[verb], data).run(run, data)
             if run.stop_coordination is not None:
                 run.stop_coordination.begin_phase()
-            results = [] if data.is_off else by_loader(self._results, len(data.loaders), self._metrics.loaders_of_keys)
+            results = (
+                [] if data.is_off else by_loader(self._lw_results, len(data.loaders), self._lw_metrics.loaders_of_keys)
+            )
             if verbose and self.is_global_zero and not data.is_off:
-                self._show_results(verb, results)
-            self._finish(run)
+                self._lw_show_results(verb, results)
+            self._lw_finish(run)
         return results
 
-    def _show_results(self, verb: str, results: list[Mapping[str, float]]) -> None:
+    def _lw_show_results(self, verb: str, results: list[Mapping[str, float]]) -> None:
         """Print the metrics of each loader."""
         for table in tables_of(verb, results):
             self.print(table)
@@ -479,45 +485,45 @@ class Trainer(TrainerAttributes):
     # --- the beginning and end of a run ----------------------------------------------------------------------------
 
     @contextmanager
-    def _running(self, verb: str) -> Iterator[None]:
+    def _lw_running(self, verb: str) -> Iterator[None]:
         """Run a verb with signal handlers and the trainer's state set, and clean up when it fails."""
-        if self._run is not None:
+        if self._lw_run is not None:
             raise ConfigError(
                 f"trainer.{verb} was called while trainer.{self.state.fn} is running.",
                 fix="use a second Trainer for a run within a run.",
             )
         show_logs()
         show_trimmed()
-        self._begun_s = time.monotonic()
+        self._lw_begun_s = time.monotonic()
         self.state.begin(verb)
         self.ckpt_path = None
-        self._run_signals = RunSignals(self._requeue_signal() if verb == "fit" and self.can_be_requeued else None)
-        modes = self._arguments
-        self._backend_modes.set(
+        self._lw_run_signals = RunSignals(self._lw_requeue_signal() if verb == "fit" and self.can_be_requeued else None)
+        modes = self._lw_arguments
+        self._lw_backend_modes.set(
             deterministic=modes.deterministic, benchmark=modes.benchmark, matmul_precision=modes.matmul_precision
         )
         course = self.training_rng
-        with self._run_signals, self._attachment:
+        with self._lw_run_signals, self._lw_attachment:
             course.enter()
             try:
                 yield
             except BaseException as error:
                 self.state.status = "interrupted"
-                if isinstance(error, StopBySignal) and self._run_signals.is_to_requeue:
+                if isinstance(error, StopBySignal) and self._lw_run_signals.is_to_requeue:
                     from .checkpointing.requeue import requeue
 
                     requeue(self)
                 from .fit_lines import tell_failure
 
-                cause = self._cause_elsewhere(error)
-                self._on_failure(error if cause is None else cause)
+                cause = self._lw_cause_elsewhere(error)
+                self._lw_on_failure(error if cause is None else cause)
                 tell_failure(self, error if cause is None else cause)
                 if cause is not None:
                     raise cause from None
                 raise
             finally:
                 course.leave(has_trained=verb == "fit")
-                self._detach()
+                self._lw_detach()
         self.state.end()
 
     def adopt(self, module: nn.Module, datamodule: DataModule | None, train_dataloaders: Loaders) -> None:
@@ -530,9 +536,9 @@ class Trainer(TrainerAttributes):
         """
         if isinstance(module, Module):
             module.trainer, module.fabric = self, self.fabric
-        if self._last_run is None:
-            self._spawned_module = module
-        self._assigned_datamodule = datamodule
+        if self._lw_last_run is None:
+            self._lw_spawned_module = module
+        self._lw_assigned_datamodule = datamodule
         if train_dataloaders is not None:
             self.loaders.train = train_dataloaders
 
@@ -540,65 +546,65 @@ class Trainer(TrainerAttributes):
         """Return what can be pickled: everything but the run. Its module and data module are kept."""
         return {
             **self.__dict__,
-            "_run": None,
-            "_last_run": None,
+            "_lw_run": None,
+            "_lw_last_run": None,
             "last_fit": None,
-            "_train_source": None,
-            "_spawned_module": self.lightning_module,
-            "_assigned_datamodule": self.datamodule,
-            "_run_signals": RunSignals(),
-            "_own_compiler": None,
-            "_attachment": ExitStack(),
+            "_lw_train_source": None,
+            "_lw_spawned_module": self.lightning_module,
+            "_lw_assigned_datamodule": self.datamodule,
+            "_lw_run_signals": RunSignals(),
+            "_lw_own_compiler": None,
+            "_lw_attachment": ExitStack(),
         }
 
     @property
-    def _measuring_profiler(self) -> Profiler | None:
+    def _lw_measuring_profiler(self) -> Profiler | None:
         """The profiler, None where there is nothing to measure, so that steps are not bracketed."""
         return None if isinstance(self.profiler, PassThroughProfiler) else self.profiler
 
     @property
     def training_rng(self) -> TrainingRng:
         """State of training's random number generators."""
-        if self._training_rng is None:
+        if self._lw_training_rng is None:
             from .loop.training_rng import TrainingRng
 
-            self._training_rng = TrainingRng()
-        return self._training_rng
+            self._lw_training_rng = TrainingRng()
+        return self._lw_training_rng
 
     @training_rng.setter
     def training_rng(self, training_rng: TrainingRng) -> None:
-        self._training_rng = training_rng
+        self._lw_training_rng = training_rng
 
     @property
     def tells_runs(self) -> bool:
         """Whether this process tells of its runs in lines: on rank 0, without barebones; trials of a search do not."""
-        return self.is_global_zero and not self._arguments.barebones
+        return self.is_global_zero and not self._lw_arguments.barebones
 
     @property
     def can_be_requeued(self) -> bool:
         """Whether the cluster can put this job back into the queue."""
         return hasattr(self.fabric.cluster_environment, "requeue")
 
-    def _requeue_signal(self) -> Signals | None:
+    def _lw_requeue_signal(self) -> Signals | None:
         from .checkpointing.requeue import requeue_signal
 
         return requeue_signal(self)
 
-    def _connect_ranks(self) -> None:
+    def _lw_connect_ranks(self) -> None:
         """Connect this rank to the others, to detect failures and stop at the same step; a no-op with one process."""
         watch = self.fabric.watch
         if watch is None:
             return
         watch.describe = self.place
-        self._run_signals.connect(watch)
+        self._lw_run_signals.connect(watch)
 
     def rejoin_ranks(self) -> None:
         """Continue with the other ranks after a run within this run; on every rank, called by the tuner."""
-        if self.fabric.watch is not None and self._run is not None and self._run_signals.watch is not None:
+        if self.fabric.watch is not None and self._lw_run is not None and self._lw_run_signals.watch is not None:
             self.fabric.watch.describe = self.place
-            self._run_signals.rejoin()
+            self._lw_run_signals.rejoin()
 
-    def _apply_layer_sync(self, module: nn.Module) -> None:
+    def _lw_apply_layer_sync(self, module: nn.Module) -> None:
         """Let batch norms see the batches of all ranks during fit, where that was asked for."""
         sync = self.fabric.layer_sync
         if sync is None and self.sync_batchnorm:
@@ -607,11 +613,11 @@ class Trainer(TrainerAttributes):
             sync = TorchSyncBatchNorm(self.strategy.batch_norm_group)
         if sync is not None and self.world_size > 1:
             sync.apply(module)
-            self._revert_layer_sync = lambda: sync.revert(module)
+            self._lw_revert_layer_sync = lambda: sync.revert(module)
 
     def place(self) -> dict[str, object]:
         """Return where the run is, for messages about a rank that failed; called from the watch's thread."""
-        run = self._run
+        run = self._lw_run
         if run is None:
             return {}
         hook = run.metrics.table.hook
@@ -625,21 +631,21 @@ class Trainer(TrainerAttributes):
             place["batch"] = run.batch_idx
         return place
 
-    def _cause_elsewhere(self, error: BaseException) -> BaseException | None:
+    def _lw_cause_elsewhere(self, error: BaseException) -> BaseException | None:
         """Return the failure of another rank, or the agreed stop, that this error only follows from; None for none."""
         watch = self.fabric.watch
         if watch is None:
             return None
         stop_coordination = self.stop_coordination
         if stop_coordination is not None and stop_coordination.is_by_signal:
-            return None if isinstance(error, KeyboardInterrupt | StopBySignal) else self._run_signals.stop_error()
+            return None if isinstance(error, KeyboardInterrupt | StopBySignal) else self._lw_run_signals.stop_error()
         cause = watch.explain(error)
         if cause is None:
             watch.report(error)
         return cause
 
-    def _plan(self, verb: str, given: dict[str, Loaders]) -> begin.Plan:
-        arguments = self._arguments
+    def _lw_plan(self, verb: str, given: dict[str, Loaders]) -> begin.Plan:
+        arguments = self._lw_arguments
         return begin.Plan(
             trainer=self,
             verb=verb,
@@ -648,22 +654,22 @@ class Trainer(TrainerAttributes):
             callbacks=self.callbacks,
             loaders=self.loaders,
             output=self.output,
-            metrics=self._metrics,
+            metrics=self._lw_metrics,
             progress=self.progress,
             state=self.state,
-            run_signals=self._run_signals,
-            watch=self._watch_losses,
-            profiler=self._measuring_profiler,
+            run_signals=self._lw_run_signals,
+            watch=self._lw_watch_losses,
+            profiler=self._lw_measuring_profiler,
             system={
                 # Barebones logs nothing, so there is nothing to do after a batch.
-                **({} if arguments.barebones else {"on_train_batch_end": self._after_batch}),
-                "on_train_epoch_start": self._after_epoch_start,
-                "on_train_epoch_end": self._after_train_epoch,
-                "on_validation_epoch_end": self._after_validation,
-                "on_validation_end": self._after_validation_end,
-                "on_test_epoch_end": self._after_test,
+                **({} if arguments.barebones else {"on_train_batch_end": self._lw_after_batch}),
+                "on_train_epoch_start": self._lw_after_epoch_start,
+                "on_train_epoch_end": self._lw_after_train_epoch,
+                "on_validation_epoch_end": self._lw_after_validation,
+                "on_validation_end": self._lw_after_validation_end,
+                "on_test_epoch_end": self._lw_after_test,
             },
-            log=_log_nothing if arguments.barebones else self._metrics.log,
+            log=_log_nothing if arguments.barebones else self._lw_metrics.log,
             accumulate_grad_batches=self.accumulate_grad_batches,
             is_scheduled=self.accumulation_scheduler is not None,
             global_batch_size=arguments.global_batch_size,
@@ -671,42 +677,42 @@ class Trainer(TrainerAttributes):
             gradient_clip_algorithm=self.gradient_clip_algorithm,
             use_distributed_sampler=bool(self.use_distributed_sampler),
             skips_bad_steps=arguments.nonfinite_loss == "skip",
-            same_everywhere=self._same_everywhere,
+            same_everywhere=self._lw_same_everywhere,
             seconds_since_validation=self.fit_loop.seconds_since_validation,
         )
 
-    def _begin(self, verb: str, model: nn.Module, datamodule: DataModule | None, given: dict[str, Loaders]) -> Run:
+    def _lw_begin(self, verb: str, model: nn.Module, datamodule: DataModule | None, given: dict[str, Loaders]) -> Run:
         """Attach module and data, start the processes, and run the hooks up to `configure_model`."""
         module = begin.unwrapped(model)
         if datamodule is not None:
-            self._assigned_datamodule = None
-        self._note_compiler(model, module)
-        plan = self._plan(verb, given)
+            self._lw_assigned_datamodule = None
+        self._lw_note_compiler(model, module)
+        plan = self._lw_plan(verb, given)
         begin.check(plan, module, datamodule)
         self.fabric.launch()
-        self._connect_ranks()
+        self._lw_connect_ranks()
         if verb == "fit":
             from .fit_lines import tell_beginning
 
             tell_beginning(self)
             rank_drawn_as = self.strategy.topology.data_rank if self.strategy.copies_draw_alike else None
             self.training_rng.begin_training(self.global_rank, self.world_size, rank_drawn_as)
-        self._attachment.callback(begin.attach(plan, module, datamodule))
+        self._lw_attachment.callback(begin.attach(plan, module, datamodule))
         begin.take_callbacks(plan, module)
         run = self.make_run(plan, module, datamodule)
         begin.set_up(plan, run)
         if verb == "fit":
-            self._apply_layer_sync(module)
-        self._begin_compiling(run)
+            self._lw_apply_layer_sync(module)
+        self._lw_begin_compiling(run)
         begin.place(run, verb)
         return run
 
     def make_run(self, plan: begin.Plan, module: nn.Module, datamodule: DataModule | None) -> Run:
         """Return the run of a verb; called once, when the callbacks are known."""
-        self._run = begin.make_run(plan, module, datamodule)
-        return self._run
+        self._lw_run = begin.make_run(plan, module, datamodule)
+        return self._lw_run
 
-    def _begin_fit(
+    def _lw_begin_fit(
         self, run: Run, ckpt_path: str | Path | None, *, is_trusted: bool, before: StateDict | None
     ) -> Callable[[], None] | None:
         """Restore, build optimizers, open the data; return what puts back random number generators, to be called last.
@@ -718,7 +724,7 @@ class Trainer(TrainerAttributes):
             before: What the last fit left, where this one continues it.
         """
         path = locate(self, ckpt_path, "fit", has_model=True)
-        self._adopt_callbacks()  # `locate` has asked them for files of another run
+        self._lw_adopt_callbacks()  # `locate` has asked them for files of another run
         content = None
         if path is not None:
             self.ckpt_path = path
@@ -728,7 +734,7 @@ class Trainer(TrainerAttributes):
             from .setup.continuing import begin_epoch_again
 
             begin_epoch_again(self, run)
-        self._synchronize_folders("fit", run)
+        self._lw_synchronize_folders("fit", run)
         begin.build_training(run)
         restore = self.restore_and_start(run, content, path, before)
         if not self.progress.epoch_open:
@@ -744,13 +750,13 @@ class Trainer(TrainerAttributes):
         begin.set_modes(run, content)
         return self.training_rng.resume(restore)
 
-    def _compare_data(self, owner: nn.Module | DataModule, loaders: Loaders) -> None:
+    def _lw_compare_data(self, owner: nn.Module | DataModule, loaders: Loaders) -> None:
         """Forget where the last fit's training data were if this fit has other loaders.
 
         Loaders that a module or data module makes are those of the last fit if the same object makes them.
         """
-        before, self._train_source = self._train_source, owner if loaders is None else loaders
-        if before is not None and not are_same_loaders(before, self._train_source):
+        before, self._lw_train_source = self._lw_train_source, owner if loaders is None else loaders
+        if before is not None and not are_same_loaders(before, self._lw_train_source):
             self.stream_state = None
 
     def continue_logs(self, states: StateDict) -> None:
@@ -779,7 +785,7 @@ class Trainer(TrainerAttributes):
             return is_reached(self, progress.samples_before, progress.tokens_before)
         return is_reached(self, progress.samples, progress.tokens)
 
-    def _begin_evaluation(
+    def _lw_begin_evaluation(
         self, verb: str, model: nn.Module | None, dataloaders: Loaders, ckpt_path: str | Path | None,
         datamodule: DataModule | None, *, is_trusted: bool,
     ) -> tuple[Run, EvalLoader]:  # fmt: skip
@@ -791,7 +797,7 @@ class Trainer(TrainerAttributes):
         if model is None and datamodule is None and dataloaders is None:
             datamodule = self.datamodule
         path = locate(self, ckpt_path, verb, has_model=model is not None)
-        run = self._begin(verb, module, datamodule, {stage: dataloaders})
+        run = self._lw_begin(verb, module, datamodule, {stage: dataloaders})
         steps, epochs = self.progress.steps, self.progress.epochs
         if path is not None:
             self.ckpt_path = path
@@ -799,30 +805,30 @@ class Trainer(TrainerAttributes):
             # Records belong to the step of the weights, not to that of a training which this Trainer did before.
             steps, epochs = counts.get("steps", steps), counts.get("epochs", epochs)
         self.records_at = (steps, epochs)
-        self._synchronize_folders(verb, run)
+        self._lw_synchronize_folders(verb, run)
         self.write_hyperparameters()
         self.state.stage = verb
         return run, self.loaders.open_eval(stage)
 
-    def _synchronize_folders(self, verb: str, run: Run) -> None:
+    def _lw_synchronize_folders(self, verb: str, run: Run) -> None:
         """Let all ranks know where loggers write, and the profiler where it reports."""
         self.output.agree(self.strategy, checks=verb == "fit")
-        profiler = self._measuring_profiler
+        profiler = self._lw_measuring_profiler
         if profiler is not None:
             rank = self.global_rank if self.world_size > 1 else None
             profiler.watch(run.module)
             profiler.setup(stage=verb, local_rank=rank, log_dir=self.output.files_dir(self.log_dir))
 
-    def _note_compiler(self, model: nn.Module, module: nn.Module) -> None:
+    def _lw_note_compiler(self, model: nn.Module, module: nn.Module) -> None:
         """Remember how the user compiled a module, if at all; a later verb may be given the module itself, or none."""
-        if model is not module or "_compile_options" in vars(module):
+        if model is not module or "_lw_compile_options" in vars(module):
             from ..fabric.compiling import without_wrapper
 
-            self._own_compiler = without_wrapper(model)
+            self._lw_own_compiler = without_wrapper(model)
 
-    def _begin_compiling(self, run: Run) -> None:
+    def _lw_begin_compiling(self, run: Run) -> None:
         """Compile what the run will call, if the user asked for it; until `_detach`."""
-        own, options = self._own_compiler, self._arguments.compile
+        own, options = self._lw_own_compiler, self._lw_arguments.compile
         given = own[1] if own is not None and own[0] is run.module else None
         if given is None and options is False:
             return
@@ -833,11 +839,11 @@ class Trainer(TrainerAttributes):
                 "the module was compiled with torch.compile: it keeps those options, and compile= of the Trainer is "
                 "not used"
             )
-        self._compiling = begin_compiling(run, given, {} if isinstance(options, bool) else dict(options))
+        self._lw_compiling = begin_compiling(run, given, {} if isinstance(options, bool) else dict(options))
 
-    def _on_failure(self, error: BaseException) -> None:
+    def _lw_on_failure(self, error: BaseException) -> None:
         """Tell callbacks and data module; close the loggers. A hook that fails here does not hide the first error."""
-        run = self._run
+        run = self._lw_run
         if run is None:
             return
         if isinstance(error, Exception) and not isinstance(error, LoopwrightError):
@@ -860,7 +866,7 @@ class Trainer(TrainerAttributes):
                 if self.state.fn == "fit":
                     advice = advice_on(error, run.module) or advice_on_graph(error, run.module, hook)
                 else:
-                    advice = advice_on_evaluation(error, self.state.fn, self._arguments.inference_mode)
+                    advice = advice_on_evaluation(error, self.state.fn, self._lw_arguments.inference_mode)
                 if advice is not None:
                     add_place(error, advice)
         self.saving.is_after_error = run.is_after_error = True
@@ -876,11 +882,11 @@ class Trainer(TrainerAttributes):
         finally:
             self.saving.is_after_error = run.is_after_error = False
         self.output.finalize("failed")
-        if self._measuring_profiler is not None:
+        if self._lw_measuring_profiler is not None:
             self.profiler.teardown(self.state.fn)
         self.output.send_files()
 
-    def _finish(self, run: Run) -> None:
+    def _lw_finish(self, run: Run) -> None:
         """The regular end of a verb."""
         self.wait_for_save()
         run.lifecycle.teardown(self.state.fn)
@@ -891,23 +897,23 @@ class Trainer(TrainerAttributes):
             from .fit_lines import tell_end
 
             describe_run(self)
-            tell_end(self, time.monotonic() - self._begun_s)
-        profiler = self._measuring_profiler
+            tell_end(self, time.monotonic() - self._lw_begun_s)
+        profiler = self._lw_measuring_profiler
         if profiler is not None:
             if self.is_global_zero and profiler.filename is None:
                 self.print(profiler.summary())
             profiler.describe()
         self.output.send_files()
 
-    def _adopt_callbacks(self) -> None:
+    def _lw_adopt_callbacks(self) -> None:
         """Let callbacks that another Trainer has trained with forget that run."""
         for callback in self.callbacks:
-            if vars(callback).setdefault("_adopted_by", self._identity) != self._identity:
+            if vars(callback).setdefault("_adopted_by", self._lw_identity) != self._lw_identity:
                 if hasattr(callback, "forget_run"):
                     callback.forget_run()
-                vars(callback)["_adopted_by"] = self._identity
+                vars(callback)["_adopted_by"] = self._lw_identity
 
-    def _take_before(self, model: nn.Module) -> StateDict | None:
+    def _lw_take_before(self, model: nn.Module) -> StateDict | None:
         """Return what the last fit left for one that continues it; None where there is none."""
         if not self.progress.total_batches:
             return None
@@ -917,26 +923,26 @@ class Trainer(TrainerAttributes):
 
     def spawned_states(self, module: nn.Module) -> StateDict | None:
         """Return the states with which the last fit in other processes ended; {} if it was of another module."""
-        if self._spawned_checkpoint is None:
+        if self._lw_spawned_checkpoint is None:
             return None
-        if self._spawned_module is not module:
+        if self._lw_spawned_module is not module:
             return {}
-        return contents.read(self._spawned_checkpoint, source="the last fit").states
+        return contents.read(self._lw_spawned_checkpoint, source="the last fit").states
 
-    def _detach(self) -> None:
+    def _lw_detach(self) -> None:
         """Undo what beginning the run attached; the module stays on its device."""
-        run, self._run = self._run, None
+        run, self._lw_run = self._lw_run, None
         if run is not None:
             run.is_over = True
-        if self._compiling is not None:
-            self._compiling.close()
-            self._compiling = None
-        if self._timeline is not None:
-            self._timeline.end(run)
+        if self._lw_compiling is not None:
+            self._lw_compiling.close()
+            self._lw_compiling = None
+        if self._lw_timeline is not None:
+            self._lw_timeline.end(run)
         if run is not None:
             # What a fit built stays readable, and can be saved, after the same module was evaluated.
-            if self.state.fn == "fit" or self._last_run is None or self._last_run.module is not run.module:
-                self._last_run = run
+            if self.state.fn == "fit" or self._lw_last_run is None or self._lw_last_run.module is not run.module:
+                self._lw_last_run = run
             if self.state.fn == "fit" and run.configured:
                 self.last_fit = run
             if run.own_steps is not None:
@@ -946,16 +952,16 @@ class Trainer(TrainerAttributes):
                     self.stream_state = run.stream_state = snapshot.stream_state(run)
                 run.stream.shut_down()
         self.loaders.shut_down()
-        self._metrics.table = self._metrics.nowhere
-        self._metrics.batch = self._metrics.sized = None
-        self._backend_modes.put_back()
+        self._lw_metrics.table = self._lw_metrics.nowhere
+        self._lw_metrics.batch = self._lw_metrics.sized = None
+        self._lw_backend_modes.put_back()
         if run is not None and run.undo is not None:
             run.undo()
         if self.state.fn == "fit":
             self.toggles.end()
-        if self._revert_layer_sync is not None:
-            self._revert_layer_sync()
-            self._revert_layer_sync = None
+        if self._lw_revert_layer_sync is not None:
+            self._lw_revert_layer_sync()
+            self._lw_revert_layer_sync = None
         self.fabric.strategy.teardown()
 
     # --- inside fit ------------------------------------------------------------------------------------------------
@@ -963,21 +969,21 @@ class Trainer(TrainerAttributes):
     def open_training(self, run: Run) -> None:
         """Ask for the training data, unless that was done already."""
         if run.stream is None:
-            self._take_stream(run)
+            self._lw_take_stream(run)
 
     def reload_loaders_if_due(self, run: Run) -> None:
         """Ask for training loaders when `reload_dataloaders_every_n_epochs` says so. Called before each epoch."""
-        every = self._arguments.reload_dataloaders_every_n_epochs
+        every = self._lw_arguments.reload_dataloaders_every_n_epochs
         if every and self.progress.epochs and self.progress.epochs % every == 0:
-            self._replace_stream(run)
+            self._lw_replace_stream(run)
 
-    def _reload_validation_if_due(self) -> None:
+    def _lw_reload_validation_if_due(self) -> None:
         """Ask for validation loaders when `reload_dataloaders_every_n_epochs` says so. Called before a validation."""
-        every, epoch = self._arguments.reload_dataloaders_every_n_epochs, self.progress.epochs
+        every, epoch = self._lw_arguments.reload_dataloaders_every_n_epochs, self.progress.epochs
         if not every or self.loaders.epoch_of_validation == epoch:
             return
         # From the epoch alone, so that a resumed run asks where the uninterrupted one does.
-        spacing = self._arguments.check_val_every_n_epoch or 1
+        spacing = self._lw_arguments.check_val_every_n_epoch or 1
         if ((epoch + 1) // spacing - 1) % math.ceil(every / spacing) == 0:
             self.loaders.drop_validation()
             self.loaders.open_validation()
@@ -985,35 +991,35 @@ class Trainer(TrainerAttributes):
 
     def reload_loaders(self, run: Run) -> None:
         """Ask for new loaders now; called between two epochs, by the tuner when it changed the batch size."""
-        self._replace_stream(run)
+        self._lw_replace_stream(run)
         self.loaders.drop_validation()
         self.loaders.open_validation()
 
-    def _replace_stream(self, run: Run) -> None:
+    def _lw_replace_stream(self, run: Run) -> None:
         if run.stream is not None:
             run.stream.shut_down()
-        self._take_stream(run)
+        self._lw_take_stream(run)
 
-    def _take_stream(self, run: Run) -> None:
+    def _lw_take_stream(self, run: Run) -> None:
         stream = run.stream = self.loaders.open_training()
         from ..data.batch_size import BatchSizes
 
-        self._metrics.sizes = BatchSizes(stream.loader, stream.count_latest)
+        self._lw_metrics.sizes = BatchSizes(stream.loader, stream.count_latest)
         if run.has_ranks:
             from .loop.copies import watch_batches  # not imported where there is one process
 
             watch_batches(stream, self.strategy)
         stream.next_batch = run.lifecycle.bracketed(stream.next_batch, "[BatchStream].next_batch")
-        if self._arguments.global_batch_size is not None:
+        if self._lw_arguments.global_batch_size is not None:
             from .setup.global_batch import derive_accumulation
 
             self.accumulate_grad_batches = derive_accumulation(self, run)
 
     def sanity_check(self, run: Run) -> None:
         """Validate a few batches, to find mistakes before an epoch has been spent. Leaves no trace."""
-        if self.fit_loop.is_done or not self._arguments.num_sanity_val_steps or not self.loaders.may_validate():
+        if self.fit_loop.is_done or not self._lw_arguments.num_sanity_val_steps or not self.loaders.may_validate():
             return
-        self._share_buffers(run)
+        self._lw_share_buffers(run)
         window = run.metrics.window
         before = run.before_validation = snapshot.before_validation(run)
         self.state.stage = "sanity_check"
@@ -1022,7 +1028,7 @@ class Trainer(TrainerAttributes):
         data = self.loaders.open_sanity()
         generators = before.generators = self.loaders.capture_generators()
         if data is not None and data.num_batches:
-            self._eval_loop(run, "validation", data).run(run, data)
+            self._lw_eval_loop(run, "validation", data).run(run, data)
         if run.monitored is not None:
             run.monitored.check_validation()
         run.metrics.discard_epoch("validation")
@@ -1033,28 +1039,28 @@ class Trainer(TrainerAttributes):
         self.loaders.restore_generators(generators)
         restore_rng(before.rng)
 
-    def _share_buffers(self, run: Run) -> None:
+    def _lw_share_buffers(self, run: Run) -> None:
         """Let all ranks evaluate the same module: running statistics are of each rank's own data until now."""
         if run.has_ranks:
             self.strategy.sync_buffers(run.model)
 
     def validate_in_fit(self, run: Run) -> None:
         """Validate between two training steps. Training's random number generators are untouched by it."""
-        self._share_buffers(run)
+        self._lw_share_buffers(run)
         run.metrics.batch = run.metrics.sized = None  # the last training batch is not kept during the validation
         self.state.stage = "validate"
-        self._reload_validation_if_due()
+        self._lw_reload_validation_if_due()
         data = self.loaders.open_validation()
         if data is None or not data.num_batches:
             self.state.stage = "train"
             return
         before = run.before_validation = snapshot.before_validation(run)
         self.free_gradients(run)
-        validate = run.lifecycle.bracketed(self._eval_loop(run, "validation", data).run, "[EvalLoop].validation")
+        validate = run.lifecycle.bracketed(self._lw_eval_loop(run, "validation", data).run, "[EvalLoop].validation")
         self.timeline.timed("validation", validate)(run, data)
         self.training_rng.leave_validation(run, before)
         run.before_validation = None
-        if run.validated is not None and self._has_more_to_train(run):
+        if run.validated is not None and self._lw_has_more_to_train(run):
             run.validated = None
         self.state.stage = "train"
 
@@ -1067,48 +1073,48 @@ class Trainer(TrainerAttributes):
         elif run.is_automatic and not (run.carried is not None and run.carried.count):
             run.module.zero_grad()
 
-    def _has_more_to_train(self, run: Run) -> bool:
+    def _lw_has_more_to_train(self, run: Run) -> bool:
         """Whether more batches of this epoch follow."""
         return run.stream is not None and run.stream.has_next() and not self.fit_loop.is_done
 
-    def _eval_loop(self, run: Run, stage: str, data: EvalLoader) -> EvalLoop:
+    def _lw_eval_loop(self, run: Run, stage: str, data: EvalLoader) -> EvalLoop:
         # What a step in inference mode leaves behind cannot be trained: a buffer or a cache of the user, what a
         # compiled module keeps, gathered parameters. So training's own validations do without.
         keeps_tensors = (
             self.state.fn == "fit"
             or self.strategy.shards_parameters
             or not self.strategy.has_inference_mode
-            or self._compiling is not None
+            or self._lw_compiling is not None
             or any(getattr(m, "_compiled_call_impl", None) is not None for m in run.module.modules())
         )
         return EvalLoop(
             stage,
             transfer=assemble.transfer_of(run),
             step=assemble.bind_step(run, f"{stage}_step", several_loaders=len(data.loaders) > 1),
-            context=torch.inference_mode if self._arguments.inference_mode and not keeps_tensors else torch.no_grad,
-            log_every_n_steps=cast(int, self._arguments.log_every_n_steps),
+            context=torch.inference_mode if self._lw_arguments.inference_mode and not keeps_tensors else torch.no_grad,
+            log_every_n_steps=cast(int, self._lw_arguments.log_every_n_steps),
         )
 
     def accumulation_for_epoch(self, epoch: int) -> int:
         """Return the micro-batches of a window in this epoch."""
         scheduler = self.accumulation_scheduler
         size = scheduler.get_accumulate_grad_batches(epoch) if scheduler is not None else self.accumulate_grad_batches
-        self._metrics.is_weighing_steps = size > 1 or self.strategy.parts_per_batch > 1
+        self._lw_metrics.is_weighing_steps = size > 1 or self.strategy.parts_per_batch > 1
         return size
 
     # --- what the trainer does at events, between the hooks and the checkpoints -------------------------------
 
-    def _after_batch(self, *_: object) -> None:
-        run = self._run
+    def _lw_after_batch(self, *_: object) -> None:
+        run = self._lw_run
         assert run is not None
         if not run.at_boundary or not run.has_stepped:
             if run.at_boundary and run.is_automatic and not (run.carried is not None and run.carried.count):
-                self._log_skipped(run)
+                self._lw_log_skipped(run)
             return
-        every = self._arguments.log_every_n_steps
+        every = self._lw_arguments.log_every_n_steps
         # On several ranks the step alone decides: whether to stop is not known to all of them yet.
         stops = self.should_stop and not run.has_ranks
-        if every and (self.progress.steps % every == 0 or stops or self._arguments.fast_dev_run):
+        if every and (self.progress.steps % every == 0 or stops or self._lw_arguments.fast_dev_run):
             self.timeline.enter("logging")
             row, probed = run.metrics.read_step(run.watch.probe())
             if self.progress.skipped_steps:
@@ -1123,9 +1129,9 @@ class Trainer(TrainerAttributes):
         elif self.progress.steps % MOST_KEPT == 0 if run.has_ranks else len(run.watch.losses) >= MOST_KEPT:
             run.watch.look(self.progress)
 
-    def _log_skipped(self, run: Run) -> None:
+    def _lw_log_skipped(self, run: Run) -> None:
         """Log the values of a window that made no step, with the index of the step that it would have made."""
-        every, progress = self._arguments.log_every_n_steps, self.progress
+        every, progress = self._lw_arguments.log_every_n_steps, self.progress
         if every and (progress.steps + progress.skipped_steps) % every == 0:
             row, probed = run.metrics.read_step(run.watch.probe())
             if row:
@@ -1133,11 +1139,11 @@ class Trainer(TrainerAttributes):
                 self.log_metrics(row, step=progress.steps)
             run.watch.judge(probed, progress)
 
-    def _after_epoch_start(self) -> None:
+    def _lw_after_epoch_start(self) -> None:
         self.progress.epoch_announced = True
 
-    def _after_train_epoch(self) -> None:
-        run = self._run
+    def _lw_after_train_epoch(self) -> None:
+        run = self._lw_run
         assert run is not None
         row, _ = run.metrics.finish_epoch("train", self.progress.steps)
         if self.progress.skipped_steps:
@@ -1148,46 +1154,46 @@ class Trainer(TrainerAttributes):
             run.plan.step_plateaus(run, self.progress.epochs + 1)
         self.progress.is_closing_epoch = run.is_epoch_over
 
-    def _after_validation(self) -> None:
-        if self._run is not None and self._run.before_validation is not None:
-            self._run.before_validation.is_over = True
+    def _lw_after_validation(self) -> None:
+        if self._lw_run is not None and self._lw_run.before_validation is not None:
+            self._lw_run.before_validation.is_over = True
         if not self.sanity_checking:
-            self._finish_evaluation("validation")
-            if self.state.fn == "fit" and self._run is not None:
-                self.fit_loop.mark_validated(self._run)
+            self._lw_finish_evaluation("validation")
+            if self.state.fn == "fit" and self._lw_run is not None:
+                self.fit_loop.mark_validated(self._lw_run)
                 self.progress.validation_ending = True
 
-    def _after_validation_end(self) -> None:
+    def _lw_after_validation_end(self) -> None:
         self.progress.validation_ending = False
 
-    def _after_test(self) -> None:
-        self._finish_evaluation("test")
+    def _lw_after_test(self) -> None:
+        self._lw_finish_evaluation("test")
 
-    def _finish_evaluation(self, stage: str) -> None:
-        row, self._results = self._metrics.finish_epoch(stage, self.progress.steps)
+    def _lw_finish_evaluation(self, stage: str) -> None:
+        row, self._lw_results = self._lw_metrics.finish_epoch(stage, self.progress.steps)
         if row:
             self.log_metrics(row)
 
     # --- what modules and callbacks call ---------------------------------------------------------------------------
 
-    def _present(self, what: str) -> Run:
-        if self._run is None:
+    def _lw_present(self, what: str) -> Run:
+        if self._lw_run is None:
             raise ModuleError(f"{what} was called outside of a run.", fix="call it in a hook, or in training_step.")
-        return self._run
+        return self._lw_run
 
     def manual_backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Run a backward pass in manual optimization; modules call `self.manual_backward`."""
-        manual.manual_backward(self._present("manual_backward"), loss, *args, **kwargs)
+        manual.manual_backward(self._lw_present("manual_backward"), loss, *args, **kwargs)
 
     def count_step(self) -> None:
         """Count a training step that no optimizer makes; modules call `self.count_step`."""
-        manual.count_step(self._present("count_step"))
+        manual.count_step(self._lw_present("count_step"))
 
     def clip_gradients(
         self, optimizer: Optimizer | ManagedOptimizer, value: float | None = None, algorithm: str | None = None
     ) -> Tensor | None:
         """Clip gradients of an optimizer; modules call `self.clip_gradients`."""
-        run = self._present("clip_gradients")
+        run = self._lw_present("clip_gradients")
         value = self.gradient_clip_val if value is None else value
         return manual.clip_gradients(
             run, manual.plain_optimizer(optimizer), value, algorithm or self.gradient_clip_algorithm
@@ -1195,18 +1201,18 @@ class Trainer(TrainerAttributes):
 
     def toggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Let only this optimizer's parameters require gradients."""
-        run = self._run_to_toggle("toggle_optimizer")
+        run = self._lw_run_to_toggle("toggle_optimizer")
         self.toggles.toggle(manual.plain_optimizer(optimizer), run.optimizers)
 
     def untoggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Undo `toggle`."""
-        self._run_to_toggle("untoggle_optimizer")
+        self._lw_run_to_toggle("untoggle_optimizer")
         self.toggles.untoggle(manual.plain_optimizer(optimizer))
 
-    def _run_to_toggle(self, what: str) -> Run:
+    def _lw_run_to_toggle(self, what: str) -> Run:
         """Return the present run, or the last one, whose optimizers are still there."""
-        run = self._run or self._last_run or self._present(what)
-        if run is self._run:
+        run = self._lw_run or self._lw_last_run or self._lw_present(what)
+        if run is self._lw_run:
             manual.give_back(run)
         return run
 
@@ -1233,10 +1239,10 @@ class Trainer(TrainerAttributes):
 
     def write_hyperparameters(self) -> None:
         """Send hyperparameters of module and data module to the loggers; called once per run."""
-        if self.enable_autolog_hparams and not self._arguments.fast_dev_run and self._run is not None:
-            module = self._run.module
+        if self.enable_autolog_hparams and not self._lw_arguments.fast_dev_run and self._lw_run is not None:
+            module = self._lw_run.module
             graph_of = module if isinstance(module, Module) else None
-            self.output.write_hyperparameters([module, self._run.datamodule], graph_of)
+            self.output.write_hyperparameters([module, self._lw_run.datamodule], graph_of)
 
     def synchronize_metrics(self, *names: str) -> None:
         """Make `callback_metrics` and `metric_step` equal on all ranks for these keys, until a rank logs them again.
@@ -1250,7 +1256,7 @@ class Trainer(TrainerAttributes):
             names: Keys of `callback_metrics`; those that were not logged on any rank are left out.
         """
         if self.ranks_answer:
-            self._metrics.synchronize(names)
+            self._lw_metrics.synchronize(names)
 
     def managed_schedulers(self) -> list[Any]:  # Any: schedules of any library
         """Return the schedules that a module steps itself; `Module.lr_schedulers` hands them out."""
@@ -1267,8 +1273,8 @@ class Trainer(TrainerAttributes):
     @property
     def should_log(self) -> bool:
         """Whether the values of the present step go to the loggers."""
-        every = self._arguments.log_every_n_steps
-        return bool(every) and self._metrics.step % cast(int, every) == 0
+        every = self._lw_arguments.log_every_n_steps
+        return bool(every) and self._lw_metrics.step % cast(int, every) == 0
 
     def print(self, *args: object, **kwargs: Any) -> None:  # Any: the arguments of the builtin
         """Print on rank 0, above the progress bar."""
@@ -1305,8 +1311,8 @@ class Trainer(TrainerAttributes):
     ) -> None:
         """Write one checkpoint to several paths, one after the other; else as `save_checkpoint`."""
         run = self.latest_run()
-        if run is None and self._spawned_checkpoint is not None and not weights_only:
-            self.saving.write(self._spawned_checkpoint, filepaths, storage_options)
+        if run is None and self._lw_spawned_checkpoint is not None and not weights_only:
+            self.saving.write(self._lw_spawned_checkpoint, filepaths, storage_options)
             return
         if run is None:
             raise ModuleError(
@@ -1346,32 +1352,32 @@ class Trainer(TrainerAttributes):
 
     def batch_size_of(self, batch: Batch) -> int | None:
         """Return how many samples a batch of the present loader has; None where it is unknown."""
-        sizes = self._metrics.sizes
+        sizes = self._lw_metrics.sizes
         return find_batch_size(batch) if sizes is None else sizes.of(batch)
 
     def after_epoch_end(self, action: Callable[[], None]) -> None:
         """Call `action` after this epoch's end and its checkpoints; for callbacks, in `on_train_epoch_end`."""
-        self._present("after_epoch_end").after_epoch.append(action)
+        self._lw_present("after_epoch_end").after_epoch.append(action)
 
     @property
     def ranks_answer(self) -> bool:
         """Whether there are other ranks, and they are at the same point: not so after an error of this rank alone."""
-        return self.world_size > 1 and self.fabric.is_connected and (self._run is None or self._run.ranks_answer)
+        return self.world_size > 1 and self.fabric.is_connected and (self._lw_run is None or self._lw_run.ranks_answer)
 
-    def _launch(self, verb: str, model: nn.Module | None, **arguments: object) -> Any:  # Any: what the verb returns
+    def _lw_launch(self, verb: str, model: nn.Module | None, **arguments: object) -> Any:  # Any: what the verb returns
         """Run a verb in new processes, and take back what it changed there."""
         from .setup import spawned
 
         return spawned.launch(self, verb, model, **arguments)
 
     @property
-    def _starts_processes(self) -> bool:
+    def _lw_starts_processes(self) -> bool:
         return bool(getattr(self.fabric.launcher, "starts_processes", False)) and not self.is_in_child
 
     @property
     def stop_coordination(self) -> StopCoordination | None:
         """What the ranks of the present run agree on; None with one process."""
-        return self._run.stop_coordination if self._run is not None else None
+        return self._lw_run.stop_coordination if self._lw_run is not None else None
 
     def take_back(self, module: nn.Module, result: StateDict) -> None:
         """Take what a verb that ran in other processes changed there."""
@@ -1380,19 +1386,19 @@ class Trainer(TrainerAttributes):
             self.progress.load_state_dict(result["progress"])
             self.stream_state = result["stream"]
             self.training_rng.note_left(result["rng_of_ranks"])
-            self._timeline = result["timeline"]
-            self._spawned_checkpoint = checkpoint
-        self._spawned_module = module
+            self._lw_timeline = result["timeline"]
+            self._lw_spawned_checkpoint = checkpoint
+        self._lw_spawned_module = module
         self.state.fn, self.state.status = result["state"]
-        self._metrics.take_results(result["metrics"], result["metric_steps"])
-        self._metrics.progress_bar.update(result["progress_bar"])
+        self._lw_metrics.take_results(result["metrics"], result["metric_steps"])
+        self._lw_metrics.progress_bar.update(result["progress_bar"])
         self.output.latest.update(result["logged"])
         self.should_stop = result["should_stop"]
         self.output.join_versions(result["versions"])
         snapshot.put_back_loggers(self.output, result["loggers"])
         for callback in self.callbacks:
             if self.state.fn == "fit":
-                vars(callback)["_adopted_by"] = self._identity
+                vars(callback)["_adopted_by"] = self._lw_identity
             state = result["callbacks"].get(callback.state_key)
             if state:
                 callback.load_state_dict(state)
@@ -1400,7 +1406,7 @@ class Trainer(TrainerAttributes):
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Training steps that fit will take in all; infinity where no limit is known. Loads the training data."""
-        run = self._run
+        run = self._lw_run
         if run is None:
             raise ModuleError(
                 "trainer.estimated_stepping_batches was read outside of fit.", fix="read it in configure_optimizers."

@@ -171,7 +171,7 @@ class _Trials:
         subject, trainer = self._subject, self._subject.trainer
         by_kind = {one.kind: one.value for one in changes}
         steps = _StepClock(self._seconds, self._clock, trainer.fabric.device, is_fused=bool(by_kind.get("fused")))
-        limits: dict[str, Any] = {"compile": by_kind.get("compile", trainer._arguments.compile)}
+        limits: dict[str, Any] = {"compile": by_kind.get("compile", trainer._lw_arguments.compile)}
         if "matmul_precision" in by_kind:
             limits["matmul_precision"] = by_kind["matmul_precision"]
         with isolated(subject), subject.lent() as (module, datamodule):
@@ -238,13 +238,15 @@ class _Trials:
         if kind == "fused" and not self._fuses:
             return "the optimizer is fused, or torch has no fused one for it"
         if kind == "compile":
-            if trainer._arguments.compile is not False or trainer.fabric.strategy.compile_refusal is not None:
-                return "the run is compiled" if trainer._arguments.compile is not False else "the strategy refuses it"
+            if trainer._lw_arguments.compile is not False or trainer.fabric.strategy.compile_refusal is not None:
+                return (
+                    "the run is compiled" if trainer._lw_arguments.compile is not False else "the strategy refuses it"
+                )
             if device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
                 return "there is no C++ compiler"
         if kind == "channels_last" and not any(one.ndim == 4 for one in module.parameters()):
             return "there is no two-dimensional convolution"
-        if kind == "matmul_precision" and trainer._arguments.matmul_precision is not None:
+        if kind == "matmul_precision" and trainer._lw_arguments.matmul_precision is not None:
             return "the Trainer's matmul_precision is set"
         if kind == "pin_memory" and device.type == "cpu":
             return "the device is the CPU"
@@ -423,7 +425,7 @@ def _apply(subject: Subject, setting: _Setting) -> str | None:
     if setting.kind in ("compile", "matmul_precision"):
         if setting.kind == "matmul_precision":
             return "pass it to the Trainer"
-        trainer._arguments.compile = setting.value
+        trainer._lw_arguments.compile = setting.value
     elif setting.kind == "channels_last":
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's own lacks it
     elif setting.kind == "fused":

@@ -124,8 +124,8 @@ class Subject:
                 "attributes, or define __deepcopy__.",
             ) from error
         datamodule = copy.copy(self.datamodule)
-        if datamodule is not None and datamodule._hparams is not None:
-            datamodule._hparams = copy.deepcopy(datamodule._hparams)
+        if datamodule is not None and datamodule._lw_hparams is not None:
+            datamodule._lw_hparams = copy.deepcopy(datamodule._lw_hparams)
         for child in module.modules():
             if getattr(child, "_compiled_call_impl", None) is not None:
                 child.__dict__["_compiled_call_impl"] = None  # it would call the original
@@ -143,8 +143,8 @@ class Subject:
             yield self.twins()
             return
         datamodule = copy.copy(self.datamodule)
-        if datamodule is not None and datamodule._hparams is not None:
-            datamodule._hparams = copy.deepcopy(datamodule._hparams)
+        if datamodule is not None and datamodule._lw_hparams is not None:
+            datamodule._lw_hparams = copy.deepcopy(datamodule._lw_hparams)
         shared = (self.trainer, self.trainer.fabric, self.datamodule)
         with _kept_attributes(self.module, shared), kept_weights(self.module):
             self._silence(self.module, datamodule)
@@ -194,7 +194,7 @@ def _kept_attributes(module: nn.Module, shared: tuple[object, ...]) -> Iterator[
         own = vars(child)
         memo.update({id(v): v for v in own.values() if isinstance(v, Dataset | DataLoader)})
         users = [key for key in own if key not in internal and not key.startswith(("_loopwright", "__composable"))]
-        users = [key for key in users if key not in ("_trainer", "_fabric", "_log") and not callable(own[key])]
+        users = [key for key in users if key not in ("_lw_trainer", "_lw_fabric", "_lw_log") and not callable(own[key])]
         try:
             kept.append({**own, **{key: copy.deepcopy(own[key], memo) for key in users}})
         except Exception as error:
@@ -235,7 +235,7 @@ def make_trainer(subject: Subject, fabric: Fabric, callbacks: Sequence[Callback]
         limits: Arguments of the Trainer that differ.
     """
     trainer = subject.trainer
-    same = {name: getattr(trainer._arguments, name) for name in _SAME}
+    same = {name: getattr(trainer._lw_arguments, name) for name in _SAME}
     if trainer.overfit_batches:
         same["limit_train_batches"] = same["limit_val_batches"] = None  # as many as are overfitted
     plan: dict[str, Any] = {
@@ -279,7 +279,7 @@ class _TrialTrainer(Trainer):
     """
 
     def __init__(self, fabric: Fabric, **plan: Any) -> None:
-        self._present_fabric = fabric
+        self._lw_present_fabric = fabric
         super().__init__(**plan)
 
     @property
@@ -287,11 +287,11 @@ class _TrialTrainer(Trainer):
         """False: the search tells its result."""
         return False
 
-    def _read_environment(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _lw_read_environment(self, given: dict[str, Any]) -> dict[str, Any]:
         return given
 
-    def _make_fabric(self, machine: dict[str, Any]) -> Fabric:
-        return self._present_fabric
+    def _lw_make_fabric(self, machine: dict[str, Any]) -> Fabric:
+        return self._lw_present_fabric
 
 
 _SAME = (

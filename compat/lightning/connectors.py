@@ -92,7 +92,7 @@ def _set_schedules(strategy: Strategy, configs: list[LRSchedulerConfig]) -> None
 def _set_module(strategy: Strategy, module: nn.Module | None) -> None:
     trainer = strategy.__dict__.get("_lightning_trainer")
     if trainer is not None:
-        patch(trainer, "_spawned_module", module)
+        patch(trainer, "_lw_spawned_module", module)
 
 
 # In place, so that `trainer.strategy` is the strategy itself, and not a wrapper.
@@ -126,7 +126,7 @@ def _connect(trainer: Trainer) -> Callable[[nn.Module], None]:
     """Return a function that attaches a module to the trainer, outside of a run."""
 
     def connect(model: nn.Module) -> None:
-        patch(trainer, "_spawned_module", model)
+        patch(trainer, "_lw_spawned_module", model)
 
     return connect
 

@@ -179,7 +179,7 @@ class LoopView:
 
     @property
     def _batches_that_stepped(self) -> int:
-        run = self._trainer._run
+        run = self._trainer._lw_run
         is_in_batch = run is not None and run.has_stepped and run.metrics.table.hook == "on_train_batch_end"
         return self._trainer.global_step - is_in_batch  # it is counted after the batch's hooks
 
@@ -246,7 +246,7 @@ class LoopView:
     @property
     def inference_mode(self) -> bool:
         """Whether evaluations run under `torch.inference_mode`, not `no_grad`."""
-        return bool(self._trainer._arguments.inference_mode)
+        return bool(self._trainer._lw_arguments.inference_mode)
 
     @staticmethod
     def _print_results(results: list[dict[str, Tensor]], stage: str) -> None:
@@ -381,7 +381,7 @@ class TrainLoop(FitLoop):
         """Counts of epochs, to be read: `epoch_progress.current.completed`."""
         if self.epoch_loop._counts is not None:
             return self.epoch_loop._counts.epoch
-        run, done = self._trainer._run, self._trainer.current_epoch
+        run, done = self._trainer._lw_run, self._trainer.current_epoch
         begun = done + (run is not None and run.stream is not None and self._trainer.state.stage == "train")
         processed = done + (run is not None and run.is_epoch_over and begun > done)
         counts = Counts(ready=begun, started=begun, processed=processed, completed=done)
@@ -421,7 +421,7 @@ class TrainLoop(FitLoop):
 
     def setup_data(self) -> None:
         """Load the training data now, so that `trainer.num_training_batches` is known."""
-        run = self._trainer._run
+        run = self._trainer._lw_run
         if run is not None:
             self._trainer.open_training(run)
 

@@ -12,7 +12,7 @@ from ...data.hparams import class_only
 from ...data.tree import flatten_loaders, is_collection
 from ...trainer.module import Module
 from .imports.absent import refuse
-from .utilities.hparams import accepted, existing, remove_ignored, set_hparams
+from .utilities.hparams import CoreName, accepted, existing, remove_ignored, set_hparams
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,9 @@ class LightningModule(Module):
     CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
     _compiler_ctx: dict[str, Any] | None = None  # set where a compiled module was unpacked, which is not done here
     _strict_loading: bool | None = None
+    _trainer, _fabric, _fabric_optimizers = CoreName(), CoreName(), CoreName()
+    _hparams, _hparams_initial, _hparams_name, _log_hyperparams = CoreName(), CoreName(), CoreName(), CoreName()
+    __jit_ignored_attributes__ = [*Module.__jit_ignored_attributes__, "_trainer", "_fabric", "_lw_fabric_optimizers"]
     __jit_unused_properties__ = [*Module.__jit_unused_properties__, "_current_fx_name", "strict_loading"]
 
     @property
@@ -57,7 +60,7 @@ class LightningModule(Module):
     @property
     def _current_fx_name(self) -> str | None:
         """Name of the hook that runs, None outside of one."""
-        return self._trainer._metrics.table.hook or None if self._trainer is not None else None
+        return self._lw_trainer._lw_metrics.table.hook or None if self._lw_trainer is not None else None
 
     def _apply_batch_transfer_handler(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
@@ -71,8 +74,8 @@ class LightningModule(Module):
     def _set_hparams(self, hp: Mapping[str, Any] | Namespace) -> None:
         set_hparams(self, hp)
 
-    def _stand_in_for_trainer(self) -> Any:  # Any: attributes of the Fabric
-        return None if self._fabric is None else _FabricAsTrainer(self._fabric)
+    def _lw_stand_in_for_trainer(self) -> Any:  # Any: attributes of the Fabric
+        return None if self._lw_fabric is None else _FabricAsTrainer(self._lw_fabric)
 
     @class_only
     def load_from_checkpoint(
@@ -107,6 +110,8 @@ class LightningModule(Module):
 
 class LightningDataModule(DataModule):
     """`lw.DataModule` under Lightning's name."""
+
+    _hparams, _hparams_initial, _hparams_name, _log_hyperparams = CoreName(), CoreName(), CoreName(), CoreName()
 
     def _set_hparams(self, hp: Mapping[str, Any] | Namespace) -> None:
         set_hparams(self, hp)
@@ -163,12 +168,12 @@ class _FabricAsTrainer:
     """A Fabric instead of a module's Trainer: `self.trainer.device` and the like work."""
 
     def __init__(self, fabric: Fabric) -> None:
-        self._fabric = fabric
+        self._lw_fabric = fabric
 
     def __getattr__(self, name: str) -> Any:  # Any: the Fabric's
-        if name.startswith("__") or not hasattr(self._fabric, name):
+        if name.startswith("__") or not hasattr(self._lw_fabric, name):
             raise AttributeError(f"self.trainer.{name} is not available in a module that runs on Fabric.")
-        return getattr(self._fabric, name)
+        return getattr(self._lw_fabric, name)
 
 
 # Lightning's modules inherit their hooks from classes of these names; here one class has them all.

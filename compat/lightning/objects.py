@@ -93,7 +93,7 @@ def keep_hyperparameters(owner: object, prefix: str) -> dict[str, object]:  # a 
         )
     name_key = "datamodule_hparams_name" if prefix else "hparams_name"
     value_key = "datamodule_hyper_parameters" if prefix else "hyper_parameters"
-    found = {name_key: getattr(owner, "_hparams_name", None) or "kwargs", value_key: kept}
+    found = {name_key: getattr(owner, "_lw_hparams_name", None) or "kwargs", value_key: kept}
     containers = find_containers(hparams)
     if containers:
         found[containers_key(prefix)] = containers

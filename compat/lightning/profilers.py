@@ -84,7 +84,7 @@ class PyTorchProfiler(profilers.PyTorchProfiler):
             module: The user's module.
         """
         super().watch(module)
-        trainer = getattr(module, "_trainer", None)
+        trainer = getattr(module, "_lw_trainer", None)
         if trainer is None or not self._is_default:
             return
         stages = _STAGES.get(str(trainer.state.fn), ())

@@ -89,7 +89,7 @@ class Trainer(trainer.Trainer):
         arguments["callbacks"] = with_external(arguments.get("callbacks"), "pytorch")
         for change in switches.functions("arguments"):
             change(arguments)
-        with checks_deferred() as self._deferred_checks:
+        with checks_deferred() as self._lw_deferred_checks:
             super().__init__(**arguments)
         check_overrides(self.fabric.strategy, "strategy")
         check_overrides(self.fabric.precision, "precision")
@@ -100,20 +100,20 @@ class Trainer(trainer.Trainer):
         self.state = TrainerState()
         self.evaluated: dict[str, list[int]] = {}
         self.loop_counts: LoopCounts | None = None
-        self._own_loops: dict[str, LoopView] = {}
+        self._lw_own_loops: dict[str, LoopView] = {}
         patch(self, "saving", _Saving(self))
         limits = {name: getattr(self.fit_loop, name) for name in ("max_epochs", "min_epochs", "max_steps", "min_steps")}
         patch(self, "fit_loop", TrainLoop(self, **limits))
-        is_disabled = self._metrics.is_disabled
-        patch(self, "_metrics", _Metrics(self.fabric.device))
-        self._metrics.is_disabled = is_disabled
-        self._metrics.shows_evaluated_batches = False
+        is_disabled = self._lw_metrics.is_disabled
+        patch(self, "_lw_metrics", _Metrics(self.fabric.device))
+        self._lw_metrics.is_disabled = is_disabled
+        self._lw_metrics.shows_evaluated_batches = False
         self._checkpoint_connector = connectors._CheckpointConnector(self)
         self._callback_connector = connectors._CallbackConnector(self)
         self._accelerator_connector = connectors._AcceleratorConnector(self)
-        self._has_parity = False
-        self._around_run = ExitStack()  # left when a verb ends
-        self._has_fitted = False
+        self._lw_has_parity = False
+        self._lw_around_run = ExitStack()  # left when a verb ends
+        self._lw_has_fitted = False
         patch(self, "batch_size_rule", _search_sizes)
         for curve in switches.functions("search"):
             patch(self, "learning_rate_curve", curve)
@@ -150,25 +150,25 @@ class Trainer(trainer.Trainer):
     def is_last_batch(self) -> bool:
         """Whether the present training batch is the epoch's last; after fit, whether its last batch was."""
         return super().is_last_batch or (
-            self._run is None and self.fit_loop.epoch_loop.batch_progress.is_last_batch  # type: ignore[attr-defined]
+            self._lw_run is None and self.fit_loop.epoch_loop.batch_progress.is_last_batch  # type: ignore[attr-defined]
         )
 
     @property
     def num_val_batches(self) -> list[int | float]:
         """Validation batches of each loader, also of those that are combined into one."""
-        return self._batches_of_each("validation", super().num_val_batches)
+        return self._lw_batches_of_each("validation", super().num_val_batches)
 
     @property
     def num_test_batches(self) -> list[int | float]:
         """Test batches of each loader, also of those that are combined into one."""
-        return self._batches_of_each("test", super().num_test_batches)
+        return self._lw_batches_of_each("test", super().num_test_batches)
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
         """Batches of the sanity check of each loader; empty before the first fit."""
-        return super().num_sanity_val_batches if self._has_fitted else []
+        return super().num_sanity_val_batches if self._lw_has_fitted else []
 
-    def _batches_of_each(self, stage: str, counts: list[int | float]) -> list[int | float]:
+    def _lw_batches_of_each(self, stage: str, counts: list[int | float]) -> list[int | float]:
         data = self.loaders.eval.get(stage)
         if data is None or data.combined is None:
             return counts
@@ -183,7 +183,7 @@ class Trainer(trainer.Trainer):
         values = {
             name: torch.tensor(value, device=self.fabric.device) for name, value in found.items() if name != "epoch"
         }
-        metrics = cast(_Metrics, self._metrics)
+        metrics = cast(_Metrics, self._lw_metrics)
         waiting = {name: value.to(torch.get_default_dtype()) for name, value in metrics.waiting_for_loggers().items()}
         return {**values, **waiting}
 
@@ -194,7 +194,7 @@ class Trainer(trainer.Trainer):
             found: int | float | None = estimate(self)
             if found is not None:
                 return found
-        if self._run is not None or self._last_run is None:
+        if self._lw_run is not None or self._lw_last_run is None:
             return super().estimated_stepping_batches
         epochs, limit = self.max_epochs, self.max_steps
         steps = math.inf
@@ -223,30 +223,30 @@ class Trainer(trainer.Trainer):
         return None if found is None else found + self.progress.global_step - self.progress.steps
 
     @contextmanager
-    def _running(self, verb: str) -> Iterator[None]:
+    def _lw_running(self, verb: str) -> Iterator[None]:
         """Run a verb, with what parity puts in place in the process that runs it."""
-        if not self._has_parity:
-            self._has_parity = True
+        if not self._lw_has_parity:
+            self._lw_has_parity = True
             for change in switches.functions("trainer"):
                 change(self)
-        self._check_world()
+        self._lw_check_world()
         with ExitStack() as stack:
             for around in switches.functions("around"):
                 stack.enter_context(around(self, verb))
-            stack.enter_context(super()._running(verb))
-            self._around_run = stack
+            stack.enter_context(super()._lw_running(verb))
+            self._lw_around_run = stack
             yield
 
-    def _check_world(self) -> None:
+    def _lw_check_world(self) -> None:
         """Compare the processes with the arguments: configurations for other machines may be made, not run."""
-        while self._deferred_checks:
-            self._deferred_checks.pop()()
+        while self._lw_deferred_checks:
+            self._lw_deferred_checks.pop()()
 
-    def _launch(self, verb: str, model: nn.Module | None, **arguments: object) -> Any:  # Any: what the verb returns
-        self._check_world()
-        return super()._launch(verb, model, **arguments)
+    def _lw_launch(self, verb: str, model: nn.Module | None, **arguments: object) -> Any:  # Any: what the verb returns
+        self._lw_check_world()
+        return super()._lw_launch(verb, model, **arguments)
 
-    def _begin_fit(
+    def _lw_begin_fit(
         self, run: Run, ckpt_path: str | Path | None, *, is_trusted: bool, before: StateDict | None
     ) -> Callable[[], None] | None:
         for change in switches.functions("before"):
@@ -255,7 +255,7 @@ class Trainer(trainer.Trainer):
         is_checked = bool(self.num_sanity_val_steps) or ckpt_path is not None
         waits = not is_checked and bool((self.current_epoch + 1) % every)
         patch(self.loaders, "waits_for_validation", waits)
-        restore = super()._begin_fit(run, ckpt_path, is_trusted=is_trusted, before=before)
+        restore = super()._lw_begin_fit(run, ckpt_path, is_trusted=is_trusted, before=before)
         if all(parameter.grad is None for parameter in run.module.parameters()):
             run.module.zero_grad()  # where Lightning calls it, after on_fit_start
         resting = sum(not module.training for module in run.module.modules())
@@ -267,11 +267,11 @@ class Trainer(trainer.Trainer):
             change(run)
         return restore
 
-    def _begin_evaluation(
+    def _lw_begin_evaluation(
         self, verb: str, model: nn.Module | None, dataloaders: Loaders, ckpt_path: str | Path | None,
         datamodule: DataModule | None, *, is_trusted: bool,
     ) -> tuple[Run, EvalLoader]:  # fmt: skip
-        run, data = super()._begin_evaluation(verb, model, dataloaders, ckpt_path, datamodule, is_trusted=is_trusted)
+        run, data = super()._lw_begin_evaluation(verb, model, dataloaders, ckpt_path, datamodule, is_trusted=is_trusted)
         set_strategy_up(self)
         for change in switches.functions("evaluation"):
             change(run)
@@ -291,14 +291,14 @@ class Trainer(trainer.Trainer):
             setup(self)
         return run
 
-    def _begin(self, verb: str, model: nn.Module, datamodule: DataModule | None, given: dict[str, Any]) -> Run:
-        self._has_fitted |= verb == "fit"
-        self._around_run.enter_context(taking_batches(model))
+    def _lw_begin(self, verb: str, model: nn.Module, datamodule: DataModule | None, given: dict[str, Any]) -> Run:
+        self._lw_has_fitted |= verb == "fit"
+        self._lw_around_run.enter_context(taking_batches(model))
         if verb == "fit":
             loop = self.fit_loop
             loop.max_epochs = loop.epoch_limit
             loop.min_epochs = int(loop.min_steps is not None) if loop.min_epochs is None else loop.min_epochs
-        run = super()._begin(verb, model, datamodule, given)
+        run = super()._lw_begin(verb, model, datamodule, given)
         if verb != "fit":
             run.module.zero_grad()
         for parameter in run.module.parameters():
@@ -310,11 +310,11 @@ class Trainer(trainer.Trainer):
     ) -> None:
         """Write one checkpoint to several paths, also that of a module that is attached outside of a run."""
         module = self.lightning_module
-        if self.latest_run() is None and self._spawned_checkpoint is None and module is None:
+        if self.latest_run() is None and self._lw_spawned_checkpoint is None and module is None:
             raise NotAttached(
                 "trainer.save_checkpoint was called before a module was attached.", fix="call trainer.fit first."
             )
-        if self.latest_run() is not None or self._spawned_checkpoint is not None:
+        if self.latest_run() is not None or self._lw_spawned_checkpoint is not None:
             super().save_checkpoint_to(filepaths, weights_only, storage_options)
             return
         if self.is_global_zero:
@@ -322,31 +322,31 @@ class Trainer(trainer.Trainer):
             checkpoint = collect_attached(self, module, is_weights_only=bool(weights_only))
             self.saving.write(checkpoint, filepaths, storage_options)
 
-    def _take_loop(self, stage: str, name: str, loop: object) -> None:
+    def _lw_take_loop(self, stage: str, name: str, loop: object) -> None:
         refuse_own_loop(name, loop)
-        self._own_loops[stage] = cast("LoopView", loop)
+        self._lw_own_loops[stage] = cast("LoopView", loop)
 
-    def _show_results(self, verb: str, results: list[Mapping[str, float]]) -> None:
+    def _lw_show_results(self, verb: str, results: list[Mapping[str, float]]) -> None:
         loop = self.validate_loop if verb == "validate" else self.test_loop
         loop._print_results([{key: torch.tensor(value) for key, value in one.items()} for one in results], verb)
 
     @property
     def validate_loop(self) -> LoopView:
         """The validation of `trainer.validate`."""
-        return self._own_loops.get("validation") or LoopView(self, "validation")
+        return self._lw_own_loops.get("validation") or LoopView(self, "validation")
 
     @validate_loop.setter
     def validate_loop(self, loop: object) -> None:
-        self._take_loop("validation", "validate_loop", loop)
+        self._lw_take_loop("validation", "validate_loop", loop)
 
     @property
     def test_loop(self) -> LoopView:
         """The loop of `trainer.test`."""
-        return self._own_loops.get("test") or LoopView(self, "test")
+        return self._lw_own_loops.get("test") or LoopView(self, "test")
 
     @test_loop.setter
     def test_loop(self, loop: object) -> None:
-        self._take_loop("test", "test_loop", loop)
+        self._lw_take_loop("test", "test_loop", loop)
 
     @property
     def predict_loop(self) -> LoopView:
@@ -363,18 +363,17 @@ class Trainer(trainer.Trainer):
 
     @_model.setter
     def _model(self, model: nn.Module | None) -> None:
-        patch(self, "_spawned_module", model)
+        patch(self, "_lw_spawned_module", model)
 
     @property
     def _results(self) -> connectors.ResultsView:
-        return connectors.ResultsView(self, self.__dict__.get("_epoch_results", {}))
+        return connectors.ResultsView(self, self._lw_results)
 
-    @_results.setter
-    def _results(self, results: Mapping[str, float]) -> None:
-        # Loopwright's own use of the name. An evaluation returns what is logged with logger=True.
-        metrics = self.__dict__.get("_metrics")
-        left_out = metrics.keys_without_logger("validation", "test") if isinstance(metrics, _Metrics) else set()
-        self.__dict__["_epoch_results"] = {name: value for name, value in results.items() if name not in left_out}
+    def _lw_finish_evaluation(self, stage: str) -> None:
+        """Finish an evaluation, which returns what is logged with `logger=True`."""
+        super()._lw_finish_evaluation(stage)
+        left_out = cast(_Metrics, self._lw_metrics).keys_without_logger("validation", "test")
+        self._lw_results = {name: value for name, value in self._lw_results.items() if name not in left_out}
 
     @property
     def _precision_plugin(self) -> object:  # a precision of any kind

@@ -98,7 +98,7 @@ def _schedule(config: Config, optimizer: Optimizer, module: nn.Module, where: st
     if options.get("warmup_max_lr") == "auto":
         options["warmup_max_lr"] = optimizer.param_groups[0]["lr"]
     if options.get("total_num_steps") == "auto":
-        trainer = getattr(module, "_trainer", None)
+        trainer = getattr(module, "_lw_trainer", None)
         total = math.inf if trainer is None else trainer.estimated_stepping_batches
         if math.isinf(total):
             raise ConfigError(

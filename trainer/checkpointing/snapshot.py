@@ -296,7 +296,7 @@ def hyperparameters(owner: object, prefix: str) -> StateDict:
         )
     name_key = "datamodule_hparams_name" if prefix else "hparams_name"
     value_key = "datamodule_hyper_parameters" if prefix else "hyper_parameters"
-    found = {name_key: getattr(owner, "_hparams_name", None) or "kwargs", value_key: plain}
+    found = {name_key: getattr(owner, "_lw_hparams_name", None) or "kwargs", value_key: plain}
     containers = find_containers(hparams)
     if containers:
         found[containers_key(prefix)] = containers

@@ -284,7 +284,7 @@ class LogOutput:
         """
         merged: dict[str, object] = {}
         for owner in owners:
-            if owner is None or not getattr(owner, "_log_hyperparams", False):
+            if owner is None or not getattr(owner, "_lw_log_hyperparams", False):
                 continue
             for key, value in dict(resolve_omegaconf(owner.hparams_initial)).items():
                 if key == "_class_path":  # of the object that a command line made, where the user named its class

@@ -263,13 +263,13 @@ def attach(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> Call
 
 def _members(plan: Plan, module: nn.Module) -> Callable[[], None]:
     """Attach each `lw.Module` in the module, and let the steps of Hugging Face models log."""
-    names = ("_trainer", "_fabric", "_log")
+    names = ("_lw_trainer", "_lw_fabric", "_lw_log")
     children = [child for child in module.modules() if isinstance(child, Module)]
     before = {child: {name: vars(child).get(name) for name in names} for child in children}
     given = [step for step in vars(module).values() if getattr(type(step), "is_forward_step", False)]
     steps: dict[ForwardStep, Callable[..., object] | None] = {step: step.log for step in given}
     for child in before:
-        child.__dict__.update(_trainer=plan.trainer, _fabric=plan.fabric, _log=plan.log)
+        child.__dict__.update(_lw_trainer=plan.trainer, _lw_fabric=plan.fabric, _lw_log=plan.log)
     for step in steps:
         step.log = plan.log
     of_root = next(iter(before.values()), {})
@@ -280,7 +280,7 @@ def _members(plan: Plan, module: nn.Module) -> Callable[[], None]:
         for child in module.modules():
             if isinstance(child, Module):  # layers that the inner run has built are the outer run's now
                 own = before.get(child, of_root)
-                child.__dict__.update(own if own.get("_log") is not None else {"_log": None})
+                child.__dict__.update(own if own.get("_lw_log") is not None else {"_lw_log": None})
 
     return put_back
 

@@ -99,9 +99,9 @@ def _defer_log(module: nn.Module) -> Callable[[], None] | None:
     So a step with `self.log` is one graph. Elsewhere `self.log` works at once, as always.
     """
     children = [one for one in module.modules() if isinstance(one, Module)]
-    if not children or children[0]._log is None:
+    if not children or children[0]._lw_log is None:
         return None
-    log = children[0]._log
+    log = children[0]._lw_log
     noted: list[tuple[Any, ...]] = []  # Any: arguments of `log`
 
     def note(name: str, value: object, *rest: Any) -> None:  # Any: as `noted`
@@ -120,5 +120,5 @@ def _defer_log(module: nn.Module) -> Callable[[], None] | None:
                 log(*call)
 
     for child in children:
-        child.__dict__["_log"] = note
+        child.__dict__["_lw_log"] = note
     return flush

@@ -123,7 +123,7 @@ def _when_to_look(loop: FitLoop, run: Run) -> int:
 
 def keep_callbacks(trainer: Trainer) -> None:
     """Let callbacks that another Trainer has trained with continue with what they know of that run."""
-    patch(trainer, "_adopt_callbacks", _adopt_as_they_are)
+    patch(trainer, "_lw_adopt_callbacks", _adopt_as_they_are)
 
 
 def _adopt_as_they_are() -> None:

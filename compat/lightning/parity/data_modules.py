@@ -16,9 +16,9 @@ def call_earlier_data_module(run: Run) -> None:
     """Let a verb without a data module call `prepare_data`, `setup` and `teardown` of the latest one."""
     trainer = run.trainer
     if run.datamodule is not None:
-        vars(trainer)["_earlier_datamodule"] = run.datamodule
+        vars(trainer)["_lw_earlier_datamodule"] = run.datamodule
         return
-    earlier: DataModule | None = vars(trainer).get("_earlier_datamodule")
+    earlier: DataModule | None = vars(trainer).get("_lw_earlier_datamodule")
     if earlier is None:
         return
     lifecycle = run.lifecycle

@@ -54,7 +54,7 @@ def forget_restored_metrics(run: Run) -> None:
 
 def show_latest(trainer: Trainer) -> None:
     """Let the bar's metrics be those of the latest step, which is read now."""
-    metrics = trainer._metrics
+    metrics = trainer._lw_metrics
     for accumulator in metrics._step_accumulators:
         if accumulator.prog_bar and accumulator.window == metrics.window and accumulator.step_values:
             value = accumulator.step_value(metrics.device)
@@ -64,9 +64,9 @@ def show_latest(trainer: Trainer) -> None:
 
 def show_one_key(trainer: Trainer) -> None:
     """Let a value that is logged by step and by epoch be in the bar's metrics under the two keys, not under its own."""
-    metrics = trainer._metrics
+    metrics = trainer._lw_metrics
     patch(metrics, "show", partial(_show_first, metrics.show))  # a Trainer is pickled with it
-    patch(trainer, "_current_values", _OneKey(metrics))
+    patch(trainer, "_lw_current_values", _OneKey(metrics))
 
 
 class _OneKey(CurrentValues):
@@ -117,7 +117,7 @@ def keep_step_values(run: Run) -> None:
 
 def log_each_evaluation_step(trainer: Trainer) -> None:
     """Let each batch of an evaluation have a row of its step values; its step counts the batches of its loader."""
-    patch(trainer, "_eval_loop", partial(_counting_loop, trainer._eval_loop, {}))
+    patch(trainer, "_lw_eval_loop", partial(_counting_loop, trainer._lw_eval_loop, {}))
 
 
 _Seen = dict[str, tuple[EvalLoader, Counter[int]]]
@@ -181,7 +181,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor):
 
     def _send(self, trainer: Trainer, values: dict[str, float], step: int) -> None:
         super()._send(trainer, values, step)
-        metrics: Any = trainer._metrics
+        metrics: Any = trainer._lw_metrics
         for key, value in values.items():
             metrics.results[key] = torch.tensor(value, device=metrics.device)
             metrics.result_steps[key] = trainer.progress.steps

@@ -52,5 +52,5 @@ def as_float(number: Number, device: torch.device) -> Tensor:
 
 def add_one_by_one(trainer: Trainer) -> None:
     """Let values that are logged from now on be added one by one."""
-    patch(trainer._metrics, "accumulator_type", RunningAccumulator)
-    patch(trainer._metrics, "pools_objects", True)
+    patch(trainer._lw_metrics, "accumulator_type", RunningAccumulator)
+    patch(trainer._lw_metrics, "pools_objects", True)

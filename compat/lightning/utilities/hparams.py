@@ -18,6 +18,7 @@ from ....data.hparams import HyperParameters, save_hyperparameters
 from ....tuner.setting import write_setting
 
 __all__ = [
+    "CoreName",
     "HyperparametersMixin",
     "accepted",
     "clean_namespace",
@@ -35,6 +36,19 @@ __all__ = [
 ]
 
 
+class CoreName:
+    """Lightning's name of a private attribute of a module or data module, which begins with `_lw` in the core."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_lw{name}"
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:  # Any: the attribute
+        return self if instance is None else getattr(instance, self._name)
+
+    def __set__(self, instance: object, value: object) -> None:
+        setattr(instance, self._name, value)
+
+
 def set_hparams(owner: Any, hp: Mapping[str, Any] | Namespace) -> None:  # Any: a module or data module
     """Add to the hyperparameters of an object.
 
@@ -47,15 +61,17 @@ def set_hparams(owner: Any, hp: Mapping[str, Any] | Namespace) -> None:  # Any: 
     """
     if not isinstance(hp, Mapping | Namespace):
         raise TypeError(f"Expected hyperparameters as a mapping or namespace, got {type(hp).__name__}.")
-    owner.__dict__.setdefault("_hparams", HyperParameters()).update(vars(hp) if isinstance(hp, Namespace) else hp)
+    owner.__dict__.setdefault("_lw_hparams", HyperParameters()).update(vars(hp) if isinstance(hp, Namespace) else hp)
 
 
 class HyperparametersMixin:
     """`save_hyperparameters` and `hparams` for classes that are not modules."""
 
+    _hparams, _hparams_initial, _hparams_name, _log_hyperparams = CoreName(), CoreName(), CoreName(), CoreName()
+
     def __init__(self) -> None:
         super().__init__()
-        self._log_hyperparams = False
+        self._lw_log_hyperparams = False
 
     def save_hyperparameters(
         self,
@@ -73,12 +89,12 @@ class HyperparametersMixin:
     @property
     def hparams(self) -> Any:  # Any: entries are attributes
         """The hyperparameters: a mapping with attribute access."""
-        return self.__dict__.setdefault("_hparams", HyperParameters())
+        return self.__dict__.setdefault("_lw_hparams", HyperParameters())
 
     @property
     def hparams_initial(self) -> object:  # entries are attributes
         """Copy of the hyperparameters from when they were saved."""
-        return self.__dict__.get("_hparams_initial", HyperParameters())
+        return self.__dict__.get("_lw_hparams_initial", HyperParameters())
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
         """Take entries out of the hyperparameters."""
@@ -156,7 +172,7 @@ def collect_init_args(
 
 
 def _holders(model: object, attribute: str) -> list[object]:  # module, mapping or namespace
-    trainer = getattr(model, "_trainer", None)
+    trainer = getattr(model, "_lw_trainer", None)
     datamodule = getattr(trainer, "datamodule", None)
     places = [model, getattr(model, "hparams", None), datamodule, getattr(datamodule, "hparams", None)]
     return [
@@ -183,7 +199,7 @@ def lightning_setattr(model: object, attribute: str, value: object) -> None:
     """Set the value of this name wherever it stands."""
     if not _holders(model, attribute):
         raise AttributeError(f"{attribute!r} is neither an attribute of the model, nor in its hparams or datamodule.")
-    datamodule = getattr(getattr(model, "_trainer", None), "datamodule", None)
+    datamodule = getattr(getattr(model, "_lw_trainer", None), "datamodule", None)
     write_setting(tuple(owner for owner in (model, datamodule) if owner is not None), attribute, value)
 
 

@@ -55,8 +55,8 @@ def test_all_arguments_are_kept() -> None:
     module = Base("there", more=[1])
     assert module.hparams == {"root": "there", "size": 3, "more": [1]}
     assert module.hparams.more is not module.hparams_initial.more
-    assert module._hparams_name == "kwargs"
-    assert module._log_hyperparams
+    assert module._lw_hparams_name == "kwargs"
+    assert module._lw_log_hyperparams
 
 
 def test_a_subclass_adds_its_arguments_and_its_values_win() -> None:
@@ -73,13 +73,13 @@ def test_chosen_names_without_ignored_ones() -> None:
 def test_one_object_becomes_the_hyperparameters(conf: Any) -> None:
     module = Config(conf)
     assert module.hparams.lr == 0.1
-    assert module._hparams_name == "conf"
+    assert module._lw_hparams_name == "conf"
 
 
 def test_a_dataclass_is_read_from_its_init() -> None:
     module = Fields(1)
     assert module.hparams == {"a": 1, "b": "x"}
-    assert not module._log_hyperparams
+    assert not module._lw_log_hyperparams
 
 
 def test_later_changes_do_not_reach_the_initial_copy() -> None:

@@ -99,13 +99,13 @@ def test_one_packed_copy_is_made_at_a_log_boundary() -> None:
     copies: list[int] = []
     module = net(Logging)
     trainer = quiet(max_epochs=1, log_every_n_steps=10, logger=RecordingLogger())
-    original = trainer._metrics._pack
+    original = trainer._lw_metrics._pack
 
     def pack(values: Any) -> Any:
         copies.append(trainer.global_step)
         return original(values)
 
-    trainer._metrics._pack = pack  # type: ignore[method-assign]
+    trainer._lw_metrics._pack = pack  # type: ignore[method-assign]
     trainer.fit(module, loader(40, 1))
     assert copies == [10, 20, 30, 40, 40]  # the last is the epoch's
 
@@ -321,7 +321,7 @@ def test_ten_thousand_log_calls_keep_a_bounded_number_of_values() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             for _ in range(100):
                 self.log("x", 1.0, on_step=False, on_epoch=True)
-            slot = self.trainer._metrics.table_of("training_step").accumulators["x"]
+            slot = self.trainer._lw_metrics.table_of("training_step").accumulators["x"]
             sizes.append(len(slot.values))
             return self.loss(batch)
 

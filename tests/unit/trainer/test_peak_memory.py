@@ -65,7 +65,7 @@ class Wide(lw.Module):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.net(batch).square().mean()
-        if self._trainer is not None:
+        if self._lw_trainer is not None:
             self.log("loss", loss, on_epoch=True)
         return loss
 

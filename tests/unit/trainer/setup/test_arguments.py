@@ -357,4 +357,4 @@ def test_words_in_the_environment_are_true_and_false(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("LOOPWRIGHT_TRAINER_DETECT_ANOMALY", "TRUE")
     trainer = lw.Trainer(logger=False, accelerator="cpu")
     assert not trainer.checkpoint_callbacks
-    assert trainer._arguments.detect_anomaly is True
+    assert trainer._lw_arguments.detect_anomaly is True

@@ -115,7 +115,7 @@ def outer_run(*args: Any, **options: Any) -> tuple[Any, ...]:
     trainer.fit(module, data(6), data(4))
     assert bool(args) == bool(module.num_inner)
     assert module.trainer is trainer
-    assert module._log is None
+    assert module._lw_log is None
     weights = [value.tolist() for name, value in module.state_dict().items()]
     return rows.rows, module.seen, trainer.current_epoch, trainer.global_step, weights
 

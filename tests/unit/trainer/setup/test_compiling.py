@@ -309,7 +309,7 @@ def test_a_copy_made_during_a_compiled_run_computes_with_its_own_weights(graphs:
         graphs.count()
         batch = next(iter(loader()))
         for twin in callback.copies:
-            twin._log = lambda *_: None
+            twin._lw_log = lambda *_: None
             with torch.no_grad():
                 for parameter in twin.parameters():
                     parameter.zero_()
@@ -375,7 +375,7 @@ def test_without_compile_nothing_is_put_on_the_module() -> None:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             assert "training_step" not in vars(pl_module)
             assert pl_module._compiled_call_impl is None
-            assert pl_module._log.__self__ is trainer._metrics
+            assert pl_module._lw_log.__self__ is trainer._lw_metrics
 
     quiet(max_epochs=1, callbacks=Looking()).fit(net(Calls), loader())
 
