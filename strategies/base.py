@@ -535,6 +535,11 @@ class Strategy(Capabilities):
             norm = clip_dense_norm(optimizer, float(max_norm), float(norm_type))
             if norm is not None:
                 return norm
+        if any(one.grad is not None and one.grad.is_sparse for one in _parameters(optimizer)):
+            parts = _gradient_values(optimizer)
+            norm = nn.utils.get_total_norm(parts, norm_type, error_if_nonfinite)
+            torch._foreach_mul_(parts, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            return norm
         try:
             return nn.utils.clip_grad_norm_(
                 _parameters(optimizer), max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
@@ -546,7 +551,11 @@ class Strategy(Capabilities):
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Clamp each gradient element of the optimizer's parameters to [-clip_val, clip_val], in place."""
-        nn.utils.clip_grad_value_(_parameters(optimizer), clip_val)
+        parts = _gradient_values(optimizer)
+        refuse_complex(parts, type(self).__name__)
+        if parts:
+            torch._foreach_clamp_min_(parts, -clip_val)
+            torch._foreach_clamp_max_(parts, clip_val)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Step the optimizer; Fabric calls this unless the precision steps (loss scaling).
@@ -799,6 +808,32 @@ def non_finite_norm() -> NonFiniteError:
 ALONE = Topology()
 CPU = torch.device("cpu")
 _FULL_PRECISION = Precision()
+
+
+def refuse_complex(gradients: Sequence[Tensor], strategy: str) -> None:
+    """Refuse complex gradients, which have no order.
+
+    Raises:
+        ConfigError: There are some; lists their shapes.
+    """
+    shapes = [f"{one.dtype} {tuple(one.shape)}" for one in gradients if one.is_complex()]
+    if shapes:
+        raise ConfigError(
+            f"Expected real gradients for clipping by value with {strategy}, got {', '.join(shapes[:5])}.",
+            fix="clip by norm: gradient_clip_algorithm='norm' in the Trainer, or max_norm= in Fabric.",
+        )
+
+
+def _gradient_values(optimizer: Optimizer) -> list[Tensor]:
+    """Return the gradients; of sparse ones, which are coalesced, the values. They share memory with them."""
+    parts = []
+    for one in _parameters(optimizer):
+        if one.grad is not None and one.grad.is_sparse:
+            one.grad = one.grad.coalesce()
+            parts.append(one.grad.values())
+        elif one.grad is not None:
+            parts.append(one.grad)
+    return parts
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...errors import ModuleError
+from ..distributed.processes import broadcast_tensors
 from ..distributed.shards import is_sharded
 from .deferred import changed_names, forget_marks, own_tensors
 from .operator_replay import is_deferred, is_empty, replay, view_of
@@ -174,6 +175,9 @@ def materialize_from_rank_zero(
         for tensor in _distinct(modules):
             if is_sharded(tensor):
                 continue  # sharded by the user: the ranks have different shards
+            if tensor.layout is not torch.strided:
+                broadcast_tensors([tensor], group)
+                continue
             # As bytes, because a backend may not support the dtype.
             dense = tensor.detach().resolve_conj().contiguous()
             if dense.numel():

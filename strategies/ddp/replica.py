@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from ...protocols import StepFunction
     from .comm_hooks import CommHook
 
-__all__ = ["NOTHING", "Call", "Replica", "inside_a_replica", "loss_tensor", "replace_loss"]
+__all__ = [
+    "NOTHING",
+    "Call",
+    "Replica",
+    "inside_a_replica",
+    "is_odd",
+    "loss_tensor",
+    "replace_loss",
+    "sparse_parameters",
+]
 
 # Any in this file: what the user's steps take and return.
 
@@ -56,7 +65,7 @@ class Steps(nn.Module):
         super().__init__()
         self.module = module
         self.parameters_to_train = tuple(one for one in module.parameters() if one.requires_grad)
-        self.sparse = _sparse_parameters(module)
+        self.sparse = sparse_parameters(module)
         self.output: Any = None
 
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -105,7 +114,7 @@ def _zeros(parameter: Tensor, *, is_sparse: bool) -> Tensor:
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
-def _sparse_parameters(module: nn.Module) -> frozenset[int]:
+def sparse_parameters(module: nn.Module) -> frozenset[int]:
     """Return the ids of parameters that get sparse gradients: torch reduces these in another way."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return frozenset(id(one.weight) for one in module.modules() if isinstance(one, kinds) and one.sparse)
@@ -124,6 +133,7 @@ class Replica(DistributedDataParallel):
         all_parameters: Those of the module when it was wrapped.
         trained: Which of them were trained then.
         changes: Notes what is added to the module since.
+        sparse_parameters: Those with sparse gradients, which the strategy averages after each backward pass.
         is_trained_by_step: Whether its training_step is run, and not the module itself.
         comm_hook: The communication hook; None where gradients are averaged as they are.
     """
@@ -134,11 +144,21 @@ class Replica(DistributedDataParallel):
     trained: list[bool]
     changes: Changes
     is_trained_by_step: bool
+    sparse_parameters: list[nn.Parameter]
     comm_hook: CommHook | None
 
     def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
         steps = Steps(module)
         # Not device_ids, even on CUDA: with it torch walks through the batch at every step to move what was moved.
+        # Buffers that torch cannot send; the strategy sends them when the module is set up. And parameters with sparse
+        # gradients: torch (2.13) divides dense gradients that are ready after them twice.
+        odd = [name for name, one in module.named_buffers() if is_odd(one)]
+        sparse = [name for name, one in module.named_parameters() if id(one) in steps.sparse]
+        if any(one.requires_grad and id(one) not in steps.sparse for one in module.parameters()):
+            odd += sparse
+        else:  # torch wraps nothing else, and is right
+            sparse = []
+        steps._ddp_params_and_buffers_to_ignore = [f"module.{name}" for name in odd]  # type: ignore[assignment]
         defer_compiler(getattr(DistributedDataParallel, "_inside_ddp_forward", None))
         with without_compiler():
             super().__init__(steps, **options)
@@ -149,6 +169,7 @@ class Replica(DistributedDataParallel):
             all_parameters=tuple(module.parameters()),
             trained=[one.requires_grad for one in module.parameters()],
             changes=self.__dict__.get("changes") or Changes(module),
+            sparse_parameters=[module.get_parameter(name) for name in sparse],
             is_trained_by_step=self.__dict__.get("is_trained_by_step", False),
             comm_hook=None,
             _names=[name for name, one in module.named_parameters() if one.requires_grad],
@@ -188,6 +209,11 @@ class Replica(DistributedDataParallel):
         if all(item.isdecimal() for item in items):
             return [names[int(item)] for item in items if int(item) < len(names)]
         return [item.removeprefix("module.") for item in items]
+
+
+def is_odd(buffer: Tensor) -> bool:
+    """Return whether a buffer is one that torch's wrapper cannot send: sparse, or with 8-bit floating-point numbers."""
+    return buffer.layout is not torch.strided or (buffer.is_floating_point() and buffer.element_size() == 1)
 
 
 def inside_a_replica() -> bool:

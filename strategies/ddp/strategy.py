@@ -27,7 +27,7 @@ from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broad
 from . import absence
 from .comm_hooks import CommHook, check_comm_hook
 from .local_sgd import ModelAveraging
-from .replica import NOTHING, Call, Replica, inside_a_replica, loss_tensor, replace_loss
+from .replica import NOTHING, Call, Replica, inside_a_replica, is_odd, loss_tensor, replace_loss, sparse_parameters
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
@@ -143,6 +143,9 @@ class DDPStrategy(ProcessGroupStrategy):
             if replica.original is module:
                 replica.release()
                 self._replicas.discard(replica)
+        sparse = sparse_parameters(module)
+        odd = [one for one in module.buffers() if is_odd(one)]
+        broadcast_tensors([*odd, *(one for one in module.parameters() if id(one) in sparse)])
         replica = self._with_stream(lambda: Replica(module, self.ddp_kwargs))
         self._replicas.add(replica)
         self.configure_ddp()
@@ -265,6 +268,8 @@ class DDPStrategy(ProcessGroupStrategy):
                 return step(*args, **kwargs)
             if replica.changes.is_set or [*map(_IS_TRAINED, replica.all_parameters)] != replica.trained:
                 self._adopt_changes(replica)
+            if replica.sparse_parameters and replica.require_backward_grad_sync:
+                self._forwarded = replica
             try:
                 return replica(call, *args, **kwargs)
             except RuntimeError as error:
@@ -317,6 +322,8 @@ class DDPStrategy(ProcessGroupStrategy):
             compute_gradients(tensor, *args, **kwargs)
             # Otherwise torch finds it at the next forward pass, after a step with gradients that are not averaged.
             replica.check_is_reduced()
+            if replica.sparse_parameters:
+                gradients.average_gradients(replica.sparse_parameters)
         except RuntimeError as error:
             raise _explained(error, replica) from error
 

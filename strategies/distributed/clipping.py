@@ -116,10 +116,11 @@ def _where(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
 
 def _powered(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the sum of |x|^p over this rank's shards, or their largest |x|."""
-    parts = local(gradients)
-    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    parts = [part.abs() if part.is_complex() else part for part in local(gradients)]
+    dtype = torch.float32
+    for one in gradients:  # of all, so that each rank has the same, whatever its shards are
+        dtype = torch.promote_types(dtype, one.dtype.to_real() if one.is_complex() else one.dtype)
     if not parts:
-        first = gradients[0]
-        return torch.zeros((), dtype=dtype, device=first.device)
+        return torch.zeros((), dtype=dtype, device=gradients[0].device)
     norms = torch.stack([norm.to(parts[0].device) for norm in torch._foreach_norm(parts, norm_type, dtype=dtype)])
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()

@@ -54,22 +54,49 @@ def average_tensors(
     """
     if not parameters:
         return
-    there = torch.tensor([float(gradient is not None) for gradient in gradients]).to(parameters[0].device)
+    # 1 for a dense gradient, more than there are ranks for a sparse one.
+    size = dist.get_world_size(group)
+    kinds = [0.0 if one is None else size + 1.0 if one.is_sparse else 1.0 for one in gradients]
+    there = torch.tensor(kinds).to(parameters[0].device)
     dist.all_reduce(there, group=group)
     missing = [index for index, gradient in enumerate(gradients) if gradient is None]
     if missing:
         counts = there.tolist()
         for index in missing:
             if counts[index]:
-                gradients[index] = torch.zeros_like(parameters[index], dtype=dtype)
+                layout = torch.sparse_coo if counts[index] > size else torch.strided
+                gradients[index] = torch.zeros_like(parameters[index], dtype=dtype, layout=layout)
     # A rank with all gradients does not read the counts: each of its parameters has a gradient on some rank, this one.
-    size = dist.get_world_size(group)
-    for bucket in _buckets(local(gradient for gradient in gradients if gradient is not None)):
+    for index, gradient in enumerate(gradients):
+        if gradient is not None and gradient.is_sparse:
+            gradients[index] = _average_sparse(gradient, size, group)
+            if parameters[index].grad is gradient:
+                parameters[index].grad = gradients[index]
+    present = (gradient for gradient in gradients if gradient is not None and not gradient.is_sparse)
+    for bucket in _buckets(local(present)):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         flat.div_(size)
         dist.all_reduce(flat, group=group)
         pieces = flat.split([gradient.numel() for gradient in bucket])
         torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(pieces, bucket, strict=True)])
+
+
+def _average_sparse(gradient: Tensor, size: int, group: ProcessGroup | None) -> Tensor:
+    """Return the average of sparse gradients: their rows and values are gathered, because ranks have other ones."""
+    mine = gradient.coalesce()
+    count = torch.tensor(mine.indices().shape[1], device=mine.device)
+    counts = [torch.empty_like(count) for _ in range(size)]
+    dist.all_gather(counts, count, group=group)
+    most = max(int(one) for one in counts)
+    indices = mine.indices().new_zeros((most, mine.sparse_dim()))
+    values = mine.values().new_zeros((most, *mine.values().shape[1:]))
+    indices[: int(count)], values[: int(count)] = mine.indices().t(), mine.values() / size
+    all_indices = [torch.empty_like(indices) for _ in range(size)]
+    all_values = [torch.empty_like(values) for _ in range(size)]
+    dist.all_gather(all_indices, indices, group=group)
+    dist.all_gather(all_values, values, group=group)
+    everything = torch.cat(all_indices).t(), torch.cat(all_values)
+    return torch.sparse_coo_tensor(*everything, gradient.shape, check_invariants=False).coalesce()
 
 
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -189,12 +189,24 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup | None = No
         group: Ranks that take part; None for all.
     """
     first = 0 if group is None else dist.get_global_rank(group, 0)
-    copies = [(tensor.detach(), tensor.detach().contiguous()) for tensor in tensors]
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:  # ranks may have other numbers of elements
+            box = [tensor.detach()]
+            dist.broadcast_object_list(box, src=first, group=group)
+            tensor.detach().copy_(box[0])
+    dense_ones = [as_bytes(tensor.detach()) for tensor in tensors if tensor.layout is torch.strided]
+    copies = [(tensor, tensor.contiguous()) for tensor in dense_ones]
     for work in [dist.broadcast(dense, src=first, group=group, async_op=True) for _, dense in copies]:
         work.wait()
     for tensor, dense in copies:
         if dense.data_ptr() != tensor.data_ptr():
             tensor.copy_(dense)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return an 8-bit floating-point tensor as bytes, which all backends send, sharing memory; others as they are."""
+    is_small = tensor.is_floating_point() and tensor.element_size() == 1
+    return tensor.view(torch.uint8) if is_small else tensor
 
 
 def _wrong_choice(name: str, value: object, choices: Sequence[str]) -> list[tuple[str, str]]:

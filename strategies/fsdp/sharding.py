@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,10 @@ def shard(
     _check(module)
     ignored = plan.find_ignored(module)
     # By name: a parameter without values is replaced when it gets them.
-    names = {name for name, one in module.named_parameters() if one.ndim == 0 and one not in ignored}
+    # Those without a dimension, or without elements, cannot be sharded.
+    names = {
+        name for name, one in module.named_parameters() if (not one.ndim or not one.numel()) and one not in ignored
+    }
     kept = names | {name for name, one in module.named_parameters() if one in ignored}
     units = choose_units(module, plan.auto_wrap_policy, ignored=_named(module, kept))
     if is_rank_zero:
@@ -119,6 +123,8 @@ def shard(
     meshes = {} if meshes is None else meshes
     chosen = [*meshes, *(one for one in chosen if one not in meshes)]
     parts = [part for part in _parts(module) if part not in chosen] if is_by_parts else []
+    odd = _other_dtypes(module, [*chosen, *parts], kept)
+    names, kept = names | odd, kept | odd
     _check_parts(parts, module)
     _check_values(module)
     check_materializable(module, param_init_fn=plan.param_init_fn)
@@ -202,6 +208,16 @@ def _check_parts(parts: list[nn.Module], module: nn.Module) -> None:
                     f"parameter {name!r}, but manual optimization shards each of them separately.",
                     fix="put both into one submodule whose forward calls them, or train with strategy='ddp'.",
                 )
+
+
+def _other_dtypes(module: nn.Module, units: list[nn.Module], kept: set[str]) -> set[str]:
+    """Return the names of trained parameters with another dtype than most of their unit: torch shards uniform ones."""
+    trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad and name not in kept]
+    unit_of = {one: unit for unit in (module, *reversed(units)) for one in unit.parameters()}  # the innermost is last
+    sizes: dict[nn.Module, Counter[torch.dtype]] = defaultdict(Counter)
+    for _, one in trained:
+        sizes[unit_of[one]][one.dtype] += one.numel()
+    return {name for name, one in trained if one.dtype != sizes[unit_of[one]].most_common(1)[0][0]}
 
 
 def _named(module: nn.Module, names: set[str]) -> set[nn.Parameter]:

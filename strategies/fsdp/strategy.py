@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...errors import ConfigError, ModuleError
 from ...precision.base import compute_gradients
-from ..base import NoLoss, non_finite_norm
+from ..base import NoLoss, non_finite_norm, refuse_complex
 from ..capabilities import MemoryShares
 from ..construction.activation_checkpointing import choose_checkpointed
 from ..construction.deferred import DeferredInit
@@ -563,6 +563,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Clamp each gradient element of the optimizer's parameters to [-clip_val, clip_val], in place."""
+        refuse_complex(_gradients(optimizer), type(self).__name__)
         for part in local(_gradients(optimizer)):
             part.clamp_(-clip_val, clip_val)
 

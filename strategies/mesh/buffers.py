@@ -54,5 +54,7 @@ def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _mark(tensor: Tensor) -> int:
-    values: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    dense = tensor.detach().cpu()
+    dense = dense if dense.layout is torch.strided else dense.to_dense()
+    values: bytes = dense.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return zlib.crc32(values)

@@ -139,10 +139,10 @@ def read_weight(rank: int, size: int) -> list[str]:
 
     trainer = lw.Trainer(
         accelerator="cpu", devices=2, strategy="fsdp", precision="64-true", max_epochs=1, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, limit_val_batches=0,
     )  # fmt: skip
     try:
-        trainer.fit(Reading(is_manual=False), [[X]])
+        trainer.fit(Reading(is_manual=False), [[X], [X]])
     except RuntimeError as error:
         return getattr(error, "__notes__", [str(error)])  # of another rank, if it was the first that failed
     return []
