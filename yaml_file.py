@@ -18,14 +18,14 @@ import yaml
 
 from .errors import ConfigError, nearest
 
-__all__ = ["parse", "parse_scalar", "read", "write"]
+__all__ = ["MOST_VALUES", "parse", "parse_scalar", "read", "write"]
 
 # Any in this file: the content of a document.
 
 
 _LONGEST = 1 << 24  # characters
 _DEEPEST = 64
-_MOST_VALUES = 200_000  # what uses the values visits an aliased one as often as it is named
+MOST_VALUES = 200_000  # what uses the values visits an aliased one as often as it is named
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML is not annotated
@@ -53,8 +53,8 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML is not annotated
             below = node.value if isinstance(node, yaml.CollectionNode) else ()
             parts = (part for entry in below for part in (entry if isinstance(entry, tuple) else (entry,)))
             self._sizes[node] = 1 + sum(self._sizes[part] for part in parts)
-        if self._sizes[node] > _MOST_VALUES:
-            raise yaml.MarkedYAMLError(problem=f"it has more than {_MOST_VALUES:,} values", problem_mark=mark)
+        if self._sizes[node] > MOST_VALUES:
+            raise yaml.MarkedYAMLError(problem=f"it has more than {MOST_VALUES:,} values", problem_mark=mark)
         return node
 
 

@@ -99,7 +99,7 @@ def require_passed(
     """
     to_pass = checkpoint.get(to_pass_key(prefix)) or {}
     hparams = checkpoint.get(f"{prefix}hyper_parameters") or {}
-    marks = {name: next(_marks(value), None) for name, value in hparams.items()}
+    marks = {name: next(_marks(value, set()), None) for name, value in hparams.items()}
     trusted = {name: getattr(mark, "kind", "an object") for name, mark in marks.items() if mark is not None}
     is_taken = _takes(cls, checkpoint.get(f"{prefix}hparams_name"))
     missing = {name: what for name, what in {**trusted, **to_pass}.items() if name not in passed and is_taken(name)}
@@ -144,13 +144,14 @@ def put_back(checkpoint: StateDict) -> None:
             restore_containers(checkpoint, prefix)
 
 
-def _marks(value: Any) -> Iterator[Untrusted]:
+def _marks(value: Any, seen: set[int]) -> Iterator[Untrusted]:
     """Yield the objects in a hyperparameter that were not opened."""
     if isinstance(value, Untrusted):
         yield value
-    elif isinstance(value, dict | list | tuple):
+    elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+        seen.add(id(value))
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _marks(item)
+            yield from _marks(item, seen)
 
 
 def _takes(cls: type, container: str | None) -> Callable[[str], bool]:

@@ -7,6 +7,7 @@ them; what only Loopwright knows stands under one key, `loopwright`.
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import torch
 from ..errors import CheckpointError
 from ..protocols import StateDict
 
-__all__ = ["OWN_KEY", "PARAM_NAMES", "SCHEMA_VERSION", "Content", "fit_by_name", "read", "write"]
+__all__ = ["OWN_KEY", "PARAM_NAMES", "SCHEMA_VERSION", "Content", "fit_by_name", "read", "require_shape", "write"]
 
 OWN_KEY = "loopwright"
 SCHEMA_VERSION = 1
@@ -52,6 +53,73 @@ _OWN_STATES = (
     "unfinished",
     "after_validation",
 )
+
+# What readers rely on. A type; a tuple of alternatives; a list of one shape for each entry; a dict of shapes by name,
+# where "name?" may be missing and "*" stands for any name. Floats may be ints, and are finite.
+_RNG = {"python": {"version": int, "state": torch.Tensor, "gauss": (float, None)}, "torch": torch.Tensor}
+_NAMES = [str]
+_OWN_SHAPE = {
+    "schema": int,
+    "versions": {"loopwright": str, "*": str},
+    "world_size?": int,
+    "progress?": {"*": float},
+    "data?": ({"is_open?": bool, "epoch?": int, "position?": int, "*": object}, None),
+    "rng?": (_RNG, None),
+    "rng_of_ranks?": [_RNG],
+    "rng_places?": ([[int]], None),
+    "strategy?": object,
+    "metrics?": (
+        {"window": int, "results": {"*": torch.Tensor}, "result_steps": {"*": int}, "progress_bar": {"*": object},
+         "slots": [{"hook": str, "loader": object, "key": object}],
+         "metric_slots?": [{"hook": str, "metric": str, "key": object}]},
+        {"ranks": object},
+    ),
+    "metric_objects?": (
+        {"*": {"update_count": int, "states": {"*": (torch.Tensor, [torch.Tensor])}}},
+        [{"*": {"update_count": int, "states": {"*": (torch.Tensor, [torch.Tensor])}}}],
+    ),
+    "precision?": {"*": object},
+    "loggers?": {"*": {"*": object}},
+    "schedule_progress?": [int],
+    "optimizer_record?": {
+        "configured?": {"optimizers": [{"class": str, "groups": [{"*": object}]}],
+                        "schedules": [{"class": str, "values": {"*": object}}]},
+        "names?": [([_NAMES], None)],
+    },
+    "gradients?": object,
+    "window?": object,
+    "validation_generators?": {"*": object},
+    "frozen?": ({"parameters": _NAMES, "modules": _NAMES}, None),
+    "excluded?": _NAMES,
+    "unfinished?": {"validation_end?": {"rng_of_ranks": [_RNG], "rng_places?": ([[int]], None)},
+                    "told_later?": {"event": str, "callbacks": _NAMES}},
+    "after_validation?": ({"*": torch.Tensor}, None),
+}  # fmt: skip
+_COUNTS = {"*": int}
+_SHAPE = {
+    "state_dict?": {"*": object},
+    "callbacks?": {"*": object},
+    "optimizer_states?": [{"*": object}],
+    "lr_schedulers?": [{"*": object}],
+    "epoch?": int,
+    "global_step?": int,
+    "hyper_parameters?": ({"*": object}, None),
+    "datamodule_hyper_parameters?": ({"*": object}, None),
+    "hparams_name?": (str, None),
+    "datamodule_hparams_name?": (str, None),
+    "hyper_parameters_to_pass?": {"*": object},
+    "datamodule_hyper_parameters_to_pass?": {"*": object},
+    "loops?": {
+        "fit_loop?": {
+            "epoch_progress?": {"current?": _COUNTS, "*": object},
+            "epoch_loop.batch_progress?": {"current?": _COUNTS, "total?": _COUNTS, "*": object},
+            "*": object,
+        },
+        "*": object,
+    },
+    f"{OWN_KEY}?": {"*": object},
+}
+_Shape = Any  # Any: as described above
 
 
 @dataclass(slots=True)
@@ -103,6 +171,7 @@ def read(checkpoint: Mapping[str, Any], *, source: str) -> Content:
     states = {name: checkpoint[key] for name, key in _FIELD_KEYS.items() if key in checkpoint}
     known = {*_FIELD_KEYS.values(), "epoch", "global_step", "loopwright_version", OWN_KEY}
     extra = {key: value for key, value in checkpoint.items() if key not in known}
+    require_shape(checkpoint, source)
     own = checkpoint.get(OWN_KEY)
     if own is None:
         states["progress"] = _lightning_progress(checkpoint)
@@ -110,14 +179,72 @@ def read(checkpoint: Mapping[str, Any], *, source: str) -> Content:
         if scaler:
             states["precision"] = scaler
         return Content(states, extra, is_foreign=True)
-    if own["schema"] > SCHEMA_VERSION:
-        raise CheckpointError(
-            f"{source} has the schema version {own['schema']}, this Loopwright reads up to {SCHEMA_VERSION}; "
-            f"Loopwright {own['versions']['loopwright']} wrote it.",
-            fix="install that version or a newer one.",
-        )
     states.update({name: own[name] for name in _OWN_STATES if name in own})
     return Content(states, extra)
+
+
+def require_shape(checkpoint: Mapping[str, Any], source: str) -> None:
+    """Check that the entries of a checkpoint have the types that readers rely on.
+
+    Raises:
+        CheckpointError: One has another type, or a newer Loopwright wrote the file.
+    """
+    problem = _misfit(checkpoint, _SHAPE, "")
+    own = checkpoint.get(OWN_KEY)
+    if problem is None and own is not None:
+        schema = own.get("schema")
+        if isinstance(schema, int) and schema > SCHEMA_VERSION:
+            version = own["versions"].get("loopwright") if isinstance(own.get("versions"), Mapping) else None
+            raise CheckpointError(
+                f"{source} has the schema version {schema}, this Loopwright reads up to {SCHEMA_VERSION}; "
+                f"Loopwright {version} wrote it.",
+                fix="install that version or a newer one.",
+            )
+        problem = _misfit(own, _OWN_SHAPE, OWN_KEY)
+    if problem is not None:
+        raise CheckpointError(
+            f"{source} is altered or was not written by a Trainer: {problem}.",
+            fix="use another checkpoint, or take the entry out of the file.",
+        )
+
+
+def _misfit(value: object, shape: _Shape, where: str) -> str | None:
+    """Return what does not have its shape, None if all has."""
+    if isinstance(shape, tuple):
+        problems = [_misfit(value, one, where) for one in shape]
+        return None if None in problems else problems[0]
+    if isinstance(shape, list):
+        if not isinstance(value, list | tuple):
+            return f"expected a list at {where}, got {_shown(value)}"
+        found = (_misfit(one, shape[0], f"{where}[{index}]") for index, one in enumerate(value))
+        return next((one for one in found if one is not None), None)
+    if isinstance(shape, dict):
+        if not isinstance(value, Mapping):
+            return f"expected a dict at {where or 'the top'}, got {_shown(value)}"
+        for name, below in shape.items():
+            key = name.removesuffix("?")
+            if name == "*" and below is not object:
+                others = set(value) - {other.removesuffix("?") for other in shape}
+                found = (_misfit(value[other], below, f"{where}[{other!r}]") for other in others)
+                problem = next((one for one in found if one is not None), None)
+            elif name == "*" or (key not in value and name != key):
+                continue
+            elif key not in value:
+                problem = f"expected the entry {key} in {where}, got {sorted(map(str, value))[:5]}"
+            else:
+                problem = _misfit(value[key], below, f"{where}.{key}" if where else key)
+            if problem is not None:
+                return problem
+        return None
+    if shape is None:
+        return None if value is None else f"expected None at {where}, got {_shown(value)}"
+    fits = isinstance(value, int | float) and math.isfinite(value) if shape is float else isinstance(value, shape)
+    return None if fits else f"expected {shape.__name__} at {where}, got {_shown(value)}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if isinstance(value, str | int | float | None) else ""
+    return text if 0 < len(text) <= 40 else f"a {type(value).__name__}"
 
 
 def _lightning_progress(checkpoint: Mapping[str, Any]) -> StateDict:

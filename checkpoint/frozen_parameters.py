@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..messages import warn
 from ..protocols import StateDict
+from ..strategies.base import plain_name
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
 
 __all__ = ["check_loaded", "leave_out"]
-
-_COMPILED = "_orig_mod."
 
 
 def leave_out(state: StateDict, module: nn.Module, stepped: Iterable[Tensor]) -> tuple[StateDict, list[str]]:
@@ -35,7 +34,7 @@ def leave_out(state: StateDict, module: nn.Module, stepped: Iterable[Tensor]) ->
         stepped: The parameters of all optimizers.
     """
     held = {id(one) for one in stepped}
-    named = [(name.replace(_COMPILED, ""), one) for name, one in module.named_parameters(remove_duplicate=False)]
+    named = [(plain_name(name), one) for name, one in module.named_parameters(remove_duplicate=False)]
     frozen = [(name, one) for name, one in named if not one.requires_grad]
     names = {name for name, one in frozen if id(one) not in held}
     if len(names) < len(frozen):
@@ -59,7 +58,7 @@ def check_loaded(module: nn.Module, keys: LoadedKeys, excluded: Collection[str])
     Raises:
         CheckpointError: Other names are missing, or names are unexpected; lists all.
     """
-    missing = [name for name in keys.missing_keys if not _belongs_to(name.replace(_COMPILED, ""), excluded)]
+    missing = [name for name in keys.missing_keys if not _belongs_to(plain_name(name), excluded)]
     if missing or keys.unexpected_keys:
         raise CheckpointError(
             f"Expected a checkpoint that matches {type(module).__name__} except for frozen parameters that it leaves "

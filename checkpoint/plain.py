@@ -38,6 +38,7 @@ _DICTS = frozenset((dict, OrderedDict, Counter))
 _SEQUENCES = frozenset((list, tuple, set))
 
 _MAX_NAMED = 30
+_DEEPEST = 200  # functions that visit a checkpoint recurse
 
 MarkT = TypeVar("MarkT")
 _Reduced = tuple[type[OrderedDict[str, bytes]], tuple[()], None, None, Iterator[tuple[str, bytes]]]
@@ -293,6 +294,7 @@ def replace_marked(
     make: Callable[[MarkT, str], object],
     where: str = "checkpoint",
     seen: set[int] | None = None,
+    depth: int = 0,
 ) -> object:
     """Replace each dict whose only entry is `key`; dicts and lists are changed in place, tuples are new.
 
@@ -303,7 +305,16 @@ def replace_marked(
         make: Called with the value and the path of a mark; returns its replacement.
         where: Prefix of the paths.
         seen: Containers that were already visited, by id.
+        depth: In how many containers the value is.
+
+    Raises:
+        CheckpointError: Containers are nested deeper than 200 levels.
     """
+    if depth > _DEEPEST:
+        raise CheckpointError(
+            f"Expected containers in the checkpoint that nest up to {_DEEPEST} levels, got more: {where[:80]}...",
+            fix="use another checkpoint, or save the entry as a tensor or as text.",
+        )
     seen = set() if seen is None else seen
     if isinstance(value, dict):
         if len(value) == 1 and isinstance(marked := value.get(key), kind):
@@ -319,7 +330,7 @@ def replace_marked(
     changed = {}
     for step, item in entries:
         if isinstance(item, dict | list | tuple):
-            new = replace_marked(item, key, kind, make, f"{where}[{step!r}]", seen)
+            new = replace_marked(item, key, kind, make, f"{where}[{step!r}]", seen, depth + 1)
             if new is not item:
                 changed[step] = new
     if not changed:

@@ -18,6 +18,8 @@ from ..protocols import MapLocation, StateDict, TrustedClasses
 from ..strategies.load_weights import load_weights
 from ..yaml_file import read
 from . import arguments_to_pass, content, storage
+from .file.reading import too_much
+from .file.record_names import TooMuch, require_bounded
 from .frozen_parameters import check_loaded
 from .omegaconf_containers import calls_resolver, find_containers, make_container
 from .plain import untrust
@@ -86,6 +88,7 @@ def load_datamodule(
 ) -> tuple[T, StateDict | None]:
     """Return a `cls`, and its state in the checkpoint if it has one; see `DataModule.load_from_checkpoint`."""
     checkpoint = _load(source, map_location, weights_only=weights_only is not False)
+    content.require_shape(checkpoint, str(source))
     datamodule = _build(cls, checkpoint, "datamodule_", hparams_file, trusted_classes, overrides, source=str(source))
     return datamodule, checkpoint.get(cls.__qualname__)
 
@@ -122,6 +125,13 @@ def _load(source: str | Path | IO[bytes], map_location: MapLocation, *, weights_
     location = "cpu" if map_location is None else map_location
     if isinstance(source, str | Path):
         return storage.load(source, map_location=location, weights_only=weights_only)
+    if weights_only and source.seekable():
+        start = source.tell()
+        try:
+            require_bounded(source)
+        except TooMuch as error:
+            raise too_much(str(source), error) from None
+        source.seek(start)
     loaded: StateDict = untrust(
         torch.load(source, map_location=location, weights_only=weights_only), allow=not weights_only
     )
@@ -145,6 +155,12 @@ def constructor_arguments(
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if container_name and container_name != "kwargs":
+        if container_name not in parameters:
+            raise ArgumentTypeError(
+                f"{cls.__name__}.load_from_checkpoint: the checkpoint has all hyperparameters in the argument "
+                f"{container_name!r}, which __init__ does not take.",
+                fix="load it with the class that was saved.",
+            )
         from ..data.hparams import HyperParameters
 
         entries = {name: value for name, value in overrides.items() if name not in parameters}

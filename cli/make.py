@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError
 from ..protocols import TrustedClasses
+from ..yaml_file import MOST_VALUES
 from .build import Building
 from .names import ClassProblem, NotTrusted, Trust, find_class
 from .parameters import parameters_of
@@ -39,6 +40,11 @@ def make(
         ConfigError: They do not fit the parameters, or name what they must not; all problems are named.
     """
     values, overrides = dict(settings), dict(overrides or {})
+    if _num_values(values, {}) > MOST_VALUES:
+        raise ConfigError(
+            f"Expected settings of {cls.__name__} with up to {MOST_VALUES:,} values, got more in the checkpoint.",
+            fix="pass the arguments to the constructor, and load the weights with load_state_dict.",
+        )
     trust = Trust(tuple(trusted_classes))
     name = values.pop("_class_path", None)
     target: Any = cls
@@ -70,3 +76,13 @@ def make(
         )
     made: T = Building(tree, collects=False).made(plan)
     return made
+
+
+def _num_values(value: object, known: dict[int, int]) -> int:
+    """Return the number of values, those in shared containers as often as they are reached."""
+    if not isinstance(value, dict | list | tuple):
+        return 1
+    if id(value) not in known:
+        below = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_num_values(one, known) for one in below)
+    return known[id(value)]

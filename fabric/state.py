@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ..errors import ArgumentTypeError, ConfigError, MissingEntry
 from ..protocols import Stateful
 from ..strategies import Strategy
+from ..strategies.base import plain_names
 
 __all__ = ["bare", "collect_state", "put_back", "put_back_state"]
 
@@ -68,7 +69,7 @@ def put_back_state(
     if missing and strict:
         raise MissingEntry(
             f"Expected the entries {missing} in {where}, got {sorted(content)}.",
-            fix="request only entries of the file, or pass strict=False.",
+            fix="request only entries of the file.",
         )
     for name in [name for name in state if name in content]:
         value = content.pop(name)
@@ -81,7 +82,7 @@ def put_back(strategy: Strategy, obj: Any, value: Any, strict: bool) -> bool:
     """Load one object in place; return False if it has no state to load."""
     inner = bare(obj)
     if isinstance(inner, nn.Module):
-        strategy.load_module_state_dict(inner, value, strict)
+        strategy.load_module_state_dict(inner, plain_names(value), strict)
     elif isinstance(inner, Optimizer):
         strategy.load_optimizer_state(inner, value)
     elif isinstance(obj, Stateful):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsFloat
+
+from ..errors import CheckpointError
 
 if TYPE_CHECKING:
     from ..protocols import StateDict
@@ -129,15 +130,12 @@ def _owner(path: Path, runs: Sequence[LoggedRun]) -> int | None:
 
 def _read(path: Path) -> StateDict:
     """Return what a file says of its run; the tensors stay on disk, and nothing in it is executed."""
-    import torch
+    from ..checkpoint import storage
 
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        # Its message may be a page; the first sentence says what is wrong.
-        return {"problem": f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"}
-    if not isinstance(content, dict):
-        return {}
+        content = storage.load(path, map_location="cpu", mmap=True, verify=False)
+    except CheckpointError as error:
+        return {"problem": error.what[:200]}
     facts: StateDict = {"roles": _roles(content.get("callbacks")), "environment": _environment(content)}
     for ours, its in (("step", "global_step"), ("epoch", "epoch")):
         if isinstance(content.get(its), int):

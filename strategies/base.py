@@ -25,13 +25,46 @@ if TYPE_CHECKING:
     from ..accelerators import Accelerator
     from ..protocols import CheckpointPlugin, StateDict, StepFunction
 
-__all__ = ["Given", "Launcher", "NoLoss", "RunWindow", "Strategy", "Topology", "TrainerConfig"]
+__all__ = [
+    "Given",
+    "Launcher",
+    "NoLoss",
+    "RunWindow",
+    "Strategy",
+    "Topology",
+    "TrainerConfig",
+    "plain_name",
+    "plain_names",
+]
 
 T = TypeVar("T")
 
-# What torch.compile puts into the names of parameters; a checkpoint must not depend on it.
+# torch.compile puts this into the names of a module that it wraps, at any depth. Files have plain names; those of other
+# programs may have either.
 _COMPILED = "_orig_mod."
 _LARGE = 1 << 18  # bytes of a tensor whose copy may be worth a delay
+
+
+def plain_name(name: str) -> str:
+    """Return a name as it is without torch.compile."""
+    return name.replace(_COMPILED, "")
+
+
+def plain_names(state: Mapping[str, T]) -> dict[str, T]:
+    """Return a module's state under the names that it has without torch.compile.
+
+    Raises:
+        CheckpointError: It is something else.
+    """
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        got = f"a {type(state).__name__}" if not isinstance(state, Mapping) else "other keys than names"
+        raise CheckpointError(
+            f"Expected the state of a module as a dict of tensors by name, got {got}.",
+            fix="pass a checkpoint that a Trainer or Fabric has saved.",
+        )
+    if isinstance(state, dict) and not any(_COMPILED in name for name in state):
+        return state  # with the versions of layers that torch attaches to it
+    return {plain_name(name): value for name, value in state.items()}
 
 
 @dataclass(frozen=True)
@@ -714,9 +747,7 @@ class Strategy(Capabilities):
         Prefixes that torch.compile adds are left out, so that a compiled and a plain module have the same state.
         """
         state: StateDict = module.state_dict()
-        if any(_COMPILED in key for key in state):
-            return {key.replace(_COMPILED, ""): value for key, value in state.items()}
-        return state
+        return plain_names(state)
 
     get_module_state_dict = module_state_dict
 
@@ -733,11 +764,6 @@ class Strategy(Capabilities):
         Raises:
             CheckpointError: Lists all missing and unexpected keys and wrong shapes.
         """
-        names = {name.replace(_COMPILED, ""): name for name in module.state_dict()}
-        if any(_COMPILED in name for name in names.values()):
-            state = {names.get(key.replace(_COMPILED, ""), key): value for key, value in state.items()}
-        elif any(_COMPILED in key for key in state):
-            state = {key.replace(_COMPILED, ""): value for key, value in state.items()}
         from .load_weights import load_weights  # not imported where nothing is loaded
 
         return load_weights(module, state, strict=strict)

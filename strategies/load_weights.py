@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ..errors import CheckpointError
+from .base import plain_name, plain_names
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
@@ -23,12 +24,22 @@ def load_weights(module: nn.Module, state: Mapping[str, object], *, strict: bool
 
     Args:
         module: Loaded in place.
-        state: The module's state dict: tensors by name, and the extra state of submodules.
+        state: The module's state dict: tensors by name, and the extra state of submodules. Either may be compiled.
         strict: Whether missing and unexpected names are an error; wrong shapes always are.
 
     Raises:
         CheckpointError: The state does not match the module; lists all missing and unexpected keys and wrong shapes.
     """
+    own = {plain_name(name): name for name in module.state_dict()}
+    state = plain_names(state)
+    if any(plain != name for plain, name in own.items()):
+        state = {own.get(name, name): value for name, value in state.items()}
+    if not strict and state and own and not set(own.values()) & set(state):
+        raise CheckpointError(
+            f"Expected weights of {type(module).__name__}, got a state without any of its names: it has "
+            f"{sorted(map(str, state))[:3]}, and the module {sorted(own)[:3]}.",
+            fix="pass the checkpoint of this module, or rename the entries before they are loaded.",
+        )
     try:
         keys: LoadedKeys = module.load_state_dict(state, strict=strict)
         return keys
@@ -44,7 +55,7 @@ def load_weights(module: nn.Module, state: Mapping[str, object], *, strict: bool
                 "checkpoint['state_dict'] in on_load_checkpoint(checkpoint) and load with strict=False (or set "
                 "strict_loading = False)."
                 if has_wrong_shapes
-                else ", or load with strict=False (or set strict_loading = False), which ignores missing and "
-                "unexpected names, but not wrong shapes."
+                else "; or rename, add or delete entries of checkpoint['state_dict'] in on_load_checkpoint(checkpoint)."
+                " Loaded with strict=False, parameters that are missing in the file keep their initial values."
             ),
         ) from error

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, ConfigError
+from ...strategies.base import plain_name as clean_name
 from ...strategies.distributed.shards import as_shards, full_tensor, is_sharded, read_full
 
 if TYPE_CHECKING:
@@ -33,11 +34,6 @@ __all__ = [
 ]
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-
-
-def clean_name(name: str) -> str:
-    """Return a tensor's name without the prefix of torch.compile's wrapper."""
-    return name.replace("_orig_mod.", "")
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

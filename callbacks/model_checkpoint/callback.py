@@ -262,7 +262,7 @@ class ModelCheckpoint(Checkpoint):
             file.writelines(rows or ["{}\n"])
 
     def find_last(self, trainer: Trainer) -> list[str]:
-        """Return the checkpoints that `ckpt_path="last"` may resume from, newest first.
+        """Return the checkpoints that `ckpt_path="last"` may resume from, the one of the last step first.
 
         All in `dirpath` if it was given, else those of all versions of the first logger, because a restarted run opens
         a new version. Unfinished files are left out. Damaged ones are not: the caller verifies.
@@ -271,7 +271,7 @@ class ModelCheckpoint(Checkpoint):
 
         def find() -> list[str]:
             folders = [self._given_dirpath] if self._given_dirpath else files.default_dirpaths(trainer)
-            return files.find_checkpoints(folders, self.FILE_EXTENSION)
+            return files.newest_first(files.find_checkpoints(folders, self.FILE_EXTENSION))
 
         return from_rank_zero(trainer, find)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -11,10 +12,10 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoint import sharded, verified
+from ...checkpoint import sharded, storage, verified
 from ...checkpoint.file.disk import sync_file, sync_folder
 from ...checkpoint.sharded.copying import copy as copy_folder
-from ...errors import ConfigError
+from ...errors import CheckpointError, ConfigError
 from ...files import open_temporary, remove_quietly, remove_stale
 from ...remote import is_url, names_in, why_unwritable
 
@@ -34,14 +35,17 @@ __all__ = [
     "make_way",
     "modified_ns",
     "move",
+    "newest_first",
     "normalized",
     "remove",
     "remove_unfinished",
     "same_file",
+    "step_in",
 ]
 
 _MANIFEST = "manifest.json"  # checkpoint/sharded/manifest.py's, which is not imported for a name
 _STEP_IN_NAME = re.compile(r"step=(\d+)")
+_NUMBER = re.compile(r"^version_(\d+)$")
 
 
 def default_dirpath(trainer: Trainer) -> str:
@@ -103,6 +107,47 @@ def find_checkpoints(folders: list[str], extension: str) -> list[str]:
             step = _STEP_IN_NAME.search(os.path.basename(real))
             found[real] = (modified, int(step.group(1)) if step else -1)
     return sorted(found, key=found.__getitem__, reverse=True)
+
+
+def newest_first(paths: list[str]) -> list[str]:
+    """Return checkpoints in the order in which runs wrote them, the last one first.
+
+    By the step in the file. Times decide between equal steps only: a copy may lose them, and clocks differ. Before
+    that counts the logger's version in the path, as each start of a program opens a new one: its number, or the time
+    of its newest file where there are names. What cannot be read comes first, so that whoever verifies it says so.
+    """
+    times = {path: _modified_or_zero(path) for path in paths}
+    steps = {path: math.inf if (step := step_in(path)) is None else step for path in paths}
+    groups: dict[str, int] = {}
+    for path in paths:
+        groups[_version_of(path)] = max(groups.get(_version_of(path), 0), times[path])
+    if all(_NUMBER.search(group) for group in groups):
+        groups = {group: int(_NUMBER.findall(group)[0]) for group in groups}
+    return sorted(paths, key=lambda path: (groups[_version_of(path)], steps[path], times[path]), reverse=True)
+
+
+def step_in(path: str) -> int | None:
+    """Return the step of a checkpoint; None if it cannot be read. That of a remote one is read from its name."""
+    named = _STEP_IN_NAME.search(os.path.basename(path))
+    if not is_local(path):
+        return int(named.group(1)) if named else -1
+    try:
+        found = storage.load(path, lazy=True, verify=False).get("global_step")
+    except CheckpointError:
+        return int(named.group(1)) if named else None
+    return found if isinstance(found, int) else -1
+
+
+def _version_of(path: str) -> str:
+    """Return the folder of a logger's version; empty where a path does not have one."""
+    return path.rpartition("/checkpoints/")[0].rpartition("/")[2]
+
+
+def _modified_or_zero(path: str) -> int:
+    try:
+        return modified_ns(path)
+    except OSError:  # gone meanwhile
+        return 0
 
 
 def _walk_local(folder: str, extension: str) -> Iterator[str]:

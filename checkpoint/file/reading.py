@@ -17,9 +17,10 @@ from ...protocols import MapLocation, StateDict
 from .. import verified
 from ..content import LIGHTNING_VERSION_KEY
 from ..plain import Unopened, untrust
+from .record_names import TooMuch, require_bounded
 from .restricted import Unknown, UnknownClass, load_replacing
 
-__all__ = ["read_file"]
+__all__ = ["read_file", "too_much"]
 
 _CPU = torch.device("cpu")
 # Entries without which nothing can continue, or that a reader interprets: an object there is refused.
@@ -48,8 +49,13 @@ def read_file(
     if verify or not os.access(path, os.R_OK) or not path.is_file():  # the latter are explained there
         verified.verify_as(path, shown)
     try:
+        if is_safe:
+            with open(path, "rb") as file:
+                require_bounded(file)
         loaded = _read(path, map_location, mmap=mmap, is_safe=is_safe)
-    except (OSError, *_READ_ERRORS) as error:
+    except TooMuch as error:
+        raise too_much(shown, error) from None
+    except (OSError, MemoryError, *_READ_ERRORS) as error:
         if isinstance(error, pickle.UnpicklingError) and is_safe and map_location in (None, "cpu", _CPU):
             found = _read_beside_objects(path, mmap=mmap)
             if found is not None:
@@ -64,6 +70,14 @@ def read_file(
         )
     result: StateDict = untrust(loaded, allow=not is_safe)
     return result
+
+
+def too_much(shown: str, error: TooMuch) -> CheckpointError:
+    """Return the error for a file that asks for too much memory."""
+    return CheckpointError(
+        f"{shown!r} is altered or was not written by torch.save: {error}.",
+        fix="use another checkpoint; or pass weights_only=False, only if you trust the author of the file.",
+    )
 
 
 def _read_beside_objects(path: Path, *, mmap: bool) -> StateDict | None:

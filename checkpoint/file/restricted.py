@@ -8,6 +8,7 @@ names. What else a pickle names is refused (`refusing`), or becomes an inert `Un
 from __future__ import annotations
 
 import argparse
+import os
 import pickle
 import types
 from collections import Counter, OrderedDict
@@ -16,6 +17,8 @@ from typing import IO, Any, NoReturn
 
 import torch
 from torch import nn
+
+from .record_names import TooMuch, require_bounded
 
 __all__ = ["WITHOUT_ATTRIBUTES", "Unknown", "UnknownClass", "load_replacing", "refusing"]
 
@@ -140,11 +143,26 @@ def load_replacing(
                 named.add(name)
             return UnknownClass(name)
 
+    if isinstance(file, str | os.PathLike):
+        with open(file, "rb") as opened:
+            _require_bounded(opened)
+    elif file.seekable():
+        start = file.tell()
+        _require_bounded(file)
+        file.seek(start)
+
     Replacing.known = {**_Replacing.known, **(known or {})}
     reader = types.SimpleNamespace(
         __name__="restricted", Unpickler=Replacing, load=lambda file, **kwargs: Replacing(file, **kwargs).load()
     )
     return torch.load(file, map_location="cpu", weights_only=False, mmap=mmap, pickle_module=reader)
+
+
+def _require_bounded(file: IO[bytes]) -> None:
+    try:
+        require_bounded(file)
+    except TooMuch as error:
+        raise pickle.UnpicklingError(str(error)) from None
 
 
 class _Replacing(_Unpickler):

@@ -24,6 +24,7 @@ from ...errors import CheckpointError
 from ...protocols import StateDict, Tree
 from ..file.archive import Damaged
 from ..file.digest import compare_checksums
+from ..file.record_names import TooMuch, require_bounded
 from ..file.restricted import refusing
 from ..tensors import StoredTensor, narrow, overlap
 
@@ -204,8 +205,11 @@ class DcpFolder:
     def read_record(self, name: str, offset: tuple[int, ...]) -> Any:  # Any: a tensor, if the folder is intact
         """Return a chunk of a tensor."""
         try:
-            return torch.load(io.BytesIO(self._record(name, offset)), map_location="cpu", weights_only=True)
-        except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
+            record = io.BytesIO(self._record(name, offset))
+            require_bounded(record)
+            record.seek(0)
+            return torch.load(record, map_location="cpu", weights_only=True)
+        except (TooMuch, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
             if isinstance(error, CheckpointError):
                 raise
             reason = str(error).partition("\n")[0][:200]

@@ -19,7 +19,7 @@ import torch
 from ...errors import CheckpointError
 from ...protocols import StateDict
 from .. import storage
-from ..content import LIGHTNING_VERSION_KEY, OWN_KEY
+from ..content import LIGHTNING_VERSION_KEY, OWN_KEY, require_shape
 from ..deepspeed.folder import read_folder
 from ..file.remote import as_local
 from ..file.restricted import load_replacing
@@ -197,6 +197,7 @@ def _classified(opened: Opened, how: Reading) -> Opened:
         opened.tree = {"state_dict": _at(opened, how.weights_key)}
         opened.is_bare = True
     elif is_file and OWN_KEY in tree and "state_dict" in tree:
+        require_shape(tree, opened.path)
         opened.format = "checkpoint"
     elif is_file and LIGHTNING_VERSION_KEY in tree and "state_dict" in tree:
         opened.format = "Lightning checkpoint"

@@ -112,9 +112,9 @@ class Source(ABC):
         Raises:
             DataError: The state was made by another kind of loader.
         """
-        if state["kind"] != self.kind:
+        if state.get("kind") != self.kind:
             raise DataError(
-                f"Before the stop, training data came from {_DESCRIPTION[state['kind']]}, but "
+                f"Before the stop, training data came from {_DESCRIPTION.get(str(state.get('kind')), 'nowhere')}, but "
                 f"{type(self.loader).__name__} is {_DESCRIPTION[self.kind]}.",
                 fix="resume with the loader that the run had, or start a new run from the checkpoint's weights.",
             )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...errors import ConfigError, DataError, ModuleError
 from ...messages import warn
-from ..base import NoLoss, TrainerConfig
+from ..base import NoLoss, TrainerConfig, plain_name
 from ..capabilities import MemoryShares
 from ..construction.deferred import DeferredInit
 from ..constructors import passed_on
@@ -617,7 +617,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if isinstance(module, PipelineRoot):
             state = local_state(module, state, strict=strict)
         if isinstance(module, EngineRoot):
-            names = ((name, key) for name in original.state_dict() for key in (name, name.replace("_orig_mod.", "")))
+            names = ((name, key) for name in original.state_dict() for key in (name, plain_name(name)))
             state = load_module(module, state, {name: key for name, key in names if key in state})
             if self.exclude_frozen_parameters:
                 parameters = original.named_parameters(remove_duplicate=False)

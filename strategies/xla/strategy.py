@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import ConfigError
 from ...protocols import Batch, CheckpointPlugin, Cluster, StateDict
-from ..base import Given
+from ..base import Given, plain_name
 from ..tree import leaves, map_leaves
 from .process import XLAProcessStrategy, state_like_parameters
 
@@ -186,12 +186,12 @@ class XLAStrategy(XLAProcessStrategy):
 
     def _send_shards(self, module: nn.Module, state: StateDict) -> StateDict:
         """Return a state whose sharded tensors are on the devices: torch's copy would send each device all of them."""
-        targets = {_plain(name): one for name, one in module.named_parameters(remove_duplicate=False)}
+        targets = {plain_name(name): one for name, one in module.named_parameters(remove_duplicate=False)}
         names: list[str] = []
         tensors: list[Tensor] = []
         specs: list[Any] = []
         for name, value in state.items():
-            target = targets.get(_plain(name))
+            target = targets.get(plain_name(name))
             if target is None or type(value) is not Tensor or value.device.type != "cpu" or value.shape != target.shape:
                 continue  # torch copies it, or names the misfit
             spec = self.spec_of(target)

@@ -23,6 +23,8 @@ __all__ = ["locate"]
 
 logger = logging.getLogger(__name__)
 
+_MOST_OTHERS = 3  # that are named
+
 
 def locate(trainer: Trainer, ckpt_path: str | Path | None, verb: str, *, has_model: bool) -> str | None:
     """Return the path of the checkpoint that is meant, None to use the present weights.
@@ -94,8 +96,8 @@ def _best_of_files(trainer: Trainer, callback: standard.ModelCheckpoint) -> str 
 
 
 def _last(trainer: Trainer) -> str | None:
-    """Return the newest checkpoint that is whole; each damaged one before it is said."""
-    from ...callbacks.model_checkpoint.files import modified_ns
+    """Return the checkpoint of the last step that is whole; each damaged one before it is said."""
+    from ...callbacks.model_checkpoint.files import newest_first, step_in
 
     paths: list[str] = []
     for callback in trainer.checkpoint_callbacks:
@@ -106,7 +108,7 @@ def _last(trainer: Trainer) -> str | None:
         warn(f"{path} is damaged and skipped: {error}")
 
     def ordered() -> list[str]:
-        return sorted(paths, key=modified_ns, reverse=True) if len(trainer.checkpoint_callbacks) > 1 else paths
+        return newest_first(paths) if len(trainer.checkpoint_callbacks) > 1 else paths
 
     if trainer.ranks_answer and trainer.strategy.shards_parameters:
         found = _newest_valid(trainer, from_rank_zero(trainer, ordered), skip)
@@ -115,7 +117,10 @@ def _last(trainer: Trainer) -> str | None:
     if found is None:
         logger.info("ckpt_path='last': no checkpoint found, the run starts fresh")
         return None
-    logger.info("resuming from %s", found, extra=ONLY_LOGS)  # with epoch and step when it was read
+    others = [f"{path} (step {step_in(path)})" for path in paths if path != found][:_MOST_OTHERS]
+    there = f"; the folder also has {', '.join(others)}" if others else ""
+    if trainer.is_global_zero:
+        logger.info("resuming from %s%s", found, there, extra=ONLY_LOGS)  # with epoch and step when it was read
     return str(found)
 
 

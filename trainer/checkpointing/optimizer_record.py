@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ...checkpoint.content import PARAM_NAMES
 from ...errors import CheckpointError
 from ...protocols import StateDict
+from ...strategies.base import plain_name
 
 if TYPE_CHECKING:
     from ..loop.schedule import LRSchedulerConfig
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["all_names", "describe", "differences", "fit_groups", "names_of"]
 
 _NOT_GIVEN = ("params", PARAM_NAMES, "lr", "initial_lr")
-_COMPILED = "_orig_mod."
 
 
 def describe(optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerConfig]) -> StateDict:
@@ -87,7 +87,7 @@ def names_of(module: nn.Module, optimizer: Any) -> list[list[str]] | None:  # An
 def all_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield a module's parameters with the names that they have in checkpoints."""
     for name, one in module.named_parameters():
-        yield name.replace(_COMPILED, ""), one
+        yield plain_name(name), one
 
 
 def fit_groups(

@@ -15,9 +15,10 @@ from ...callbacks.base import find_state
 from ...checkpoint import content as contents
 from ...checkpoint.content import Content
 from ...data.rng import capture_rng, restore_rng
-from ...errors import CheckpointError
+from ...errors import CheckpointError, LoopwrightError
 from ...messages import warn
 from ...protocols import StateDict
+from ...strategies.base import plain_names
 from ..hooks import find_override
 from ..loop import manual
 from ..run import BeforeValidation, Run
@@ -346,8 +347,13 @@ def restore_module(run: Run, content: Content) -> None:
     leaves_out = getattr(run.module, "exclude_frozen_parameters", False)
     excluded = content.states.get("excluded", ()) if leaves_out else ()
     keys = run.fabric.strategy.load_module_state_dict(
-        run.model, checkpoint["state_dict"], strict=strict and not excluded
+        run.model, plain_names(checkpoint["state_dict"]), strict=strict and not excluded
     )
+    if not strict:
+        for what in ("missing", "unexpected"):
+            names = getattr(keys, f"{what}_keys", ())
+            if names:
+                logger.warning("strict_loading = False: %s keys, not loaded: %s", what, ", ".join(names))
     if strict and excluded:
         from ...checkpoint.frozen_parameters import check_loaded
 
@@ -372,8 +378,17 @@ def _restore_callbacks(callbacks: list[Callback], states: StateDict) -> None:
         )
     for key, callback in known.items():
         saved = found[key]
-        if saved is not None:
+        if saved is None:
+            continue
+        try:
             callback.load_state_dict(states[saved])
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            if isinstance(error, LoopwrightError) or not type(callback).__module__.startswith("loopwright."):
+                raise  # a class of the user's has its own reasons
+            raise CheckpointError(
+                f"the checkpoint is altered: {key} expects another state, got {type(error).__name__}: {error}.",
+                fix="use another checkpoint, or take this entry out of checkpoint['callbacks'].",
+            ) from error
 
 
 def _has_state(callback: Callback) -> bool:
@@ -498,6 +513,14 @@ def _load_optimizer(
         saved: Names of its parameters by group; None where the checkpoint has none.
         path: Where the checkpoint was read.
     """
+    groups = state.get("param_groups")
+    listed = groups if isinstance(groups, list | tuple) else [None]
+    if not all(isinstance(one, dict) and isinstance(one.get("params"), list | tuple) for one in listed):
+        raise CheckpointError(
+            f"{path} is altered: expected the state of {type(optimizer).__name__} with 'param_groups', got "
+            f"{sorted(map(str, state))[:5]}.",
+            fix="use another checkpoint, or start from the weights with load_from_checkpoint.",
+        )
     order = list(range(len(state["param_groups"])))
     strategy = run.fabric.strategy
     sizes = [len(group["params"]) for group in state["param_groups"]]
@@ -517,7 +540,7 @@ def _load_optimizer(
         state = contents.fit_by_name(state, own)
     try:
         run.fabric.strategy.load_optimizer_state(optimizer, state, run.model)
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path}: the state of {type(optimizer).__name__} does not fit: {error}.",
             fix="resume with the same parameter groups, or start from the weights with load_from_checkpoint.",

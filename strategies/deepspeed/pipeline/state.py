@@ -260,7 +260,7 @@ def local_state(root: PipelineRoot, state: Mapping[str, object], *, strict: bool
         raise CheckpointError(
             f"Expected a checkpoint that matches the PipelineModule, got missing names {missing} and unexpected names "
             f"{unexpected}.",
-            fix="build the PipelineModule with the layers that it was saved with, or load with strict=False.",
+            fix="build the PipelineModule with the layers that it was saved with.",
         )
     return {name: state[name] for name in root.module.state_dict() if name in state}
 

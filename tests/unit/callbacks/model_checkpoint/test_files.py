@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from loopwright.callbacks.model_checkpoint import files, names
+from loopwright.checkpoint import storage
 from loopwright.errors import ConfigError
 
 
@@ -201,3 +202,23 @@ def test_a_relative_folder_that_is_not_there_yet_is_checked(tmp_path: Path, monk
     (tmp_path / "logs").write_text("a file")
     with pytest.raises(ConfigError, match="is a file, not a folder"):
         files.check_dirpath("logs/checkpoints")
+
+
+def test_the_last_checkpoint_is_that_of_the_highest_step_whatever_the_times_say(tmp_path: Path) -> None:
+    paths = []
+    for name, step, modified_s in (("last", 30, 100), ("a", 10, 300), ("b", 20, 200), ("same", 20, 250)):
+        path = tmp_path / f"{name}.ckpt"
+        storage.save({"state_dict": {}, "global_step": step}, path)
+        os.utime(path, (modified_s, modified_s))
+        paths.append(str(path))
+    assert [Path(one).stem for one in files.newest_first(paths)] == ["last", "same", "b", "a"]
+
+
+def test_a_later_version_of_the_logger_comes_first(tmp_path: Path) -> None:
+    paths = []
+    for version, step, modified_s in ((2, 30, 300), (10, 5, 100)):
+        path = tmp_path / f"version_{version}" / "checkpoints" / "x.ckpt"
+        storage.save({"state_dict": {}, "global_step": step}, path)
+        os.utime(path, (modified_s, modified_s))
+        paths.append(str(path))
+    assert files.newest_first(paths) == paths[::-1]
