@@ -33,8 +33,9 @@ class LearningRateCurve:
         lr_min: First rate.
         lr_max: Last rate, reached if the loss does not explode before.
         num_training: Steps planned.
-        results: "lr" and "loss": one value per step taken; the losses are smoothed.
+        results: "lr" and "loss": one value per step taken; the losses are smoothed, NaN for a step without a loss.
         raw_losses: The losses as they were.
+        num_without_loss: Steps in which every training_step returned None.
     """
 
     mode: str
@@ -43,6 +44,7 @@ class LearningRateCurve:
     num_training: int
     results: dict[str, list[float]] = field(default_factory=lambda: {"lr": [], "loss": []})
     raw_losses: list[float] = field(default_factory=list)
+    num_without_loss: int = 0
     _average: float = field(default=0.0, repr=False, compare=False)
     _best: float = field(default=math.inf, repr=False, compare=False)
 
@@ -64,18 +66,26 @@ class LearningRateCurve:
         """
         self.results["lr"].append(self.lr_at(len(self.raw_losses)))
         self.raw_losses.append(loss)
-        count = len(self.raw_losses)
+        count = len(self.raw_losses) - self.num_without_loss
         self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
         smoothed = self._average / (1 - SMOOTHING**count)
         self.results["loss"].append(smoothed)
         # The first losses of small batches scatter: an average of so few neither is the lowest nor ends the search.
         is_settled = count >= min(10, self.num_training // 5)
         has_exploded = threshold is not None and is_settled and smoothed > threshold * self._best
-        if not math.isfinite(loss) or has_exploded or count >= self.num_training:
+        if not math.isfinite(loss) or has_exploded or len(self.raw_losses) >= self.num_training:
             return True
         if is_settled:
             self._best = min(self._best, smoothed)
         return False
+
+    def add_nothing(self) -> bool:
+        """Add a step without a loss, and return whether the search is over; the suggestion leaves it out."""
+        self.results["lr"].append(self.lr_at(len(self.raw_losses)))
+        self.results["loss"].append(math.nan)
+        self.raw_losses.append(math.nan)
+        self.num_without_loss += 1
+        return len(self.raw_losses) >= self.num_training
 
     def suggestion(
         self, skip_begin: int = 10, skip_end: int = 1, *, method: Literal["steepest", "minimum"] = "steepest"

@@ -71,6 +71,7 @@ class RisingRate(Callback):
         self.threshold = threshold
         self._ratios: list[float] = []
         self._is_over = False
+        self._steps = 0  # of the trial, after its latest window
         self._total: Tensor | None = None
 
     # A trial in processes that were started for it comes back by these.
@@ -80,6 +81,7 @@ class RisingRate(Callback):
     def load_state_dict(self, state_dict: StateDict) -> None:
         loaded = LearningRateCurve.from_state(state_dict["curve"])
         self.curve.results, self.curve.raw_losses = loaded.results, loaded.raw_losses
+        self.curve.num_without_loss = loaded.num_without_loss
 
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         if len(trainer.optimizers) != 1:
@@ -114,11 +116,12 @@ class RisingRate(Callback):
         # Every rank must see the same loss: a lone rank that stops leaves the others waiting.
         total, count = trainer.fabric.all_reduce(self._total, reduce_op="sum").tolist()
         self._total.zero_()
-        if count:
-            self._note(trainer, total / count)
-
-    def _note(self, trainer: Trainer, loss: float) -> None:
-        if self.curve.add(loss, self.threshold):
+        # A step without a loss counts, too: it has its rate, and a module may choose what it skips by `global_step`.
+        if not count and trainer.progress.steps == self._steps:
+            trainer.progress.steps += 1
+        self._steps = trainer.progress.steps
+        is_over = self.curve.add(total / count, self.threshold) if count else self.curve.add_nothing()
+        if is_over:
             self._is_over = trainer.should_stop = True
             return
         self._set_rate(trainer)
@@ -149,7 +152,7 @@ def find_learning_rate(subject: Subject, curve: LearningRateCurve, threshold: fl
         val_loaders = subject.given.get("validation") if trial.limit_val_batches else None
         trial.fit(module, subject.given.get("train"), val_loaders, datamodule=datamodule)
         del trial, module, datamodule
-    if not sweep.curve.raw_losses:
+    if sweep.curve.num_without_loss == len(sweep.curve.raw_losses):
         raise DataError(
             "the learning-rate search saw no loss: every batch was skipped, or there was none.",
             fix="let training_step return a loss (in manual optimization too), and look at limit_train_batches.",

@@ -134,6 +134,36 @@ def test_a_loss_that_is_not_finite_ends_the_search_and_does_not_count() -> None:
     assert curve.suggestion() in curve.results["lr"][10:15]
 
 
+@pytest.mark.parametrize("which", ["global_step", "batches", "all"])
+def test_a_step_without_a_loss_has_its_rate_and_no_loss(which: str) -> None:
+    class Gaps(Net):
+        num_steps = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            step = self.trainer.global_step if which == "global_step" else self.num_steps
+            self.num_steps += 1
+            return None if step in (5, 12) or which == "all" else self.loss(batch)
+
+    def search() -> Any:
+        tuner = Tuner(quiet())
+        return tuner.lr_find(net(Gaps), loader(24, 2), num_training=20, early_stop_threshold=None, update_attr=False)
+
+    if which == "all":
+        with pytest.raises(lw.errors.DataError, match="saw no loss"):
+            search()
+        return
+    curve = search()
+    assert [i for i, loss in enumerate(curve.results["loss"]) if math.isnan(loss)] == [5, 12]
+    assert curve.results["lr"] == [curve.lr_at(step) for step in range(20)]
+    # The average passes over them, as over steps that were not taken.
+    kept = [loss for loss in curve.raw_losses if not math.isnan(loss)]
+    average = 0.0
+    for loss in kept:
+        average = 0.98 * average + 0.02 * loss
+    assert curve.results["loss"][-1] == pytest.approx(average / (1 - 0.98 ** len(kept)), rel=1e-12)
+    assert curve.suggestion() is not None
+
+
 def test_accumulation_counts_optimizer_steps() -> None:
     module = net(Searched)
     curve = Tuner(quiet(accumulate_grad_batches=3)).lr_find(
