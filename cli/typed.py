@@ -25,7 +25,7 @@ from .names import ClassProblem, NotTrusted, Trust, find_class, import_object
 from .parameters import EMPTY, Parameter, parameters_of
 from .settings import WRONG, Settings, SettingsTree, class_nodes, is_class_node
 
-__all__ = ["Plan", "Typed", "show_type", "with_class_defaults"]
+__all__ = ["Plan", "Typed", "lazy_node", "show_type", "with_class_defaults"]
 
 # Any in this file: values of settings, and annotations.
 
@@ -497,6 +497,11 @@ def _class_default(default: Any) -> dict[str, Any] | None:
     """Return the class of a default and its arguments; None for other values."""
     if inspect.isclass(default) and default is not EMPTY:
         return {"class_path": f"{default.__module__}.{default.__qualname__}", "init_args": {}}
+    return lazy_node(default)
+
+
+def lazy_node(default: Any) -> dict[str, Any] | None:
+    """Return the class and arguments of an object of jsonargparse's `lazy_instance`; None for other values."""
     arguments = getattr(default, "_lazy_kwargs", None)
     if not isinstance(arguments, dict) or not hasattr(type(default), "lazy_get_init_args"):
         return None

@@ -70,6 +70,9 @@ def uninstall() -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, LightningFinder)]
     for name in [name for name in sys.modules if name.split(".")[0] in ROOTS and _is_ours(name)]:
         del sys.modules[name]
+    rank_zero = sys.modules.get(f"{__name__}.utilities.rank_zero")
+    if rank_zero is not None:
+        del rank_zero.rank_zero_only.rank
     os.environ.pop(SWITCH, None)
     os.environ.pop(PARITY, None)
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", SITE)]

@@ -25,17 +25,19 @@ from torch.optim import Optimizer
 from ...callbacks import Callback
 from ...checkpoint.content import LIGHTNING_VERSION_KEY, OWN_KEY
 from ...checkpoint.tools.convert import lightning_loop
+from ...data import DataModule
 from ...data.limit import find_length, resolve_limit
 from ...data.move import find_batch_size
 from ...errors import ModuleError
 from ...fabric.world import checks_deferred
+from ...strategies import ParallelStrategy
 from ...trainer import lifecycle, trainer
 from ...trainer.checkpointing import snapshot
 from ...trainer.checkpointing.saving import Saving
 from ...trainer.hooks import Hook, check_hook_names, find_override
 from ...trainer.metrics.accumulators import with_suffix
 from ...trainer.metrics.metrics import Metrics
-from ...trainer.setup import begin
+from ...trainer.setup import assemble, begin
 from ...tuner.batch_size import Search, Trials, search_sizes
 from . import connectors, optimizer  # noqa: F401  # the latter completes classes of the core
 from .actions import STEP, MeasuredLifecycle
@@ -56,9 +58,11 @@ from .own_parts import call_strategy_hooks, serve_overrides, set_strategy_up
 from .parity import switches
 from .patch import patch
 from .profilers import PyTorchProfiler
+from .utilities import combined  # noqa: F401  # changes which lists are lists of loaders
+from .utilities.parameters import is_overridden
+from .utilities.rank_zero import rank_zero_only
 
 if TYPE_CHECKING:
-    from ...data import DataModule
     from ...protocols import Loaders, StateDict
     from ...trainer.loop.eval_loop import EvalLoader
     from ...trainer.metrics.accumulators import ScalarAccumulator
@@ -95,6 +99,8 @@ class Trainer(trainer.Trainer):
         check_overrides(self.fabric.precision, "precision")
         check_overrides(self.fabric.accelerator, "accelerator")
         connectors.bind_strategy(self)
+        if isinstance(self.fabric.strategy, ParallelStrategy):
+            rank_zero_only.rank = self.global_rank  # on several nodes, no variable says it before the processes start
         serve_overrides(self)
         patch(self.profiler, "STEP_ACTION", STEP)
         self.state = TrainerState()
@@ -474,6 +480,9 @@ def _find_override(owner: object, name: str, bases: tuple[type, ...]) -> Hook | 
     hook = find_override(owner, name, bases)
     if hook is None:
         return None
+    is_wrapped = name in vars(owner) and hasattr(hook, "__wrapped__")
+    if is_wrapped and name in _ONLY_OVERRIDDEN[isinstance(owner, DataModule)] and not is_overridden(name, owner):
+        return None  # a tracer's wrapper around what a base class declares
     if name in ("setup", "teardown"):
         if not _takes_stage(hook, 2 if isinstance(owner, Callback) else 0):
             return lambda *arguments: hook(*arguments[:-1], TrainerFn(arguments[-1]))
@@ -516,6 +525,11 @@ def _hyperparameters(owner: object, prefix: str) -> dict[str, Any]:  # Any: see 
 _plain_hyperparameters = snapshot.hyperparameters
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+# Hooks that Lightning calls only if they are overridden: of a module; of a data module.
+_ONLY_OVERRIDDEN = (
+    ("prepare_data", "configure_model", "configure_sharded_model"),
+    ("prepare_data", "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+)
 # Hook of an evaluation's batch -> how many arguments it gets, beside a callback's trainer and module.
 _OF_A_LOADER = {
     f"on_{stage}_batch_{when}": count
@@ -524,7 +538,8 @@ _OF_A_LOADER = {
 }
 
 # The replaced functions of the core, which are not part of a run and have no Trainer.
-patch(lifecycle, "find_override", _find_override)
+for _module in (lifecycle, assemble):
+    patch(_module, "find_override", _find_override)
 patch(snapshot, "hyperparameters", _hyperparameters)
 for _module in (begin, trainer):
     patch(_module, "check_hook_names", _warn_of_hook_names)

@@ -496,7 +496,7 @@ def _wrong_kwargs(kwargs: Mapping[str, object]) -> list[tuple[str, str]]:
         if name in _OURS:
             problems.append((f"{name}= {_OURS[name]}", f"remove {name}="))
         elif name not in known:
-            own = [one for one in inspect.signature(DDPStrategy.__init__).parameters if one not in ("self", "kwargs")]
+            own = [one for one in inspect.signature(DDPStrategy).parameters if one not in known]
             allowed = [one for one in known if one not in _OURS]
             problems.append(
                 (
@@ -506,3 +506,19 @@ def _wrong_kwargs(kwargs: Mapping[str, object]) -> list[tuple[str, str]]:
                 )
             )
     return problems
+
+
+def _with_arguments_of_torch(function: Callable[..., None]) -> inspect.Signature:
+    """Return a constructor's signature with the arguments of DistributedDataParallel in place of `**kwargs`."""
+    own = inspect.signature(function)
+    passed = [
+        one.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, one in inspect.signature(DistributedDataParallel.__init__).parameters.items()
+        if name not in _OURS and name not in own.parameters
+    ]
+    named = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    return own.replace(parameters=[*named, *passed])
+
+
+# Command lines and notebooks show and check what can be passed on.
+DDPStrategy.__init__.__signature__ = _with_arguments_of_torch(DDPStrategy.__init__)  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from ....cli.names import Trust
 from ....cli.parameters import parameters_of
 from ....cli.settings import Settings
 from ....cli.sources import gather, parse_command_line, read_source
+from ....cli.typed import lazy_node
 from ....data import DataModule
 from ....errors import ConfigError, LoopwrightError, nearest
 from ....trainer.module import Module
@@ -401,7 +402,7 @@ class LightningArgumentParser:
         return settings
 
     def _plain_defaults(self) -> dict[str, Any]:
-        return {key: to_plain(value) for key, value in self.defaults.items()}
+        return {key: lazy_node(value) or to_plain(value) for key, value in self.defaults.items()}
 
     def _parse(
         self,

@@ -243,9 +243,24 @@ class Reading:
             if one.on_instantiate:
                 _take(self._tree, one.target)
             elif self._applies_links:
+                if any(_is_below(source, key) for source in one.sources):
+                    self._read_ahead(key)
                 found = [_at_config(self.config, source) for source in one.sources]
                 if all(value is not EMPTY for value in found):
                     _set(self._tree, one.target, to_plain(one.value(found)))
+
+    def _read_ahead(self, key: str) -> None:
+        """Read a group one of whose settings follows from another: its values have defaults and types then.
+
+        Problems are reported when it is read again; a group with a wrong value has no values yet.
+        """
+        typed = self._typed
+        self._typed = Typed(self._settings, fills_untyped=True)
+        self._read_one(key)
+        plan = self._plans.get(key)
+        if isinstance(plan, Plan) and WRONG in plan.arguments.values():
+            self.config.pop(key, None)
+        self._typed = typed
 
     def set_values(self, values: dict[str, Any]) -> None:
         """Replace values: those that do not stand below a class."""

@@ -12,6 +12,7 @@ from typing_extensions import override
 from ....protocols import AnyOutput, Batch
 from ....trainer.loop.eval_loop import EvalLoader, EvalLoop
 from ....trainer.run import Run
+from ....trainer.setup.assemble import ReadOnce
 from ....trainer.setup.loaders import StageLoaders
 from ....trainer.trainer import Trainer
 from ..patch import patch
@@ -48,7 +49,8 @@ def _open_and_try(loaders: StageLoaders, open_eval: Callable[[str], EvalLoader],
     data = open_eval(stage)
     if is_new:
         for loader in data.loaders:
-            try_to_iterate(loader)
+            if not isinstance(loader, ReadOnce):  # the try would be its only pass
+                try_to_iterate(loader)
     return data
 
 

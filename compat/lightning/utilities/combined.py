@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 
-from ....data import CombinedLoader, move_to_device
-from ..patch import extend
+from ....data import CombinedLoader, move_to_device, tree
+from ..imports.finder import LightningFinder
+from ..patch import extend, patch
 
 __all__ = ["CombinedLoader", "move_data_to_device"]
 
@@ -17,6 +19,19 @@ __all__ = ["CombinedLoader", "move_data_to_device"]
 # In place, because a Trainer makes such loaders itself, which programs look for by this class.
 extend(CombinedLoader, "_mode", property(lambda loader: loader.mode))
 extend(CombinedLoader, "_iterator", property(lambda loader: loader._latest))
+
+
+def _holds_loader(item: Any) -> bool:
+    """Return what the core says, and True for a list of numbers or texts: in a collection, it is a loader."""
+    is_plain = isinstance(item, list | tuple) and item and all(isinstance(one, int | float | str) for one in item)
+    if is_plain and any(isinstance(finder, LightningFinder) for finder in sys.meta_path):
+        return True
+    return _holds_loader_beyond_doubt(item)
+
+
+# In a list of lists of numbers, Loopwright sees the batches of one loader.
+_holds_loader_beyond_doubt = tree._holds_loader
+patch(tree, "_holds_loader", _holds_loader)
 
 
 def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:

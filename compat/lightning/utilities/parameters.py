@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -88,10 +89,11 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
     if not hasattr(parent, method_name):
         raise ValueError(f"{parent.__name__} has no {method_name!r}")
     own = getattr(instance, method_name, None)
+    own = getattr(own, "__wrapped__", own)  # one level, as Lightning does: of what tracers put around a hook
+    own = own.func if isinstance(own, partial) else own
     if own is None:
         return False
-    own = inspect.unwrap(getattr(own, "func", own))
-    return getattr(own, "__func__", own) is not getattr(parent, method_name)
+    return getattr(own, "__func__", own) is not inspect.unwrap(getattr(parent, method_name))
 
 
 def is_param_in_hook_signature(

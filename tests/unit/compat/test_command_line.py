@@ -327,3 +327,47 @@ def test_a_subclass_that_makes_its_objects_may_show_them_by_properties() -> None
             args=[*command, "--model.lr=0.5", "--trainer.fast_dev_run=1", "--trainer.accelerator=cpu"],
         )  # fmt: skip
         assert (cli.model.lr, cli.datamodule, cli.trainer.global_step) == (0.5, None, len(command))
+
+
+class Linked(nn.Module):
+    def __init__(self, hidden: int, width: int = 1) -> None:
+        super().__init__()
+        self.width, self.hidden = width, hidden
+
+
+@pytest.mark.parametrize("names_class", [False, True])
+def test_a_link_within_a_group_is_applied(names_class: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning.pytorch.cli import LightningArgumentParser
+
+    below = "init_args." if names_class else ""
+    line = [f"--net={__name__}.Linked"] if names_class else []
+    for compute, hidden in ((None, 3), (lambda width: 2 * width, 6)):
+        parser = LightningArgumentParser()
+        (parser.add_subclass_arguments if names_class else parser.add_class_arguments)(Linked, "net")
+        parser.link_arguments(f"net.{below}width", f"net.{below}hidden", compute_fn=compute)
+        config = parser.parse_args([*line, "--net.width=3"])
+        assert config[f"net.{below}hidden"] == hidden
+        made = parser.instantiate_classes(config).net
+        assert (made.width, made.hidden) == (3, hidden)
+        assert parser.parse_args(line)[f"net.{below}hidden"] == hidden // 3  # of the default
+        with pytest.raises(SystemExit):
+            parser.parse_args([*line, "--net.width=x"])
+        assert "expected int, got x" in capsys.readouterr().err
+
+
+def test_a_default_strategy_that_is_made_lazily_keeps_its_arguments() -> None:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class Lazy(DDPStrategy):  # what jsonargparse's lazy_instance returns
+        def lazy_get_init_args(self) -> dict[str, Any]:
+            return self._lazy_kwargs
+
+    lazy = Lazy.__new__(Lazy)
+    lazy.__dict__["_lazy_kwargs"] = {"find_unused_parameters": True}
+    cli = make_cli("--trainer.strategy.process_group_backend=gloo", trainer_defaults={"strategy": lazy})
+    found = cli.config.trainer.strategy
+    assert found.class_path == "lightning.pytorch.strategies.DDPStrategy"
+    assert (found.init_args.find_unused_parameters, found.init_args.process_group_backend) == (True, "gloo")
+    assert found.init_args.static_graph is False
+    assert type(cli.trainer.strategy) is DDPStrategy
+    assert cli.trainer.strategy._ddp_kwargs == {"find_unused_parameters": True}

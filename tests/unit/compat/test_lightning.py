@@ -9,6 +9,7 @@ import sys
 import types
 import warnings
 from fractions import Fraction
+from functools import partial, update_wrapper
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from loopwright.compat import lightning as compat
 from loopwright.compat.lightning.imports.absent import NotServed
 from loopwright.compat.lightning.imports.finder import VERSION
 from loopwright.compat.lightning.imports.paths import PATHS
+from loopwright.data.tree import is_collection
 
 pytestmark = pytest.mark.usefixtures("installed")
 
@@ -457,3 +459,54 @@ def test_the_default_project_of_wandb_is_that_of_lightning(monkeypatch: pytest.M
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     assert WandbLogger(offline=True).name == "lightning_logs"
     assert lw.WandbLogger(offline=True).name == "loopwright_logs"
+
+
+def test_a_list_of_lists_of_numbers_is_several_loaders(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def predict_step(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return batch, batch_idx, dataloader_idx
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> None:
+        seen.append(batch)
+
+    found = trainer(tmp_path).predict(line(predict_step=predict_step), [[0, 1], [2, 3]])
+    assert found == [[(0, 0, 0), (1, 1, 0)], [(2, 0, 1), (3, 1, 1)]]
+    trainer(tmp_path).fit(line(training_step=training_step), [[0, 1], [2, 3]])
+    assert seen == [[0, 2], [1, 3]]
+    compat.uninstall()
+    assert not is_collection([[0, 1], [2, 3]])
+    assert is_collection([[[0, 1], [2, 3]], loader()])
+
+
+def test_what_a_tracer_puts_around_a_hook_does_not_override_it(tmp_path: Path) -> None:
+    from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    seen: list[str] = []
+
+    def trace(owner: Any, *names: str) -> None:
+        for name in names:
+            hook = getattr(owner, name)
+            traced = partial(lambda hook, *args, **kwargs: (seen.append(hook.__qualname__), hook(*args))[1], hook)
+            setattr(owner, name, update_wrapper(traced, hook))
+
+    model, data = BoringModel(), BoringDataModule()
+    trace(model, "prepare_data", "configure_sharded_model", "on_before_batch_transfer", "validation_step")
+    trace(data, "prepare_data", "on_before_batch_transfer")
+    assert not is_overridden("prepare_data", model)
+    assert is_overridden("validation_step", model)
+    trainer(tmp_path, limit_val_batches=1).validate(model, datamodule=data, verbose=False)
+    assert [name.partition(".")[2] for name in seen] == ["on_before_batch_transfer", "validation_step"]
+    assert not seen[0].startswith("LightningDataModule")
+
+
+def test_the_rank_is_known_once_a_trainer_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.utilities import rank_zero_only
+
+    for name, value in (("NODE_RANK", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29511")):
+        monkeypatch.setenv(name, value)
+    t = trainer(tmp_path, devices=2, num_nodes=2, strategy="ddp")
+    assert t.global_rank == rank_zero_only.rank == 2
+    compat.uninstall()
+    assert rank_zero_only.rank == 0
