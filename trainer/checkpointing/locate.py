@@ -117,10 +117,11 @@ def _last(trainer: Trainer) -> str | None:
     if found is None:
         logger.info("ckpt_path='last': no checkpoint found, the run starts fresh")
         return None
-    others = [f"{path} (step {step_in(path)})" for path in paths if path != found][:_MOST_OTHERS]
-    there = f"; the folder also has {', '.join(others)}" if others else ""
-    if trainer.is_global_zero:
-        logger.info("resuming from %s%s", found, there, extra=ONLY_LOGS)  # with epoch and step when it was read
+    logger.info("resuming from %s", found, extra=ONLY_LOGS)  # with epoch and step when it was read
+    others = [path for path in paths if path != found][:_MOST_OTHERS]
+    if others and trainer.is_global_zero:
+        shown = ", ".join(f"{path} (step {step_in(path)})" for path in others)
+        logger.info("also there: %s", shown, extra=ONLY_LOGS)
     return str(found)
 
 
