@@ -49,7 +49,8 @@ def counted(number: int, noun: str) -> str:
         return f"1 {noun}"
     if noun.endswith("y") and noun[-2] not in "aeiou":
         return f"{number} {noun[:-1]}ies"
-    return f"{number} {noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
+    is_hissed = noun.endswith(("s", "x", "ch", "sh")) and not noun.endswith("epoch")
+    return f"{number} {noun}{'es' if is_hissed else 's'}"
 
 
 def is_of_loopwright(frame: FrameType) -> bool:

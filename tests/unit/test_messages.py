@@ -64,7 +64,7 @@ def test_frames_that_start_processes_are_no_user_code() -> None:
 @pytest.mark.parametrize(
     ("number", "noun", "text"),
     [(0, "unit", "0 units"), (1, "unit", "1 unit"), (2, "unit", "2 units"), (2, "micro-batch", "2 micro-batches"),
-     (2, "process", "2 processes"), (3, "entry", "3 entries"), (1, "entry", "1 entry"), (2, "day", "2 days")],
+     (2, "process", "2 processes"), (3, "entry", "3 entries"), (2, "day", "2 days"), (3, "epoch", "3 epochs")],
 )  # fmt: skip
 def test_numbers_agree_with_their_nouns(number: int, noun: str, text: str) -> None:
     assert messages.counted(number, noun) == text

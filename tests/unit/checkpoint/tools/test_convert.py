@@ -338,7 +338,7 @@ def test_every_difference_is_found_and_described() -> None:
     }  # fmt: skip
     assert found["w"].detail == "2 of 3 elements differ, by at most 0.5; (1,): 2.0 != 2.5"
     assert (found["w"].count, found["w"].largest, found["zero"].largest) == (2, 0.5, 0.0)
-    assert found["gone"].detail == "dict of 1 entries, 1 of them tensors"
+    assert found["gone"].detail == "dict of 1 entry, 1 of them tensors"
     assert found["lr"].detail == "0.1 != 0.2"
 
 
