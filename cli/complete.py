@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
+import typing
 from collections.abc import Callable
 from datetime import date, time
 from importlib import import_module
@@ -88,6 +89,8 @@ def written_default(one: Parameter) -> Any:
     if reading.problems:
         return EMPTY
     if isinstance(found, Plan):
+        if found.target is one.default and not typing.get_args(one.annotation):
+            return written  # a plain Callable, which need not be called without arguments
         return complete(found, written) if found.target in (one.default, type(one.default)) else EMPTY
     return written if type(found) is type(one.default) and found == one.default else EMPTY
 

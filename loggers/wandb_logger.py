@@ -261,7 +261,8 @@ class WandbLogger(ServiceLogger):
         import wandb
 
         if wandb.run is not None and use_artifact:
-            found = wandb.run.use_artifact(artifact, type=artifact_type)
+            use = wandb.run.use_artifact
+            found = use(artifact) if artifact_type is None else use(artifact, type=artifact_type)
         else:
             found = wandb.Api().artifact(artifact, type=artifact_type)
         return str(found.download(root=None if save_dir is None else os.fspath(save_dir)))

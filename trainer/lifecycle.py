@@ -350,13 +350,13 @@ class Lifecycle:
 
     def all_own(self, name: str) -> list[Hook]:
         """Return every override of a data hook, in the order of the table (data module, then module)."""
-        hooks = []
+        hooks: list[Hook] = []
         for listener in HOOKS[name].listeners:
             if listener == "datamodule" and self._datamodule is not None:
-                hooks.append(find_override(self._datamodule, name, data_bases()))
+                hooks += self._single(self._datamodule, name, data_bases(), "DataModule")
             elif listener == "module":
-                hooks.append(find_override(self._module, name, module_bases()))
-        return [hook for hook in hooks if hook is not None]
+                hooks += self._single(self._module, name, module_bases(), "Module")
+        return hooks
 
     def name_of(self, kind: str, owner: object, hook: str) -> str:
         """Return the name under which a profiler is notified of a listener's hook.

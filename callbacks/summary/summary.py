@@ -199,7 +199,7 @@ def _measure(
 ) -> None:
     rows = {layer.name: layer for layer in summary.layers}
     handles = [
-        layer.register_forward_hook(size_hook(rows[name]))
+        layer.register_forward_hook(size_hook(rows[name]), with_kwargs=True)
         for name, layer in listed.items()
         if not isinstance(layer, torch.jit.ScriptModule)  # which takes no hooks
     ]
@@ -227,10 +227,11 @@ def _measure(
 
 
 def size_hook(row: LayerSummary) -> Any:  # Any: torch's hook type names its own aliases
-    """Return a forward hook that notes the shapes of a module's first input and output in its row."""
+    """Return a forward hook with keyword arguments that notes the shapes of a module's first input and output."""
 
-    def hook(_: nn.Module, inputs: Any, output: object) -> None:
+    def hook(_: nn.Module, inputs: Any, named: Mapping[str, object], output: object) -> None:
         if row.in_size == "?":
+            inputs = (*inputs, *named.values())
             row.in_size = _shape(inputs[0] if len(inputs) == 1 else inputs)
             row.out_size = _shape(output)
 

@@ -19,7 +19,7 @@ from ...errors import ModuleError
 from ...strategies import ParallelStrategy, Strategy
 from ...trainer import trainer as core
 from ...trainer.checkpointing import snapshot
-from ...trainer.setup import assemble
+from ...trainer.setup import assemble, begin
 from .attached import collect_attached
 from .imports.absent import refuse
 from .optimizers import replace_optimizers, replace_schedules
@@ -189,6 +189,16 @@ def _load_weights(trainer: Trainer) -> Callable[..., None]:
     return load_model_state_dict
 
 
+def _make_optimizers(trainer: Trainer) -> Callable[..., None]:
+    def setup_optimizers(*_: object) -> None:
+        run = trainer.latest_run()
+        if run is None:
+            raise ModuleError("There is no module yet.", fix="call trainer.fit first.")
+        begin.build_optimizers(run)
+
+    return setup_optimizers
+
+
 def _place_module(trainer: Trainer) -> Callable[[], None]:
     def model_to_device() -> None:
         if trainer.lightning_module is not None:
@@ -216,6 +226,7 @@ _OF_STRATEGY: dict[str, Callable[[Trainer], object]] = {
     "connect": _connect,
     "batch_to_device": _move_batch,
     "model_to_device": _place_module,
+    "setup_optimizers": _make_optimizers,
     "load_model_state_dict": _load_weights,
     "save_checkpoint": _save,
     "load_checkpoint": _load,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 
@@ -46,6 +47,10 @@ def disable_possible_user_warnings(module: str = "") -> None:
         module: Beginning of the modules' names that may not warn; all by default.
     """
     warnings.filterwarnings("ignore", category=PossibleUserWarning, module=module)
+
+
+if os.environ.get("POSSIBLE_USER_WARNINGS", "").lower() in ("0", "off"):
+    disable_possible_user_warnings()
 
 
 def _accept_one_argument() -> None:

@@ -8,11 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ... import loggers
+from ...errors import ConfigError
 from ...loggers.folder import FolderLogger
 from .patch import extend
 
 if TYPE_CHECKING:
+    import wandb
     from mlflow import MlflowClient
+    from torch import nn
 
 __all__ = ["CSVLogger", "CometLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger", "merge_dicts"]
 
@@ -50,6 +53,18 @@ class TensorBoardLogger(loggers.TensorBoardLogger):
         self, save_dir: str | os.PathLike[str], name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(save_dir, name, *args, **kwargs)
+
+    def log_graph(self, model: nn.Module, input_array: object = None) -> None:
+        """Write the model's graph; warn where there is no input that can be traced.
+
+        Args:
+            model: The module.
+            input_array: See `lw.TensorBoardLogger.log_graph`.
+        """
+        try:
+            super().log_graph(model, input_array)
+        except ConfigError as error:
+            warnings.warn(f"Could not log computational graph to TensorBoard: {error}", stacklevel=2)
 
     def save(self) -> None:
         """Flush to disk, with a file of hyperparameters even if there are none."""
@@ -130,9 +145,24 @@ def merge_dicts(
 
 
 class WandbLogger(loggers.WandbLogger):
-    """`lw.WandbLogger` with Lightning's default project."""
+    """`lw.WandbLogger` with Lightning's default project.
+
+    With `sync_tensorboard=True`, the x axis is TensorBoard's, and points have no step.
+    """
 
     default_project = DEFAULT_NAME
+
+    def _begin(self) -> wandb.Run:
+        run = super()._begin()
+        if self._options.get("sync_tensorboard"):
+            run.define_metric("*", step_metric="global_step")
+        return run
+
+    def _send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
+        if self._options.get("sync_tensorboard"):
+            self.experiment.log({**points, **extra})
+        else:
+            super()._send(points, step, extra)
 
 
 class MLFlowLogger(loggers.MLFlowLogger):

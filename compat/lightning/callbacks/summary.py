@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,10 +39,12 @@ class LayerSummary:
         self._row = measure(nn.ModuleDict({"module": module})).layers[0]
         self._note = size_hook(self._row)
         is_script = isinstance(module, torch.jit.ScriptModule)  # takes no hooks
-        self._handle: RemovableHandle | None = None if is_script else module.register_forward_hook(self._hook)
+        self._handle: RemovableHandle | None = None
+        if not is_script:
+            self._handle = module.register_forward_hook(self._hook, with_kwargs=True)
 
-    def _hook(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-        self._note(module, inputs, output)
+    def _hook(self, module: nn.Module, inputs: tuple[object, ...], named: Mapping[str, object], output: object) -> None:
+        self._note(module, inputs, named, output)
         self.detach_hook()
 
     def detach_hook(self) -> None:
@@ -53,12 +56,12 @@ class LayerSummary:
     @property
     def in_size(self) -> str | list[Any]:  # Any: nested shapes
         """Shape of the input, or a list of shapes; "?" before the first forward pass."""
-        return self._row.in_size
+        return self._row.in_size or UNKNOWN_SIZE
 
     @property
     def out_size(self) -> str | list[Any]:  # Any: nested shapes
         """Shape of the output, or a list of shapes; "?" before the first forward pass."""
-        return self._row.out_size
+        return self._row.out_size or UNKNOWN_SIZE
 
     @property
     def layer_type(self) -> str:
@@ -89,6 +92,8 @@ class ModelSummary:
         self._model = model
         self._max_depth = max_depth
         rows = [layer for layer in self._summary.layers if layer.name != LEFTOVER_PARAMS_NAME]
+        for layer in rows:  # of a number, and of nothing
+            layer.in_size, layer.out_size = layer.in_size or UNKNOWN_SIZE, layer.out_size or UNKNOWN_SIZE
         self.layer_names = [layer.name for layer in rows]
         self.layer_types = [layer.layer_type for layer in rows]
         self.param_nums = [layer.num_parameters for layer in rows]
@@ -104,6 +109,12 @@ class ModelSummary:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._summary, name)
+
+    @property
+    def total_training_modes(self) -> dict[str, int]:
+        """Submodules in "train" and in "eval" mode now, the module itself left out."""
+        modes = [module.training for module in self._model.modules()][1:]
+        return {"train": modes.count(True), "eval": modes.count(False)}
 
     def _get_summary_data(self) -> list[tuple[str, list[str]]]:
         """Return the columns of the table: title and cells."""
@@ -123,8 +134,8 @@ class ModelSummary:
             (human_count(summary.total_parameters - summary.trainable_parameters), "Non-trainable params"),
             (human_count(summary.total_parameters), "Total params"),
             (get_formatted_model_size(summary.model_size), "Total estimated model params size (MB)"),
-            (str(summary.total_training_modes["train"]), "Modules in train mode"),
-            (str(summary.total_training_modes["eval"]), "Modules in eval mode"),
+            (str(self.total_training_modes["train"]), "Modules in train mode"),
+            (str(self.total_training_modes["eval"]), "Modules in eval mode"),
             (human_count(summary.total_flops), "Total Flops"),
         ]
         return format_table(self._columns(), counts)

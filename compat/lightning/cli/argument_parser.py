@@ -344,8 +344,18 @@ class LightningArgumentParser:
         except LoopwrightError as error:
             if not self.options.get("exit_on_error", True):
                 raise
-            sys.stderr.write(f"{self.shown}: {error}\n")
-            raise SystemExit(2) from None
+            self.error(str(error), error)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Show what is wrong, and exit."""
+        sys.stderr.write(f"{self.shown}: {message}\n")
+        self.exit(2)
+        raise SystemExit(2) from ex
+
+    def exit(self, status: int = 0, message: str | None = None) -> None:
+        """End the program; a test may replace it."""
+        sys.stderr.write(message or "")
+        raise SystemExit(status)
 
     @property
     def shown(self) -> str:

@@ -22,7 +22,7 @@ __all__ = ["in_lightnings_form", "path_of", "written"]
 _PLACES = frozenset(
     (
         "callbacks", "loggers", "profilers", "strategies", "plugins", "plugins.environments", "plugins.io", "cli",
-        "accelerators", "core", "demos.boring_classes",
+        "accelerators", "core", "demos",
     )
 )  # fmt: skip
 # Parameters that only Loopwright's classes have: they are left out unless they are set, so that Lightning reads a file.

@@ -124,11 +124,15 @@ class Reading:
             raw = {**raw, "init_args": below}
         found: Any = in_lightnings_form(complete(plan, raw, names_class=one.names_class))
         if one.names_class:
-            found["class_path"] = path_of(plan.target)
+            typed = raw["class_path"] if is_class_node(raw) else raw
+            is_lightnings = isinstance(typed, str) and typed.partition(".")[0] in ("lightning", "pytorch_lightning")
+            found["class_path"] = typed if is_lightnings else path_of(plan.target)
         elif is_class_node(found) and plan.target is one.target:
             found = {**found["init_args"], **found.get("dict_kwargs", {})}
         if self._is_trainer(one):
             found = self._of_trainer(found)
+        if not found and not one.names_class and not parameters_of(plan.target).is_open:
+            return  # nothing can be set
         self.config[key] = to_namespace(found)
 
     def _trust_below(self, path: str) -> Callable[[str], Trust | None]:
@@ -137,10 +141,7 @@ class Reading:
     def _of_trainer(self, found: dict[str, Any]) -> dict[str, Any]:
         given = self._tree.get("trainer")
         given = given if isinstance(given, dict) else {}
-        found = {name: one for name, one in found.items() if name in given or name not in _OWN}
-        if is_class_node(found.get("callbacks")):
-            found["callbacks"] = [found["callbacks"]]
-        return found
+        return {name: one for name, one in found.items() if name in given or name not in _OWN}
 
     def _read_value(self, one: Value, value: Any) -> None:
         parameter = one.parameter
@@ -296,7 +297,7 @@ class Reading:
     def _made(self, group: ClassGroup, plan: Plan, config: Namespace, building: Building) -> Any:
         if not group.instantiate:
             if group.skip:  # optimizers and schedules are made of their settings
-                return config[group.key]
+                return config.get(group.key, Namespace())
             made = {name: building.made(value) for name, value in plan.arguments.items()}
             return Namespace({**_arguments_of(config[group.key]), **made})
         with self._parser.around(group.key, plan.target):

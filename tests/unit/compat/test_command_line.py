@@ -371,3 +371,36 @@ def test_a_default_strategy_that_is_made_lazily_keeps_its_arguments() -> None:
     assert found.init_args.static_graph is False
     assert type(cli.trainer.strategy) is DDPStrategy
     assert cli.trainer.strategy._ddp_kwargs == {"find_unused_parameters": True}
+
+
+class Plain(nn.Module):
+    def __init__(self, function: Callable = nn.Softmax) -> None:  # type: ignore[type-arg]  # as programs write it
+        super().__init__()
+        self.function = function
+
+
+def test_small_things_of_a_configuration_are_lightnings(capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    cli = LightningCLI(BoringModel, run=False, args=["--trainer.callbacks=DeviceStatsMonitor"])
+    assert cli.config.trainer.callbacks.class_path == "lightning.pytorch.callbacks.DeviceStatsMonitor"
+    assert "DeviceStatsMonitor" in [type(one).__name__ for one in cli.trainer.callbacks]
+    assert "model" not in cli.config  # it has no parameters
+    for typed in ("lightning.pytorch.demos.BoringModel", "lightning.pytorch.demos.boring_classes.BoringModel"):
+        assert LightningCLI(run=False, args=[f"--model={typed}"]).config.model.class_path == typed
+    assert LightningCLI(run=False, args=["--model=BoringModel"]).config.model.class_path == (
+        "lightning.pytorch.demos.BoringModel"
+    )
+
+    parser = LightningArgumentParser()
+    parser.add_class_arguments(Plain, "net")
+    assert parser.get_defaults().net.function == "torch.nn.Softmax" == parser.parse_args([]).net.function
+    made = parser.instantiate_classes(parser.parse_args(["--net.function=torch.nn.ReLU"])).net
+    assert isinstance(made.function, nn.ReLU)  # which can be called
+    ends: list[int] = []
+    parser.exit = ends.append  # type: ignore[method-assign,assignment]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--net.unknown=1"])
+    assert ends == [2]
+    assert "unknown" in capsys.readouterr().err

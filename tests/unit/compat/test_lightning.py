@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import subprocess
 import sys
 import types
 import warnings
 from fractions import Fraction
 from functools import partial, update_wrapper
+from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -510,3 +513,84 @@ def test_the_rank_is_known_once_a_trainer_is_made(tmp_path: Path, monkeypatch: p
     assert t.global_rank == rank_zero_only.rank == 2
     compat.uninstall()
     assert rank_zero_only.rank == 0
+
+
+def test_a_summary_is_lightnings(tmp_path: Path) -> None:
+    from lightning.pytorch.utilities.model_summary import ModelSummary
+
+    class Inner(nn.Module):
+        def forward(self, *inputs: Any, **named: Any) -> None:
+            return None
+
+    class Outer(lw.Module):
+        def __init__(self, example: Any) -> None:
+            super().__init__()
+            self.layer, self.example_input_array = Inner(), example
+
+        def forward(self, *inputs: Any, **named: Any) -> None:
+            return self.layer(*inputs, **named)  # type: ignore[no-any-return]
+
+    two, three = torch.zeros(1, 2), torch.zeros(3, 2)
+    for example, size in (
+        ([], "?"), (torch.tensor(0), "?"), ({"a": two}, [1, 2]), ({"a": two, "b": three}, [[1, 2], [3, 2]]),
+        ((two, three), [[1, 2], [3, 2]]), (two, [1, 2]),
+    ):  # fmt: skip
+        assert ModelSummary(Outer(example)).in_sizes == [size]  # type: ignore[arg-type]
+    model = Outer(two)
+    summary = ModelSummary(model)
+    assert summary.total_training_modes == {"train": 1, "eval": 0}
+    model.layer.eval()
+    assert summary.total_training_modes == {"train": 0, "eval": 1}
+
+
+def test_small_things_of_loggers_profilers_and_strategies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+    from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+    from lightning.pytorch.profilers import SimpleProfiler
+
+    class Data(BoringDataModule):
+        def prepare_data(self) -> None:
+            pass
+
+    profiler = SimpleProfiler()
+    t = trainer(tmp_path, profiler=profiler, limit_train_batches=1, limit_val_batches=0)
+    t.fit(BoringModel(), datamodule=Data())
+    assert len(profiler.recorded_durations["[LightningDataModule]Data.prepare_data"]) == 1
+    before = t.optimizers
+    t.strategy.setup_optimizers(t)
+    assert len(t.optimizers) == 1
+    assert t.optimizers[0] is not before[0]
+    assert t.strategy.restore_checkpoint_after_setup is False
+
+    with pytest.warns(UserWarning, match="Could not log computational graph"):
+        TensorBoardLogger(tmp_path, log_graph=True).log_graph(BoringModel())
+
+    run = MagicMock()
+    wandb = MagicMock(run=None, init=lambda **options: run, __spec__=ModuleSpec("wandb", None))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for is_synced, logged in ((True, {"loss": 1.0}), (False, {"loss": 1.0, "trainer/global_step": 3})):
+        run.reset_mock()
+        run.settings.sync_tensorboard = is_synced
+        WandbLogger(save_dir=tmp_path, sync_tensorboard=is_synced).log_metrics({"loss": 1.0}, step=3)
+        run.log.assert_called_once_with(logged)
+        axis = "global_step" if is_synced else "trainer/global_step"
+        assert [one.kwargs["step_metric"] for one in run.define_metric.mock_calls if one.kwargs] == [axis]
+    wandb.run = run
+    WandbLogger.download_artifact("name", str(tmp_path))
+    run.use_artifact.assert_called_once_with("name")
+
+
+def test_warnings_that_may_be_none_are_off_by_the_environment() -> None:
+    program = """
+import os, warnings
+os.environ["POSSIBLE_USER_WARNINGS"] = "off"
+from loopwright.compat.lightning import install
+install(children=False)
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
+with warnings.catch_warnings(record=True) as caught:
+    warnings.warn("a", PossibleUserWarning)
+    warnings.warn("b", UserWarning)
+print([str(one.message) for one in caught])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "['b']\n"
