@@ -331,6 +331,7 @@ class Trainer(TrainerAttributes):
             )  # fmt: skip
             return
         with self._lw_running("fit"):
+            self.should_stop = False  # that of the last fit
             loaders = {"train": train_dataloaders, "validation": val_dataloaders}
             before = self._lw_take_before(model) if ckpt_path is None else None
             run = self._lw_begin("fit", model, datamodule, loaders)

@@ -103,6 +103,14 @@ def test_a_request_to_stop_waits_for_the_minima_but_not_beyond_the_maximum(minim
     assert trainer.global_step == steps
 
 
+def test_a_request_to_stop_ends_one_fit_and_not_the_next() -> None:
+    module, data = net(), loader()
+    trainer, _ = fit(data, module=module, extra=Stopper(2), max_epochs=2)
+    assert (trainer.should_stop, trainer.global_step) == (True, 2)
+    trainer.fit(module, data)
+    assert (trainer.should_stop, trainer.global_step, trainer.current_epoch) == (False, 8, 2)
+
+
 def test_a_request_to_stop_in_the_middle_of_a_window_ends_after_it() -> None:
     trainer, recorder = fit(extra=Stopper(2), max_epochs=1, accumulate_grad_batches=3, data=loader(18))
     assert trainer.global_step == 1

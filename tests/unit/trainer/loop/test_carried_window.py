@@ -152,7 +152,7 @@ def test_a_second_fit_goes_on_with_the_window_of_a_run_that_stopped() -> None:
     trainer = quiet(max_epochs=2, accumulate_grad_batches=4, accumulate_across_epochs=True, callbacks=[Stop()])
     trainer.fit(module, loader(10, 2))
     assert (trainer.current_epoch, trainer.global_step) == (1, 1)
-    stops = trainer.should_stop = False
+    stops = False
     trainer.fit(module, loader(10, 2))
     assert trainer.global_step == 3
     by_hand(hand, list(loader(10, 2)), 2, 4)
