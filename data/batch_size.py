@@ -4,7 +4,7 @@ first dimension is compared with the batch size of the loader.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
 from typing import Any
 
@@ -134,15 +134,10 @@ class BatchSizes:
                 told = told[0]
             if type(told) is int:
                 return told
-        if (
-            type(batch) is list
-            and found is not None
-            and len(batch) not in (0, 1, found)
-            and not self._is_certain
-            and _are_alike(batch)
-        ):
+        samples = None if found is None or self._is_certain else _list_of_samples(batch, found)
+        if samples is not None:
             self._warn(
-                f"a batch is a list of {len(batch)} tensors of one shape, whose first dimension says {found}; "
+                f"a batch has a list of {len(samples)} tensors of one shape, whose first dimension says {found}; "
                 f"{found} count"
             )
         self.expected = found
@@ -161,6 +156,16 @@ def _common_size(batch: Batch, dim: int) -> int | None:
     """Return the size of a dimension on which all tensors of a batch agree; None where they do not."""
     sizes = {tensor.size(dim) if tensor.ndim > dim else None for tensor in find_tensors(batch)}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def _list_of_samples(batch: Batch, found: int) -> list[Batch] | None:
+    """Return a list in the batch that may have an entry for each sample, where nothing outside of lists has a size."""
+    fields = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else [batch]
+    sized = [field for field in fields if next(find_tensors(field), None) is not None]
+    lists = [field for field in sized if isinstance(field, list)]
+    if len(lists) < len(sized):
+        return None
+    return next((one for one in lists if len(one) not in (0, 1, found) and _are_alike(one)), None)
 
 
 def _are_alike(batch: Iterable[Batch]) -> bool:

@@ -182,19 +182,21 @@ def test_time_first_batches_are_counted_along_their_second_dimension_and_named_i
     assert trainer.progress.samples == 10
 
 
-def test_what_nobody_can_know_is_named_in_a_warning_once() -> None:
-    class Lists:
-        def __iter__(self) -> Iterator[list[Tensor]]:
-            yield samples(3, count=4)
-            yield samples(3, count=2)
-
-    sizes = BatchSizes(Lists())
-    first, second = Lists()
+@pytest.mark.parametrize(
+    "form", [list, lambda it: {"images": it, "names": ["a"] * len(it)}, lambda it: (it, [1] * len(it))]
+)
+def test_what_nobody_can_know_is_named_in_a_warning_once(form: Callable[[list[Tensor]], Any]) -> None:
+    sizes = BatchSizes([])
     with pytest.warns(UserWarning, match=r"a list of 4 tensors of one shape.*pass batch_size= to self.log"):
-        assert sizes.of(first) == 3
+        assert sizes.of(form(samples(3, count=4))) == 3
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert sizes.of(second) == 3
+        assert sizes.of(form(samples(3, count=2))) == 3
+
+
+def test_lists_of_fields_beside_a_tensor_of_the_size_are_no_reason_for_a_warning() -> None:
+    layers = [torch.ones(3, 2)] * 5
+    assert BatchSizes([]).of({"layers": layers, "labels": torch.ones(3)}) == 3
 
 
 def test_fields_of_different_shapes_are_no_reason_for_a_warning() -> None:
