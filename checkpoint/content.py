@@ -100,7 +100,7 @@ _SHAPE = {
     "state_dict?": {"*": object},
     "callbacks?": {"*": object},
     "optimizer_states?": [{"*": object}],
-    "lr_schedulers?": [{"*": object}],
+    "lr_schedulers?": [({"*": object}, None)],  # of a schedule without a state
     "epoch?": int,
     "global_step?": int,
     "hyper_parameters?": ({"*": object}, None),

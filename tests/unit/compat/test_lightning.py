@@ -594,3 +594,28 @@ print([str(one.message) for one in caught])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "['b']\n"
+
+
+def test_a_schedule_without_a_state_is_resumed(tmp_path: Path) -> None:
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    class Stateless(torch.optim.lr_scheduler.StepLR):
+        def state_dict(self) -> None:  # type: ignore[override]
+            return None
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            assert state_dict is None
+
+    class Model(BoringModel):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [Stateless(optimizer, 1)]
+
+    few = {"limit_train_batches": 1, "limit_val_batches": 0}
+    t = trainer(tmp_path, **few)
+    t.fit(Model())
+    t.save_checkpoint(tmp_path / "a.ckpt")
+    assert torch.load(tmp_path / "a.ckpt")["lr_schedulers"] == [None]
+    again = trainer(tmp_path, **few, max_epochs=2)
+    again.fit(Model(), ckpt_path=tmp_path / "a.ckpt")
+    assert again.current_epoch == 2
