@@ -348,6 +348,15 @@ class FSDPStrategy(ProcessGroupStrategy):
         root.check_shards(self.global_rank)
         new = changes.new_parameters(module)
         tensors = [one for one in changes.new_tensors(module) if not is_sharded(one)]
+        without_values = [name for name, one in new.items() if one.is_meta]
+        if without_values:
+            raise ModuleError(
+                f"Expected the parameters of {type(module).__name__} as sharded in an earlier run, got new "
+                f"parameters: {', '.join(without_values[:5])}{' ...' if len(without_values) > 5 else ''}. They were "
+                "built without values, in configure_model or an init context.",
+                fix="create them in __init__, before the first run, or in a hook; or build the module again and load "
+                "its weights from a checkpoint.",
+            )
         if tensors and self.world_size > 1:
             shown = f"{', '.join([*new][:5])}{' ...' if len(new) > 5 else ''}" if new else "buffers"
             if self.model_axes:

@@ -407,6 +407,7 @@ def test_a_resumed_run_goes_on_in_its_folder_on_all_ranks(tmp_path: Path) -> Non
     first = CSVLogger(tmp_path, name="runs")
     first.log_metrics({"x": 1.0}, step=1)
     state = first.state_dict()
+    first.finalize("success")  # its process has ended
     assert run_ranks(resume_rows, 2, tmp_path, state) == [0, 0]
     assert (tmp_path / "runs" / "version_0" / "metrics.csv").read_text() == "step,x\n1,1.0\n9,9.0\n"
 

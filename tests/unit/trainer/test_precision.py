@@ -128,7 +128,7 @@ def test_an_overflow_in_one_micro_batch_skips_the_step_and_halves_the_scale_once
     assert_same(module, expected)
 
 
-def test_rows_are_logged_for_steps_that_were_made_only() -> None:
+def test_a_step_that_the_scale_refused_is_logged_where_it_would_have_been() -> None:
     class Logging(Overflowing):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("batch", float(batch_idx))
@@ -137,7 +137,7 @@ def test_rows_are_logged_for_steps_that_were_made_only() -> None:
     logger = RecordingLogger()
     trainer = small_scale(logger=logger, log_every_n_steps=1)
     trainer.fit(net(Logging, (1,)), loader())
-    assert logger.values("batch") == [(0, 0.0), (1, 2.0), (2, 3.0)]
+    assert logger.values("batch") == [(0, 0.0), (1, 1.0), (1, 2.0), (2, 3.0)]
 
 
 def test_an_overflow_in_manual_optimization_is_no_step() -> None:
