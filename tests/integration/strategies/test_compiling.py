@@ -146,6 +146,53 @@ def test_compiled_ranks_compute_what_plain_ones_do(name: str, tmp_path: Path) ->
         assert by_user[1] == (3 if name == "ddp" else by_trainer[1])
 
 
+class CompiledNet(Net):
+    """One block is compiled in `__init__`."""
+
+    def __init__(self, depth: int = 1) -> None:
+        super().__init__(depth)
+        self.save_hyperparameters()
+        self.blocks[0] = torch.compile(self.blocks[0], backend="eager")  # type: ignore[call-overload]
+
+
+def saved_and_resumed(rank: int, size: int, folder: str) -> list[Any]:
+    """Train two epochs at once, and in two runs, with a part compiled and with the module compiled as well."""
+
+    def fit(name: str, model: Any, max_epochs: int, path: str | None = None) -> lw.Trainer:
+        torch._dynamo.reset()
+        trainer = lw.Trainer(
+            accelerator="cpu", devices=2, strategy=STRATEGIES[name](), max_epochs=max_epochs,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(model, loader(1, torch.float32), loader(2, torch.float32), ckpt_path=path)
+        return trainer
+
+    def state(path: str) -> dict[str, Any]:
+        return {key: value.tolist() for key, value in torch.load(path, weights_only=True)["state_dict"].items()}
+
+    found = []
+    for name in ("ddp", "fsdp"):
+        for wrap in (lambda module: module, lambda module: torch.compile(module, backend="eager")):
+            path = f"{folder}/{name}.ckpt"
+            fit(name, wrap(CompiledNet()), 1).save_checkpoint(path)
+            first = state(path)
+            loaded = CompiledNet.load_from_checkpoint(path).state_dict()
+            fit(name, wrap(CompiledNet()), 2, path).save_checkpoint(path)
+            resumed = state(path)
+            fit(name, wrap(CompiledNet()), 2).save_checkpoint(path)
+            found.append((first, {key: value.tolist() for key, value in loaded.items()}, resumed, state(path)))
+    return found
+
+
+def test_compiled_parts_are_saved_loaded_and_resumed(tmp_path: Path) -> None:
+    for rank in run_ranks(saved_and_resumed, 2, str(tmp_path), connect=False, timeout_s=200):
+        for first, loaded, resumed, once in rank:
+            assert not any("_orig_mod" in name for name in first)
+            assert {name.replace("_orig_mod.", ""): value for name, value in loaded.items()} == first
+            assert resumed == once
+            assert first != once
+
+
 def refused(rank: int, size: int) -> str:
     with pytest.raises(ConfigError) as caught:
         run("deepspeed 3", "", compile=True)
