@@ -769,9 +769,10 @@ class Strategy(Capabilities):
         return load_weights(module, state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer, module: nn.Module | None = None) -> StateDict:
-        """Return the full state of an optimizer."""
-        state: StateDict = optimizer.state_dict()
-        return state
+        """Return the full state of an optimizer, as tensors and plain values where `pack_subclasses` can."""
+        from .tensor_subclasses import pack_subclasses  # here and below: not imported where no state is taken
+
+        return pack_subclasses(optimizer.state_dict(), optimizer)
 
     get_optimizer_state = optimizer_state
 
@@ -781,7 +782,10 @@ class Strategy(Capabilities):
         Raises:
             CheckpointError: The parameter groups differ in number or size, or the state is one of another class.
         """
+        from .tensor_subclasses import unpack_subclasses
+
         own = {key for group in optimizer.param_groups for key in group} & set(getattr(optimizer, "defaults", ()))
+        state = unpack_subclasses(state, optimizer)
         try:
             optimizer.load_state_dict(state)
         except (KeyError, ValueError) as error:  # KeyError: of another class

@@ -31,6 +31,7 @@ from ..distributed.clipping import scale_to_norm, total_norm
 from ..distributed.live_objects import LiveObjects
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
 from ..distributed.shards import gather_full, is_sharded, local
+from ..tensor_subclasses import warn_of_shards
 from .arguments import read_arguments
 from .fitting import fit_module_state, fit_optimizer_state, fit_state_of
 from .plan import ShardingPlan, check_mesh
@@ -530,7 +531,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         Raises:
             ModuleError: Gradients of its parameters were not averaged: it would step without them.
         """
-        if self._stepped.get(id(optimizer)) != [*map(len, map(params_of_group, optimizer.param_groups))]:
+        is_first = self._stepped.get(id(optimizer)) != [*map(len, map(params_of_group, optimizer.param_groups))]
+        if is_first:
             # A loop that calls the module itself, and not its training_step, may average other gradients itself.
             self._check_stepped(optimizer, [one.changes for one in self._roots if one.is_trained_by_step])
         for root in self._roots:
@@ -541,7 +543,10 @@ class FSDPStrategy(ProcessGroupStrategy):
                     fix="run the last backward pass of an accumulation window without it: no_backward_sync(model, "
                     "enabled=not is_last).",
                 )
-        return super().optimizer_step(optimizer, closure)
+        has_stepped = super().optimizer_step(optimizer, closure)
+        if is_first and self.is_global_zero:
+            warn_of_shards(optimizer)
+        return has_stepped
 
     def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the local shards of tensors, sharing their memory, without empty ones."""
