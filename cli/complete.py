@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import PurePath
 from typing import Any
 
+from ..lazy import origin
 from .parameters import EMPTY, Parameter, parameters_of
 from .settings import Settings
 from .typed import Plan, Typed
@@ -114,11 +115,11 @@ def _written(value: object) -> Any:
 
 def public_path(target: Callable[..., object]) -> str:
     """Return the public path of a class, which is stable when files move within a package."""
-    name = target.__qualname__
+    place, name = origin(target)
     for home in ("loopwright", "torch.nn", "torch.optim", "torch.optim.lr_scheduler", "torch.utils.data"):
-        if target.__module__.startswith(home) and getattr(import_module(home), name, None) is target:
+        if place.startswith(home) and getattr(import_module(home), name, None) is target:
             return f"{home}.{name}"
-    return f"{target.__module__}.{name}"
+    return f"{place}.{name}"
 
 
 def _copied(value: object) -> Any:

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
 
+from ..lazy import origin
 from .parameters import EMPTY, Parameter, parameters_of
 from .sources import CONFIG_VARIABLE, PREFIX
 from .typed import show_type
@@ -57,7 +58,7 @@ def overview(program: str, title: str, groups: Mapping[str, Any], values: Iterab
                 f"{key}: name a class, as in {key}=package.module.Class, and its parameters as {key}.PARAMETER=...",
             ]
             continue
-        lines += ["", f"{key}: {target.__module__}.{target.__qualname__}"]
+        lines += ["", f"{key}: {'.'.join(origin(target))}"]
         known = parameters_of(target)
         names = ", ".join(f"{name}*" if one.is_required else name for name, one in known.named.items())
         lines += textwrap.wrap(names or "no parameters", _WIDTH, initial_indent="  ", subsequent_indent="  ")
@@ -81,7 +82,7 @@ def describe_class(
         without: Parameters to leave out.
     """
     known = parameters_of(target)
-    lines = [f"{target.__module__}.{target.__qualname__}", *([f"  {known.title}"] if known.title else []), ""]
+    lines = [".".join(origin(target)), *([f"  {known.title}"] if known.title else []), ""]
     for one in (one for one in known.named.values() if one.name not in without):
         wanted = annotations.get(one.name, one.annotation)
         lines += describe_parameter(replace(one, annotation=wanted), f"{key}." if key else "")

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..lazy import home_of, is_core, origin
 from .ending import where_raised
 
 __all__ = [
@@ -27,8 +28,6 @@ __all__ = [
 ]
 
 # Any in this file: classes of any kind.
-
-_OWN = "loopwright."
 
 
 class ClassProblem(Exception):
@@ -64,7 +63,7 @@ class Trust:
             if isinstance(one, ModuleType):
                 if path.startswith(f"{one.__name__}."):
                     return import_object(path)
-            elif path in (f"{one.__module__}.{one.__qualname__}", one.__qualname__):
+            elif path in (one.__qualname__, ".".join(origin(one)), f"{one.__module__}.{one.__qualname__}"):
                 return one
         found = imported_object(path)
         if found is None:
@@ -90,7 +89,7 @@ class Trust:
 
     def _holds(self, found: type[object]) -> bool:
         homes = tuple(f"{one.__name__}." for one in self.classes if isinstance(one, ModuleType))
-        return found in self.classes or f"{found.__module__}.".startswith(homes)
+        return found in self.classes or f"{home_of(found)}.".startswith(homes)
 
 
 def imported_object(path: str) -> object:
@@ -181,7 +180,7 @@ def find_class(name: str, base: type[Any] | tuple[type[object], ...], trust: Tru
     if len(own) == 1:
         return own[0] if trust is None else trust.check(own[0], bases, name)
     if own:
-        paths = ", ".join(sorted(f"{one.__module__}.{one.__qualname__}" for one in own))
+        paths = ", ".join(sorted(".".join(origin(one)) for one in own))
         raise ClassProblem(f"{name} is ambiguous ({paths}): write the full path")
     near = get_close_matches(name, [one.__name__ for one in known], n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -198,7 +197,7 @@ def find_maker(name: str, base: type[Any], trust: Trust | None = None) -> Callab
     """
     if "." in name or ":" in name:
         found: Any = import_object(name) if trust is None else imported_object(name)
-        if inspect.isfunction(found) and (trust is None or found.__module__.startswith(_OWN)):
+        if inspect.isfunction(found) and (trust is None or is_core(found)):
             try:
                 made = typing.get_type_hints(found).get("return")
             except NameError:  # an annotation for type checkers only
@@ -221,7 +220,7 @@ def known_classes(bases: Iterable[type[object]]) -> Iterator[type[object]]:
 def _public(bases: tuple[type[object], ...]) -> Iterator[type[object]]:
     """Yield Loopwright's public classes and torch's optimizers and schedules, which may not be imported yet."""
     loopwright = importlib.import_module("..", __package__)
-    folders = {base.__module__.split(".")[1] for base in bases if base.__module__.startswith("loopwright.")}
+    folders = {home_of(base).split(".")[1] for base in bases if is_core(base)}
     for name, home in loopwright._HOME.items():
         if home.partition(".")[0] in folders:
             found = getattr(loopwright, name)
@@ -240,16 +239,16 @@ def _below(bases: Iterable[type[object]]) -> Iterator[type[object]]:
     for base in bases:
         for one in base.__subclasses__() if base is not object else ():
             # A class that was imported again, or created in a function, cannot be named.
-            is_there = getattr(sys.modules.get(one.__module__), one.__name__, None) is one
+            is_there = getattr(sys.modules.get(home_of(one)), one.__name__, None) is one
             # Loopwright's nameable classes are public, or represent another library's.
-            if is_there and (_is_served(one) or not one.__module__.startswith(_OWN)):
+            if is_there and (_is_served(one) or not is_core(one)):
                 yield one
             yield from _below([one])
 
 
 def _without_other_libraries(matches: list[type[object]]) -> list[type[object]]:
     """Return those of torch and Loopwright if all others are of installed packages, which something has imported."""
-    usual = [one for one in matches if one.__module__.partition(".")[0] in ("torch", _OWN.rstrip("."))]
+    usual = [one for one in matches if is_core(one) or one.__module__.partition(".")[0] == "torch"]
     others = [one for one in matches if one not in usual]
     return usual if usual and all(map(_is_installed, others)) else matches
 
@@ -266,7 +265,7 @@ def _is_served(one: type[object]) -> bool:
     An import hook that serves another library's names says in `serves_classes_of` in which package such classes are.
     """
     homes = (getattr(finder, "serves_classes_of", None) for finder in sys.meta_path)
-    return any(home is not None and one.__module__.startswith(home) for home in homes)
+    return any(home is not None and home_of(one).startswith(home) for home in homes)
 
 
 def _folded(name: str) -> str:

@@ -18,6 +18,8 @@ from typing import Any
 
 __all__ = ["EMPTY", "Parameter", "Parameters", "evaluate_annotations", "parameters_of"]
 
+from ..lazy import home_of
+
 # Any in this file: annotations and defaults of the user's classes.
 
 EMPTY: Any = inspect.Parameter.empty
@@ -101,7 +103,7 @@ def _parameters_of(target: Callable[..., object]) -> Parameters:
                 named.setdefault(name, parameter)
         if not is_open:
             break
-        if not found and owner.__module__ in _BASES:
+        if not found and home_of(owner) in _BASES:
             is_open = False  # base classes of users' classes, which accept and ignore any argument
             break
         passed = _passed_on(function)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..lazy import home_of
 from .groups import Groups
 from .names import ClassProblem, Trust, find_class
 from .parameters import EMPTY, Parameter, parameters_of
@@ -85,7 +86,7 @@ class Program:
         """
         fixed = self.bases[key][0]
         own = getattr(fixed, "__qualname__", "")
-        return fixed is not None and name in (f"{fixed.__module__}.{own}", f"__main__.{own}", own)
+        return fixed is not None and name in (f"{home_of(fixed)}.{own}", f"__main__.{own}", own)
 
     def class_of(self, key: str, value: Any) -> Any:
         """Return the class or function of the object at a key; None if none is named.

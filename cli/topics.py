@@ -10,6 +10,7 @@ from typing import Any
 
 from ..callbacks import Callback
 from ..errors import ConfigError
+from ..lazy import home_of
 from ..loggers import Logger
 from ..profilers import Profiler
 from .help_text import describe_class, describe_parameter, overview
@@ -105,7 +106,7 @@ def _parameters(program: Program, groups: dict[str, Any], topic: str) -> Iterato
 def _one(prefix: str, parameter: Parameter) -> str:
     lines = describe_parameter(parameter, prefix)
     wanted = [parameter.annotation, *typing.get_args(parameter.annotation)]
-    for base in (one for one in wanted if inspect.isclass(one) and one.__module__.startswith(("loopwright", "torch"))):
+    for base in (one for one in wanted if inspect.isclass(one) and home_of(one).startswith(("loopwright", "torch"))):
         lines.append(_names(base).rstrip("\n"))
     return "\n".join(lines) + "\n"
 

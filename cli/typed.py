@@ -19,6 +19,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Union
 
+from ..lazy import is_core, origin
 from ..loggers import Logger
 from ..yaml_file import read
 from .names import ClassProblem, NotTrusted, Trust, find_class, import_object
@@ -440,11 +441,7 @@ class _HarmlessMeta(type):
         from torch.utils.data import DataLoader, Dataset, Sampler
 
         kinds = (nn.Module, Optimizer, LRScheduler, Dataset, Sampler, DataLoader)
-        return (
-            issubclass(subclass, kinds)
-            or subclass.__module__.startswith("loopwright.")
-            or dataclasses.is_dataclass(subclass)
-        )
+        return issubclass(subclass, kinds) or is_core(subclass) or dataclasses.is_dataclass(subclass)
 
 
 class _Harmless(metaclass=_HarmlessMeta):
@@ -496,7 +493,7 @@ def with_class_defaults(
 def _class_default(default: Any) -> dict[str, Any] | None:
     """Return the class of a default and its arguments; None for other values."""
     if inspect.isclass(default) and default is not EMPTY:
-        return {"class_path": f"{default.__module__}.{default.__qualname__}", "init_args": {}}
+        return {"class_path": ".".join(origin(default)), "init_args": {}}
     return lazy_node(default)
 
 
@@ -506,7 +503,7 @@ def lazy_node(default: Any) -> dict[str, Any] | None:
     if not isinstance(arguments, dict) or not hasattr(type(default), "lazy_get_init_args"):
         return None
     made = _made_lazily(type(default))
-    return {"class_path": f"{made.__module__}.{made.__qualname__}", "init_args": dict(arguments)}
+    return {"class_path": ".".join(origin(made)), "init_args": dict(arguments)}
 
 
 def _made_lazily(lazy: type[Any]) -> type[Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
+from ..lazy import home_of
 from ..messages import warn
 from ..protocols import Batch, Loaders
 from .limit import find_length
@@ -41,7 +42,7 @@ class BatchSizes:
     """
 
     def __init__(self, loader: Loaders = None, count: Callable[[], int | None] | None = None) -> None:
-        while type(loader).__module__.startswith(_PACKAGE) and hasattr(loader, "loader"):
+        while home_of(type(loader)).startswith(_PACKAGE) and hasattr(loader, "loader"):
             loader = loader.loader
         self.expected: int | None = -1  # which no batch has
         self._full: int | None = None  # samples of a full batch, where the loader says so

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ..data.move import apply_to_collection
 from ..errors import ConfigError, ModuleError, nearest
+from ..lazy import home_of
 from ..messages import warn
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _OWN = ("_without_fabric", "_fabric_original", "_fabric", "_fabric_forward", "_f
 
 def is_wrapped(obj: object) -> bool:
     """Return whether this is a module, optimizer, schedule or loader returned by one of Fabric's setup methods."""
-    return "_fabric" in getattr(obj, "__dict__", ()) and type(obj).__module__.startswith(__package__ + ".")
+    return "_fabric" in getattr(obj, "__dict__", ()) and home_of(type(obj)).startswith(__package__ + ".")
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import nn
 from ..callbacks import Callback
 from ..data.module import DataModule
 from ..errors import ModuleError, nearest
+from ..lazy import is_core
 from .module import Module
 
 __all__ = ["check_hook_names", "find_override"]
@@ -130,7 +131,7 @@ def _takes(signature: inspect.Signature, count: int) -> bool:
 def _own_methods(cls: type, bases: tuple[type, ...]) -> list[str]:
     names: dict[str, None] = {}
     for ancestor in cls.__mro__:
-        if ancestor in bases or ancestor is object or ancestor.__module__.startswith(("torch.", "loopwright.")):
+        if ancestor in bases or ancestor is object or is_core(ancestor) or ancestor.__module__.startswith("torch."):
             continue
         for name, value in vars(ancestor).items():
             if callable(value) and not isinstance(value, type):

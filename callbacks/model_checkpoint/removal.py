@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...errors import CheckpointError
+from ...lazy import is_core
 from ...protocols import CheckpointPlugin
 from . import files as files
 from .state import CheckpointState
@@ -98,5 +99,4 @@ def remove_or_warn(path: str, plugin: CheckpointPlugin | None = None) -> None:
 def _is_built_in(plugin: CheckpointPlugin) -> bool:
     """Return whether neither the plugin nor one that it wraps is of a class of the user's."""
     wrapped = getattr(plugin, "checkpoint_io", None)
-    is_own = type(plugin).__module__.partition(".")[0] == __name__.partition(".")[0]
-    return is_own and (wrapped is None or _is_built_in(wrapped))
+    return is_core(type(plugin)) and (wrapped is None or _is_built_in(wrapped))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ...console import LINES, is_notebook
 from ...errors import ConfigError
+from ...lazy import is_core
 from .base import ProgressBar, format_metrics, printed
 from .plain import PlainLines
 from .terminal import can_draw
@@ -31,7 +32,6 @@ __all__ = ["LiveProgressBar"]
 _log = logging.getLogger(__name__)
 _NEVER = math.inf
 _DRAW_INTERVAL_S = 0.1
-_OWN_PACKAGE = __name__.partition(".")[0] + "."
 # The first drawing imports the drawing library. Before the first training step (a trial validation) it starts only
 # after this time.
 _PATIENCE_S = 0.5
@@ -144,7 +144,7 @@ class LiveProgressBar(ProgressBar):
         is_replaced = any(
             callable(value) and callable(getattr(type(self), name, None)) for name, value in vars(self).items()
         )
-        is_plain = type(self).__module__.startswith(_OWN_PACKAGE) and not is_replaced
+        is_plain = is_core(type(self)) and not is_replaced
         self._is_watched = self._lines is not None and not is_plain
         self._arm(0.0)
 

@@ -181,6 +181,8 @@ def _known_values() -> Known:
         ("types", "SimpleNamespace"): types.SimpleNamespace,
         ("lightning.fabric.utilities.data", "AttributeDict"): _Dict,
         ("lightning_fabric.utilities.data", "AttributeDict"): _Dict,
+        ("lightning.pytorch.utilities.parsing", "AttributeDict"): _Dict,
+        ("pytorch_lightning.utilities.parsing", "AttributeDict"): _Dict,
         ("torch", "Size"): torch.Size,
         ("torch", "device"): torch.device,
         ("torch.nn.parameter", "Parameter"): nn.Parameter,

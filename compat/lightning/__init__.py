@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable
 
 from ...errors import ConfigError
+from ...lazy import restore_paths
 from .imports.finder import ROOTS, VERSION, LightningFinder
 from .parity import switches
 
@@ -58,7 +59,7 @@ def install(*, children: bool = True, parity: bool | Iterable[str] | None = None
         parity = os.environ.get(PARITY) or None
     if parity is not None:
         finder.parity = switches.choose(parity)
-        finder.replacement_of = switches.find_replacement
+        finder.replace_by(switches.find_replacement)
         if children:
             os.environ[PARITY] = switches.as_text(finder.parity)
     if children:
@@ -67,6 +68,7 @@ def install(*, children: bool = True, parity: bool | Iterable[str] | None = None
 
 def uninstall() -> None:
     """Undo `install`; modules that are imported already keep what they have."""
+    restore_paths()
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, LightningFinder)]
     for name in [name for name in sys.modules if name.split(".")[0] in ROOTS and _is_ours(name)]:
         del sys.modules[name]

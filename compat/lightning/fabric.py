@@ -20,6 +20,7 @@ from ...precision import Precision
 from ...precision.base import cast_floats
 from ...strategies import Strategy
 from .callbacks.external import with_external
+from .imports.finder import show_paths
 from .objects import trust_objects, with_objects
 from .overrides import find_own
 from .parity import switches
@@ -46,6 +47,7 @@ class Fabric(fabric.Fabric):
         super().__init__(*args, **kwargs)
         for change in switches.functions("fabric"):
             change(self)
+        show_paths()
 
     __init__.__signature__ = inspect.signature(fabric.Fabric.__init__)  # type: ignore[attr-defined]
 

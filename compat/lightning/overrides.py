@@ -8,9 +8,10 @@ from __future__ import annotations
 import warnings
 from typing import Any  # Any in this file: members of the program's classes
 
+from ...lazy import is_core
 from .never_called import NEVER_CALLED
 
-__all__ = ["check_overrides", "find_own"]
+__all__ = ["check_overrides", "find_own", "is_of_program"]
 
 _STRATEGIES = ("Strategy", "DDPStrategy", "FSDPStrategy")
 _NOT_CALLED = {
@@ -44,8 +45,10 @@ def check_overrides(part: object, kind: str) -> None:
 def find_own(part: object) -> dict[str, Any]:
     """Return what the classes of the program define, by name."""
     return {
-        name: value
-        for cls in reversed(type(part).__mro__)
-        if cls.__module__.partition(".")[0] not in ("loopwright", "builtins", "abc", "typing")
-        for name, value in vars(cls).items()
+        name: value for cls in reversed(type(part).__mro__) if is_of_program(cls) for name, value in vars(cls).items()
     }
+
+
+def is_of_program(cls: type) -> bool:
+    """Return whether the program, or a library that it uses, defines a class."""
+    return not is_core(cls) and cls.__module__ not in ("builtins", "abc", "typing")

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any  # Any in this file: methods of the progra
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...lazy import home_of, is_core
 from ...strategies import Strategy
 from ...trainer.loop.optimizers import ManagedOptimizer
 from .enums import GradClipAlgorithmType
-from .overrides import find_own
+from .overrides import find_own, is_of_program
 from .patch import extend, patch
 from .precision import computed
 
@@ -44,7 +45,7 @@ def serve_overrides(trainer: Trainer) -> None:
     strategy, precision = trainer.fabric.strategy, trainer.fabric.precision
     own, of_precision = find_own(strategy), find_own(precision)
     for cls in type(strategy).__mro__:
-        if own and not _is_core(cls):
+        if own and is_of_program(cls):
             cls.__bases__ = tuple(map(_adapted, cls.__bases__))
     if "backward" in own:
         patch(strategy, "backward", partial(_backward, trainer))
@@ -182,18 +183,14 @@ for _name in ("setup", *_EVENTS):
 patch(Strategy, "on_train_batch_start", _do_nothing_with_batch)
 
 
-def _is_core(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] in ("loopwright", "builtins", "abc", "typing")
-
-
 @cache
 def _adapted(cls: type) -> type:
     """Return a class of Loopwright as the base of a program's strategy: two methods accept Lightning's arguments."""
-    if not (_is_core(cls) and issubclass(cls, Strategy)):
+    if not (is_core(cls) and issubclass(cls, Strategy)):
         return cls
     methods = {"backward": _with_optimizer(cls.backward), "optimizer_step": _with_model(cls.optimizer_step)}
     metaclass: Any = type(cls)
-    made: type = metaclass(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, **methods})
+    made: type = metaclass(cls.__name__, (cls,), {"__module__": home_of(cls), "__doc__": cls.__doc__, **methods})
     return made
 
 

@@ -46,7 +46,7 @@ from .callbacks import attributes, model_checkpoint  # noqa: F401  # complete cl
 from .callbacks.external import with_external
 from .enums import TrainerFn, TrainerState
 from .errors import NotAttached, PossibleUserWarning
-from .imports.finder import VERSION, LightningFinder
+from .imports.finder import VERSION, LightningFinder, show_paths
 from .iterating_steps import taking_batches
 from .loggers import TensorBoardLogger
 from .loops import LoopView, TrainLoop, count_evaluations, refuse_own_loop
@@ -125,6 +125,7 @@ class Trainer(trainer.Trainer):
             patch(self, "learning_rate_curve", curve)
         for change in switches.functions("tuning"):
             change(self)
+        show_paths()
 
     __init__.__signature__ = inspect.signature(trainer.Trainer.__init__)  # type: ignore[attr-defined]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,3 +97,10 @@ def test_imports_go_one_way() -> None:
             wrong.append(f"{place(file, node)}: {here} imports {part}")
     assert not wrong, "\n".join(wrong)
     assert used == set(DOCUMENTED), "an exception that nothing needs any more"
+
+
+def test_lazy_alone_decides_whose_a_class_is() -> None:
+    # A class may show another library's path: `is_core` and `home_of` see through it.
+    by_path = re.compile(r"""\.__module__\b.*("loopwright|_OWN|_PACKAGE|__package__|__name__\.partition)""")
+    lines = [(file, line) for file in package_files() for line in file.read_text().splitlines()]
+    assert [f"{file.relative_to(ROOT)}: {line.strip()}" for file, line in lines if by_path.search(line)] == []

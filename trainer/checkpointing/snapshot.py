@@ -16,6 +16,7 @@ from ...checkpoint import content as contents
 from ...checkpoint.content import Content
 from ...data.rng import capture_rng, restore_rng
 from ...errors import CheckpointError, LoopwrightError
+from ...lazy import is_core
 from ...messages import warn
 from ...protocols import StateDict
 from ...strategies.base import plain_names
@@ -188,7 +189,7 @@ def counts_batches(callback: Callback) -> bool:
 
     Loopwright's own keep nothing of a validation that has not ended.
     """
-    if type(callback).__module__.startswith(__name__.partition(".")[0] + "."):
+    if is_core(type(callback)):
         return False
     hears = any(find_override(callback, name, (Callback,)) is not None for name in _OF_A_VALIDATION)
     return hears and find_override(callback, "state_dict", (Callback,)) is not None
@@ -383,7 +384,7 @@ def _restore_callbacks(callbacks: list[Callback], states: StateDict) -> None:
         try:
             callback.load_state_dict(states[saved])
         except (TypeError, KeyError, AttributeError, ValueError) as error:
-            if isinstance(error, LoopwrightError) or not type(callback).__module__.startswith("loopwright."):
+            if isinstance(error, LoopwrightError) or not is_core(type(callback)):
                 raise  # a class of the user's has its own reasons
             raise CheckpointError(
                 f"the checkpoint is altered: {key} expects another state, got {type(error).__name__}: {error}.",

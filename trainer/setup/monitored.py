@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...callbacks import Callback
 from ...errors import MissingMetric
+from ...lazy import is_core
 from ...messages import warn
 from ..hooks import find_override, module_bases
 
@@ -131,7 +132,7 @@ def may_log_at_epoch_end(run: Run, name: str) -> bool:
 
 def _has_late_callbacks(run: Run) -> bool:
     """Return whether callbacks of the user's run at the end of epochs, which may log more."""
-    own = (one for one in run.callbacks if not type(one).__module__.startswith("loopwright."))
+    own = (one for one in run.callbacks if not is_core(type(one)))
     return any(_overrides(callback, _LATE_HOOKS, (Callback,)) for callback in own)
 
 

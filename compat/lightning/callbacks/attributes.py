@@ -21,6 +21,7 @@ from ....callbacks import (
     WeightAveraging,
 )
 from ....callbacks.averaging.weights import tensors_of, write
+from ....lazy import is_core
 from ..patch import extend, patch
 from .progress import get_standard_metrics
 
@@ -77,8 +78,7 @@ _get_metrics = ProgressBar.get_metrics
 def _metrics_of_bar(bar: ProgressBar, trainer: Trainer, pl_module: nn.Module) -> dict[str, float | int | str]:
     """Return what is shown beside the bar; to subclasses of the program with `v_num`, which they may take out."""
     shown = _get_metrics(bar, trainer, pl_module)
-    is_own = not type(bar).__module__.startswith(ProgressBar.__module__.partition(".")[0] + ".")
-    return {**get_standard_metrics(trainer), **shown} if is_own else shown
+    return shown if is_core(type(bar)) else {**get_standard_metrics(trainer), **shown}
 
 
 _DETECTOR = ("mode", "warmup", "atol", "rtol", "finite_only")

@@ -13,6 +13,7 @@ from typing import Any
 from ....cli.complete import public_path
 from ....cli.names import ClassProblem, imported_object
 from ....cli.parameters import parameters_of
+from ....lazy import is_core
 from ..imports.paths import PATHS
 
 __all__ = ["in_lightnings_form", "path_of", "written"]
@@ -69,7 +70,7 @@ def _target(path: str) -> Any:
 
 
 def _is_ours(target: Callable[..., object]) -> bool:
-    return target.__module__.partition(".")[0] == "loopwright"
+    return is_core(target)
 
 
 def path_of(target: Any) -> str:

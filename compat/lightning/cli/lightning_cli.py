@@ -23,6 +23,7 @@ from ....cli.names import Trust
 from ....data.hparams import given_to
 from ....errors import ConfigError
 from ....fabric.seed import seed_everything
+from ....lazy import origin
 from ....trainer.module import Module
 from ....trainer.trainer import Trainer as BaseTrainer
 from ..module import LightningDataModule, LightningModule
@@ -453,7 +454,7 @@ def _automatic(register: Mapping[str, tuple[Any, str]]) -> list[str]:
 
 
 def _described(target: type, arguments: Any = None) -> dict[str, Any]:
-    return {"class_path": f"{target.__module__}.{target.__qualname__}", "init_args": to_plain(arguments) or {}}
+    return {"class_path": ".".join(origin(target)), "init_args": to_plain(arguments) or {}}
 
 
 def _put(tree: dict[str, Any], path: str, value: object) -> None:

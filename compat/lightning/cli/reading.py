@@ -15,6 +15,7 @@ from ....cli.plans import plan_trainer
 from ....cli.settings import WRONG, Settings, is_class_node, resolve
 from ....cli.typed import Plan, Typed, with_class_defaults
 from ....errors import ConfigError, nearest
+from ....lazy import home_of
 from ..trainer import Trainer
 from .class_paths import in_lightnings_form, path_of
 from .declared import ClassGroup, Link, Value
@@ -205,7 +206,7 @@ class Reading:
     def _class(self, group: ClassGroup, name: Any) -> Any:
         target = group.target
         own = getattr(target, "__qualname__", "")
-        if not isinstance(target, tuple) and name in (own, f"__main__.{own}", f"{target.__module__}.{own}"):
+        if not isinstance(target, tuple) and name in (own, f"__main__.{own}", f"{home_of(target)}.{own}"):
             return target
         bases = target if isinstance(target, tuple) else (target,)
         try:

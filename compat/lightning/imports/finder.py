@@ -13,8 +13,9 @@ from importlib.util import spec_from_loader
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, cast
 
+from ....lazy import is_core, restore_paths, show_path
 from .absent import make_absent
-from .homes import find_home, has_home
+from .homes import find_home, has_home, shown_paths
 from .metadata import find
 from .paths import PATHS
 from .rank import UTILITIES, find_utilities
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
     from importlib.abc import Loader
     from importlib.metadata import Distribution, DistributionFinder
 
-__all__ = ["ROOTS", "VERSION", "LightningFinder"]
+__all__ = ["ROOTS", "VERSION", "LightningFinder", "show_paths"]
 
 # The version whose names and signatures the tables follow.
 VERSION = "2.6.6"
+
+_PACKAGE = __name__.rsplit(".", 4)[0]
 
 # Module that is run with `python -m` -> the module here whose `main` does it.
 RUN = {
@@ -55,6 +58,9 @@ class LightningFinder:
     def __init__(self, parity: frozenset[str] = frozenset()) -> None:
         self.parity = parity
         self.replacement_of: Callable[[str], object] = lambda name: None
+        self._root = ""  # the package that the program imported first
+        self._shown: dict[str, list[tuple[str, str, str]]] = {}
+        self._seen: set[str] = set()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -76,6 +82,7 @@ class LightningFinder:
 
     def exec_module(self, module: ModuleType) -> None:
         """Give the module its names; none of them is looked up yet."""
+        self._root = self._root or module.__name__.partition(".")[0]
         place = _place(module.__name__)
         names = PATHS[place].split()
         more = next((name[1:] for name in names if name.startswith("*")), None)
@@ -104,6 +111,45 @@ class LightningFinder:
             __version__=VERSION,
         )
 
+    def replace_by(self, replacement_of: Callable[[str], object]) -> None:
+        """Let names mean something else from here on; the classes that they meant do not keep the paths."""
+        self.replacement_of = replacement_of
+        restore_paths()
+        self._seen.clear()
+
+    def show_paths(self) -> None:
+        """Let classes of loaded modules have Lightning's paths, by which other libraries pickle and name them."""
+        loaded = tuple(sys.modules) if self._root else ()
+        for name in [name for name in loaded if name.startswith(f"{_PACKAGE}.") and name not in self._seen]:
+            module = sys.modules[name]
+            if getattr(module.__spec__, "_initializing", False):
+                continue
+            self._seen.add(name)
+            for found in list(vars(module).values()):
+                if isinstance(found, type) and found.__module__ == name:
+                    self.show_path(found)
+
+    def show_path(self, cls: type) -> None:
+        """Let a class have Lightning's path, if Lightning's name means it here."""
+        self._shown = self._shown or shown_paths()
+        own = cls.__name__
+        for home, served, place in self._shown.get(own, ()):
+            meant = self.replacement_of(served) or getattr(sys.modules.get(f"{_PACKAGE}.{home}"), own, None)
+            # In a traceback, an exception has its name, which the documentation uses.
+            if meant is cls and (own == served or not issubclass(cls, BaseException)):
+                shown = import_module(self._path(place))
+                # For inspect.getsource.
+                vars(shown).setdefault("__file__", sys.modules[cls.__module__].__file__)
+                show_path(cls, shown.__name__, served)
+                return
+
+    def _path(self, place: str) -> str:
+        """Return the path of a module, as the program imports Lightning: as one package, or as two."""
+        if self._root == "lightning":
+            return f"lightning.{place}"
+        tree, _, rest = place.partition(".")
+        return f"{'lightning_fabric' if tree == 'fabric' else 'pytorch_lightning'}.{rest}"
+
     def get_code(self, fullname: str) -> CodeType:
         """Return what `python -m` runs."""
         run = RUN.get(_place(fullname))
@@ -113,6 +159,13 @@ class LightningFinder:
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
         """Give the metadata of the packages, to programs that ask for one of them by name."""
         return find(getattr(context, "name", None), VERSION)
+
+
+def show_paths() -> None:
+    """Let classes of modules that were loaded since the last time have Lightning's paths."""
+    for finder in sys.meta_path:
+        if isinstance(finder, LightningFinder):
+            finder.show_paths()
 
 
 def _place(fullname: str) -> str:
@@ -125,15 +178,21 @@ def _resolve(place: str, name: str) -> object:  # whatever the name means
     """Return what a name of a module means here."""
     finder = next((one for one in sys.meta_path if isinstance(one, LightningFinder)), None)
     replacement = None if finder is None else finder.replacement_of(name)
-    if replacement is not None:
-        return replacement
+    found = _find(place, name) if replacement is None else replacement
+    if finder is not None:
+        finder.show_paths()
+        if isinstance(found, type) and is_core(found):
+            finder.show_path(found)  # the module of its home may be newer than its own
+    return found
+
+
+def _find(place: str, name: str) -> object:  # whatever the name means
     home = find_home(place, name)
     if home.startswith("!"):
         return make_absent(name, place, home[1:])
     module, _, attribute = home.partition(":")
     package = "loopwright" if module == "" else f".{module}"
-    root = sys.modules[__name__].__name__.rsplit(".", 4)[0]
-    found = getattr(import_module(package if package == root else f"{root}{package}"), attribute or name)
+    found = getattr(import_module(package if package == _PACKAGE else f"{_PACKAGE}{package}"), attribute or name)
     if isinstance(found, type):
         _evaluate_annotations(found)
     return found

@@ -5,7 +5,9 @@ A home is `module` or `module:name` within loopwright, or `!why` for a name with
 
 from __future__ import annotations
 
-__all__ = ["find_home", "has_home"]
+from .paths import PATHS
+
+__all__ = ["find_home", "has_home", "shown_paths"]
 
 _OWN = "compat.lightning"
 
@@ -172,3 +174,36 @@ def find_home(place: str, name: str) -> str:
 def has_home(name: str) -> bool:
     """Return whether a name of Lightning is supported."""
     return name in _BY_NAME
+
+
+def shown_paths() -> dict[str, list[tuple[str, str, str]]]:
+    """Return, by the name of a class here, its home's module, Lightning's name, and where Lightning defines that.
+
+    A class with several of Lightning's names has the one that is its own, or none.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for place, names in PATHS.items():
+        for name in names.split():
+            home = "!" if name.startswith("*") else find_home(place, name)
+            if not home.startswith("!"):
+                found.setdefault(home, {}).setdefault(name, []).append(place)
+    shown: dict[str, list[tuple[str, str, str]]] = {}
+    for home, served in found.items():
+        module, _, own = home.partition(":")
+        name = own if own in served else next(iter(served))
+        if name == own or len(served) == 1:
+            shown.setdefault(own, []).append((module, name, _definition(served[name])))
+    return shown
+
+
+def _definition(places: list[str]) -> str:
+    """Return which of the modules that export a name defines it: the deepest.
+
+    pytorch/ imports from fabric/. Where both have a file of one name, each has a class; the Trainer's is the usual one.
+    """
+    deepest = sorted(places, key=lambda place: (-place.count("."), place))
+    of_fabric = next((place for place in deepest if place.startswith("fabric")), None)
+    of_trainer = next((place for place in deepest if place.startswith("pytorch")), None)
+    if of_fabric is None or (of_trainer and of_trainer.rpartition(".")[2] == of_fabric.rpartition(".")[2]):
+        return of_trainer or ""
+    return of_fabric

@@ -407,7 +407,7 @@ def test_command_line_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         DemoModel, args=["--model.out_dim", "4", "--trainer.accelerator", "cpu", "--trainer.logger", "false"], run=False
     )
     assert (cli.model.l1.out_features, cli.trainer.max_epochs) == (4, 3)
-    assert type(cli.trainer).__module__.startswith("loopwright.compat")
+    assert type(cli.trainer).__module__ == "lightning.pytorch.trainer.trainer"
     linear = instantiate_class(2, {"class_path": "torch.nn.Linear", "init_args": {"out_features": 5}})
     assert linear.weight.shape == (5, 2)
     assert cli.config.trainer.max_epochs == cli.config.get("trainer.max_epochs") == 3

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import loopwright as lw
 from loopwright.compat.lightning import install, uninstall
+from loopwright.lazy import is_core
 
 # What programs call their attributes, and what Loopwright called its own or may come to call them.
 PLAUSIBLE = [
@@ -36,7 +37,7 @@ def private_names(cls: type) -> set[str]:
     """Return the private names of the attributes and methods of our classes among the bases of a class."""
     found = set[str]()
     for base in cls.__mro__:
-        if base.__module__.startswith("loopwright"):
+        if is_core(base):
             found.update(name for name in vars(base) if name.startswith("_") and not name.startswith("__"))
             for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
