@@ -55,15 +55,21 @@ _OWN_STATES = (
 )
 
 # What readers rely on. A type; a tuple of alternatives; a list of one shape for each entry; a dict of shapes by name,
-# where "name?" may be missing and "*" stands for any name. Floats may be ints, and are finite.
+# where "name?" may be missing and "*" stands for any name. Floats may be ints, and are finite. A range has
+# what an int may be.
 _RNG = {"python": {"version": int, "state": torch.Tensor, "gauss": (float, None)}, "torch": torch.Tensor}
 _NAMES = [str]
+_COUNT, _SIZE = range(2**62), range(1, 2**62)
 _OWN_SHAPE = {
     "schema": int,
     "versions": {"loopwright": str, "*": str},
     "world_size?": int,
     "progress?": {"*": float},
-    "data?": ({"is_open?": bool, "epoch?": int, "position?": int, "*": object}, None),
+    "data?": (
+        {"is_open?": bool, "epoch?": _COUNT, "position?": _COUNT, "samples?": (_COUNT, None), "pulled?": _COUNT,
+         "dataset_length?": (_COUNT, None), "batch_size?": (_SIZE, None), "num_workers?": _COUNT, "*": object},
+        None,
+    ),
     "rng?": (_RNG, None),
     "rng_of_ranks?": [_RNG],
     "rng_places?": ([[int]], None),
@@ -221,6 +227,8 @@ def _misfit(value: object, shape: _Shape, where: str) -> str | None:
     if isinstance(shape, dict):
         if not isinstance(value, Mapping):
             return f"expected a dict at {where or 'the top'}, got {_shown(value)}"
+        if where == "callbacks" and not all(isinstance(key, str) for key in value):
+            return f"expected names at {where}, got {_shown(next(key for key in value if not isinstance(key, str)))}"
         for name, below in shape.items():
             key = name.removesuffix("?")
             if name == "*" and below is not object:
@@ -238,6 +246,9 @@ def _misfit(value: object, shape: _Shape, where: str) -> str | None:
         return None
     if shape is None:
         return None if value is None else f"expected None at {where}, got {_shown(value)}"
+    if isinstance(shape, range):
+        fits = isinstance(value, int) and value in shape
+        return None if fits else f"expected an integer of at least {shape.start} at {where}, got {_shown(value)}"
     fits = isinstance(value, int | float) and math.isfinite(value) if shape is float else isinstance(value, shape)
     return None if fits else f"expected {shape.__name__} at {where}, got {_shown(value)}"
 

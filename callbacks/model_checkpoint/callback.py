@@ -335,7 +335,8 @@ class ModelCheckpoint(Checkpoint):
         """Save if a step or time interval has passed."""
         interval = self._interval
         if self._every_n_train_steps:
-            if not trainer.global_step or trainer.global_step % self._every_n_train_steps:
+            step = trainer.global_step
+            if not step or step % self._every_n_train_steps:
                 return
         elif interval is None:
             return

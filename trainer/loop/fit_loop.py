@@ -285,7 +285,7 @@ class FitLoop:
                     fix="use precision='bf16-mixed' or '32-true', or set evaluates_closure = False on an optimizer "
                     "that needs no second evaluation.",
                 )
-        if plan.optimizer is not None and not type(plan.optimizer).__module__.startswith("torch."):
+        if run.is_automatic and plan.optimizer is not None and not type(plan.optimizer).__module__.startswith("torch."):
             from ..fit_lines import tell_closure  # with the other lines of a fit
 
             tell_closure(self._trainer, plan.optimizer, evaluates=plan.needs_closure)

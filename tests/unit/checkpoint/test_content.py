@@ -86,8 +86,15 @@ def test_an_altered_entry_is_one_error_in_every_reader(
     ("schema", None, "expected int at loopwright.schema, got None"),
     ("progress", 1, "expected a dict at loopwright.progress, got 1"),
     ("rng", {}, "expected the entry python in loopwright.rng"),
+    ("data", {"batch_size": -1}, "expected an integer of at least 1 at loopwright.data.batch_size, got -1"),
 ])  # fmt: skip
 def test_the_error_names_the_entry(key: str, value: Any, reason: str, intact: dict[str, Any], tmp_path: Path) -> None:
     torch.save({**intact, "loopwright": {**intact["loopwright"], key: value}}, tmp_path / "x.ckpt")
     with pytest.raises(CheckpointError, match=reason):
+        resume(tmp_path / "x.ckpt")
+
+
+def test_a_callback_needs_a_name(intact: dict[str, Any], tmp_path: Path) -> None:
+    torch.save({**intact, "callbacks": {5: {}}}, tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointError, match="expected names at callbacks, got 5"):
         resume(tmp_path / "x.ckpt")
