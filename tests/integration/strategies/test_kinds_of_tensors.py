@@ -123,9 +123,14 @@ def train(name: str, size: int, case: tuple[str, str | None, bool], path: Path) 
         return {key: one.detach().to_dense().to(torch.complex128) for key, one in full.items()}
 
 
+def cases_of(name: str) -> list[tuple[str, str | None, bool]]:
+    """Return the cases of a strategy. Each fit on a mesh makes its groups anew, with their threads: fewer for tp."""
+    return [case for case in CASES if name != "tp" or case[1:] == ("norm", False)]
+
+
 def train_all(rank: int, size: int, name: str, folder: Path) -> dict[Any, Any]:
     results: dict[Any, Any] = {}
-    for number, case in enumerate(CASES):
+    for number, case in enumerate(cases_of(name)):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of torch, on complex numbers that are printed or cast
@@ -152,9 +157,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "units", "tp"])
 def test_odd_tensors_are_trained_as_on_one_process_or_refused(name: str, expected: Any, tmp_path: Path) -> None:
-    first, second = run_ranks(train_all, 2, name, tmp_path, connect=False, timeout_s=400)
+    first, second = run_ranks(train_all, 2, name, tmp_path, connect=False, timeout_s=200)
     wrong: list[str] = []
-    for case, wanted in expected.items():
+    for case in cases_of(name):
+        wanted = expected[case]
         kind, clip, is_manual = case
         found, other = first[case], second[case]
         if isinstance(found, str):
