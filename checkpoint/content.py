@@ -99,7 +99,7 @@ _OWN_SHAPE = {
     "excluded?": _NAMES,
     "unfinished?": {"validation_end?": {"rng_of_ranks": [_RNG], "rng_places?": ([[int]], None)},
                     "told_later?": {"event": str, "callbacks": _NAMES}},
-    "after_validation?": ({"*": torch.Tensor}, None),
+    "after_validation?": ({"*": object}, None),  # a Tensor, or a part of one in a folder
 }  # fmt: skip
 _COUNTS = {"*": int}
 _SHAPE = {
