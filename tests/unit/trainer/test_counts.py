@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from typing import Any
@@ -150,11 +151,14 @@ def python_calls(action: Any) -> int:
         nonlocal count
         count += event == "call"
 
+    gc.collect()
+    gc.disable()  # what earlier tests left is not finalized among these calls
     sys.setprofile(profile)
     try:
         action()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 
