@@ -288,7 +288,8 @@ def connect(
         device: The device of this process.
 
     Returns:
-        The store of all ranks, for communication without collectives; None for a group that does not communicate.
+        The store of all ranks, for communication without collectives; None for a group that does not communicate, or
+            whose ranks are threads.
 
     Raises:
         LaunchError: Ranks are missing after the timeout (all are listed), two processes have the same rank, or the
@@ -296,6 +297,8 @@ def connect(
         RankFailure: A rank failed before all ranks were connected.
     """
     global _world, _num_worlds
+    if _are_threads():
+        return None
     timeout = timeout or DEFAULT_TIMEOUT
     world = _current()
     if dist.is_initialized():
@@ -397,6 +400,11 @@ def _hosts(rank: int) -> bool:
 def _is_agents() -> bool:
     """Return whether the store belongs to torchrun's agent, so that it outlives an attempt."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get(HOSTED) != "hosted"
+
+
+def _are_threads() -> bool:
+    """Return whether the ranks are threads of a process, as torch_xla's can be: what a process keeps is not theirs."""
+    return type(distributed_c10d._world).__name__ == "ThreadLocalWorld"
 
 
 def _is_one_machine(cluster: Rendezvous) -> bool:
