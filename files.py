@@ -1,4 +1,4 @@
-"""Files that take the place of others in one step, under temporary names that nobody can predict.
+"""Files that take the place of others in one step, under temporary names that cannot be predicted.
 
 A temporary file is new (an existing name or a link is never opened), in the folder of its target, and locked: the
 kernel drops the lock when the process ends, so that the next one knows which of them were left.
