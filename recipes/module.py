@@ -14,17 +14,29 @@ from typing_extensions import override
 from ..errors import CheckpointError, ConfigError
 from ..trainer.loop.loss import Loss
 from ..trainer.module import Module
-from .loss import Parts, chunk_size, find_parts, full_loss, hidden_states, select_trained, selected_loss
+from .loss import (
+    Parts,
+    RouterLoss,
+    chunk_size,
+    find_parts,
+    find_router_loss,
+    full_loss,
+    hidden_states,
+    select_trained,
+    selected_loss,
+)
 from .model.adapters import adapter_plan
 from .model.fingerprint import fingerprint_of_folder, fingerprint_problems
 from .model.loading import ModelSettings, open_model, settings_as_dict, skeleton
 from .optimizer import OptimizerSettings, make_optimizer, make_schedule
 from .self_check import (
+    check_own_loss,
     check_packing,
     compare_packing,
     has_experts,
     is_head_alone,
     no_trained_token,
+    own_output,
     without_dropout,
 )
 from .strategy_checks import strategy_problems
@@ -73,6 +85,7 @@ class RecipeModule(Module):
         self._fingerprint: dict[str, object] | None = None
         self._is_checked = False
         self._parts: Parts | None = None  # not registered: its modules are those of `model`
+        self._router: RouterLoss | None = None
         self._sizes: Mapping[str, int] = {}
         self._trained: Tensor | float = 0
 
@@ -89,6 +102,8 @@ class RecipeModule(Module):
         self._is_checked = False
         if self.model is None:
             self.model = open_model(self.settings)
+        router = find_router_loss(self.model, self.settings.router_aux_loss_coef)
+        self._router = router if router is not None and router.weight else None
 
     def tensor_plan(self) -> dict[str, str] | None:
         """Return how `tp` splits a model with adapters; None leaves it to the plan of transformers."""
@@ -109,14 +124,17 @@ class RecipeModule(Module):
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Loss:
         if not self._is_checked:
             self._check(batch)
-        loss = self._loss(batch)
+        loss, router_loss = self._loss(batch, self._router)
         self._trained = self._trained + loss.weight
         self.log("train_loss", loss, prog_bar=True)
-        return loss
+        if router_loss is None or self._router is None:
+            return loss
+        self.log("router_aux_loss", router_loss)
+        return Loss(loss.sum + self._router.weight * router_loss.sum, loss.weight)
 
     @override
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
+        self.log("val_loss", self._loss(batch)[0], prog_bar=True, sync_dist=True)
 
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -132,13 +150,13 @@ class RecipeModule(Module):
         """Whether the strategy leaves batches and the parts of the model as they are."""
         return self.chunk_tokens != 0 and not {"pp", "cp"} & self._sizes.keys()
 
-    def _loss(self, batch: Mapping[str, Any]) -> Loss:
+    def _loss(self, batch: Mapping[str, Any], router: RouterLoss | None = None) -> tuple[Loss, Loss | None]:
         if self._parts is None:
-            return full_loss(self.model, batch, has_positions="cp" not in self._sizes)
+            return full_loss(self.model, batch, router=router, has_positions="cp" not in self._sizes)
         if "order" not in batch:
             batch = select_trained(batch)
         chunk = self.chunk_tokens or chunk_size(self.model.config.get_text_config().vocab_size)
-        return selected_loss(self._parts, batch, chunk, calls_head="tp" in self._sizes)
+        return selected_loss(self._parts, batch, chunk, router=router, calls_head="tp" in self._sizes)
 
     def _check(self, batch: Mapping[str, Any]) -> None:
         """Look at the model with the first batch, on all ranks at once."""
@@ -146,8 +164,12 @@ class RecipeModule(Module):
         ids = batch["input_ids"]
         parts = find_parts(self.model) if self._may_select else None
         with without_dropout(self.model):
-            if parts is not None and not is_head_alone(self.model, parts, ids):
-                parts = None
+            if not {"pp", "cp"} & self._sizes.keys():
+                output = own_output(self.model, ids)
+                if self.settings.router_aux_loss_coef != 0:
+                    check_own_loss(output, find_router_loss(self.model))
+                if parts is not None and not is_head_alone(output, parts):
+                    parts = None
             if self.verify_packing and "pp" not in self._sizes:
                 forward = self._logits if parts is None else partial(hidden_states, parts)
                 check_packing(compare_packing(forward, ids), has_experts=has_experts(self.model))

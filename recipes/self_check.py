@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..errors import ConfigError, DataError
-from .loss import Parts, hidden_states, part_logits
+from .loss import Parts, RouterLoss, hidden_states, part_logits
 
 __all__ = [
+    "OwnOutput",
     "Packing",
+    "check_own_loss",
     "check_packing",
     "compare_packing",
     "has_experts",
     "is_head_alone",
     "no_trained_token",
+    "own_output",
     "without_dropout",
 ]
 
@@ -35,6 +41,7 @@ _LEAST_INFLUENCE = 1e-6
 _LEAST_LATER = 1e-4
 _HEAD_TOLERANCE = 0.01
 _HEAD_TOKENS = 16
+_LOSS_TOLERANCE = 1e-4  # relative; both are float32 sums over the same logits
 
 
 @dataclass(frozen=True)
@@ -149,15 +156,69 @@ def has_experts(model: nn.Module) -> bool:
     return any("expert" in name for name, _ in model.named_modules())
 
 
+@dataclass(frozen=True)
+class OwnOutput:
+    """What a model computes when it is called as transformers does, with labels.
+
+    Attributes:
+        ids: Tokens, shape (1, length).
+        positions: Their positions.
+        output: The model's output, with `logits`, `loss`, and the router's logits where it has some.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    output: Any
+
+
 @torch.no_grad()
-def is_head_alone(model: nn.Module, parts: Parts, input_ids: Tensor) -> bool:
-    """Return whether the model's logits are those of its head, with nothing computed behind it that is not known."""
+def own_output(model: nn.Module, input_ids: Tensor) -> OwnOutput:
+    """Return what the model computes on the first tokens of a batch."""
     ids = input_ids[:1, :_HEAD_TOKENS]
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    expected: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits.double()
-    found = part_logits(parts, hidden_states(parts, ids, positions)).double()
+    return OwnOutput(ids, positions, model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False))
+
+
+@torch.no_grad()
+def is_head_alone(own: OwnOutput, parts: Parts) -> bool:
+    """Return whether the model's logits are those of its head, with nothing computed behind it that is not known."""
+    expected: Tensor = own.output.logits.double()
+    found = part_logits(parts, hidden_states(parts, own.ids, own.positions)).double()
     return found.shape == expected.shape and float((found - expected).norm()) <= _HEAD_TOLERANCE * float(
         expected.norm()
+    )
+
+
+@torch.no_grad()
+def check_own_loss(own: OwnOutput, router: RouterLoss | None) -> None:
+    """Refuse a model that adds to its loss what the training would leave out.
+
+    Args:
+        own: What the model computes.
+        router: The router's loss, which is added in training.
+
+    Raises:
+        ConfigError: The model's loss is not the cross entropy with the router's loss.
+    """
+    output, labels = own.output, own.ids
+    logits = output.logits if output.logits.dtype == torch.float64 else output.logits.float()
+    added = 0.0
+    if router is not None and router.own_weight:
+        added = router.own_weight * float(router.value(output.router_logits))
+    # Some models expect labels that are shifted already.
+    known = [
+        added + float(F.cross_entropy(some.flatten(0, 1), of.flatten()))
+        for some, of in ((logits[:, :-1], labels[:, 1:]), (logits, labels))
+    ]
+    loss = float(output.loss)
+    if not math.isfinite(loss) or min(abs(loss - one) for one in known) <= _LOSS_TOLERANCE * abs(loss):
+        return
+    expected = "the cross entropy of its logits" + (" and its router's loss" if added else "")
+    raise ConfigError(
+        f"Expected a model whose loss is {expected}, {known[0]:.6g} on the first tokens, got {loss:.6g}: it adds a "
+        "term, such as a z-loss or label smoothing, that the training would leave out.",
+        fix="remove the term from the model's config.json, or pass router_aux_loss_coef=0 to train on the cross "
+        "entropy alone.",
     )
 
 

@@ -63,6 +63,8 @@ class TrainSettings(DataSettings):
         precision: Precision of the Trainer, such as "bf16-mixed"; None for 32 bits.
         dtype: Type of the parameters, such as "bfloat16"; None: float32 if trained, else that of the folder.
         gradient_checkpointing: Whether blocks are computed again in the backward pass, to save memory.
+        router_aux_loss_coef: Factor of the loss by which a model with experts uses all of them, in addition to the
+            cross entropy; None for what its config.json asks for, 0 for the cross entropy alone.
         chunk_tokens: Tokens whose logits exist at once; None chooses by the vocabulary, 0 computes all at once.
         verify_packing: Whether the first batch shows that packed samples do not influence each other.
         val_every: Optimizer steps between validations; None: at the end of each epoch.
@@ -95,6 +97,7 @@ class TrainSettings(DataSettings):
     precision: int | str | None = None
     dtype: str | None = None
     gradient_checkpointing: bool = False
+    router_aux_loss_coef: float | None = None
     chunk_tokens: int | None = None
     verify_packing: bool = True
     val_every: int | None = None
@@ -129,6 +132,7 @@ class TrainSettings(DataSettings):
             model=self.model,
             dtype=self.dtype,
             gradient_checkpointing=self.gradient_checkpointing,
+            router_aux_loss_coef=self.router_aux_loss_coef,
             trust_remote_code=self.trust_remote_code,
             allow_download=self.allow_download,
             seed=self.seed,

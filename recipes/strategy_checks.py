@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ..strategies import Strategy
+from .loss import find_router_loss
 from .model.checks import skeleton
 from .model.settings import ModelSettings
 
@@ -24,6 +25,7 @@ def strategy_problems(settings: ModelSettings, strategy: Strategy, *, packing: b
         *_quantized(settings, strategy, sizes),
         *_adapted(settings, sizes),
         *_packed(sizes, packing=packing),
+        *_routed(settings, sizes),
     ]
 
 
@@ -51,6 +53,19 @@ def _adapted(settings: ModelSettings, sizes: Mapping[str, int]) -> Iterator[str]
             yield "strategy: Expected no tp with lora.dora, which needs the norm of entire weights, got tp."
         if not skeleton(settings).tp_plan:
             yield f"strategy: Expected a model with a tp_plan for lora with tp, got {settings.model}."
+
+
+def _routed(settings: ModelSettings, sizes: Mapping[str, int]) -> Iterator[str]:
+    axes = sorted({"pp", "cp"} & sizes.keys())
+    if not axes or settings.router_aux_loss_coef == 0:
+        return
+    router = find_router_loss(skeleton(settings), settings.router_aux_loss_coef)
+    if router is not None and router.weight:
+        source = ", as config.json asks" if settings.router_aux_loss_coef is None else ""
+        yield (
+            f"router_aux_loss_coef: Expected 0 with the axis {axes[0]}, on which no rank has all logits of the "
+            f"routers, got {router.weight}{source}."
+        )
 
 
 def _packed(sizes: Mapping[str, int], *, packing: bool) -> Iterator[str]:

@@ -34,8 +34,9 @@ class RecipeData(DataModule):
     """Tokenizes data once into a cache, plans rows, and gives batches of them.
 
     A batch is a dict of int64 tensors of shape (rows, length): `input_ids`; `labels`, at each position the token that
-    follows it if it is trained, else -100; and `position_ids`, which begin again at 0 for each sample in a row. There
-    is no attention mask: attention is causal, and padding is on the right.
+    follows it if it is trained, else -100; and `position_ids`, which begin again at 0 for each sample in a row;
+    and of `lengths`, shape (rows), the tokens of each row. There is no attention mask: attention is causal, and padding
+    is on the right.
 
     Example:
         data = RecipeData(DataSettings("chat.jsonl", max_length=1024), tokenizer, Path("runs/a/cache"))

@@ -64,6 +64,8 @@ class Rows(Dataset[dict[str, Array]]):
 class Collate:
     """Makes a batch of rows: pads them on the right.
 
+    `lengths` are the numbers of tokens of the rows, without padding.
+
     Padding counts on from the last sample's positions: attention is causal, so nothing before it sees it, and its
     labels are -100.
 
@@ -82,6 +84,7 @@ class Collate:
             "input_ids": np.full((len(rows), width), self.pad_id, np.int64),
             "labels": np.full((len(rows), width), _IGNORED, np.int64),
             "position_ids": np.empty((len(rows), width), np.int64),
+            "lengths": np.array([len(row["input_ids"]) for row in rows], np.int64),
         }
         for at, row in enumerate(rows):
             length = len(row["input_ids"])

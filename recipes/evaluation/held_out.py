@@ -20,7 +20,7 @@ from ...trainer.loop.loss import Loss
 from ..data import DataSettings, RecipeData
 from ..inference.model import num_embeddings, raise_problems
 from ..loss import chunk_size, find_parts, full_loss, select_trained, selected_loss
-from ..self_check import is_head_alone
+from ..self_check import is_head_alone, own_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +30,7 @@ __all__ = ["MeanLoss", "data_batches", "held_out_settings", "mean_loss"]
 # Any in this file: models of transformers, and settings from YAML.
 
 Batch = dict[str, Tensor]
-LossFunction = Callable[[Mapping[str, Any]], Loss]
+LossFunction = Callable[[Mapping[str, Any]], tuple[Loss, Loss | None]]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def mean_loss(model: Any, batches: Iterable[Batch], *, limit: int | None = None)
         chosen = select_trained(batch)
         moved = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in chosen.items()}
         loss_of = loss_of or _loss_function(model, moved["input_ids"])
-        total += loss_of(moved).sum
+        total += loss_of(moved)[0].sum
         tokens += chosen["num_trained"]
         rows += len(batch["labels"])
     return MeanLoss(float(total) / tokens if tokens else math.nan, tokens, rows)
@@ -82,7 +82,7 @@ def mean_loss(model: Any, batches: Iterable[Batch], *, limit: int | None = None)
 def _loss_function(model: Any, ids: Tensor) -> LossFunction:
     """Return how a batch's loss is computed: from logits of trained tokens only, where they are the same."""
     parts = find_parts(model)
-    if parts is None or not is_head_alone(model, parts, ids):
+    if parts is None or not is_head_alone(own_output(model, ids), parts):
         return partial(full_loss, model)
     return partial(selected_loss, parts, chunk=chunk_size(model.config.get_text_config().vocab_size))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from packaging.version import Version
 
 from ...errors import ConfigError, MissingDependency, nearest
+from ..loss import find_router_loss
 from .adapters import add_adapters
 from .fingerprint import check_weight_files
 from .settings import DTYPES, QUANTIZATIONS, LoraSettings, ModelSettings
@@ -42,6 +44,11 @@ def model_problems(settings: ModelSettings) -> list[str]:
         model = skeleton(settings)
     except ConfigError as error:
         return [error.what, *problems]
+    if (coef := settings.router_aux_loss_coef) and find_router_loss(model) is None:
+        problems.append(
+            f"router_aux_loss_coef: Expected a model with experts whose code has load_balancing_loss_func, got {coef} "
+            f"for {type(model).__name__}."
+        )
     if settings.lora is not None and not problems:
         problems += _target_problems(model, settings.lora)
     return problems
@@ -154,6 +161,9 @@ def _config_problems(settings: ModelSettings, config: Path) -> Iterator[str]:
 def _plain_problems(settings: ModelSettings) -> Iterator[str]:
     if settings.dtype is not None and settings.dtype not in DTYPES:
         yield f"dtype: Expected one of {', '.join(DTYPES)}, got {settings.dtype!r}{nearest(settings.dtype, DTYPES)}."
+    coef = settings.router_aux_loss_coef
+    if coef is not None and not 0 <= coef < math.inf:
+        yield f"router_aux_loss_coef: Expected at least 0, got {coef}."
     lora = settings.lora
     if lora is None:
         return

@@ -44,6 +44,8 @@ class ModelSettings:
         dtype: Dtype of the base's parameters, such as "bfloat16"; with `quantize`, of what is computed with them. None:
             float32 for those that are trained, the folder's for a frozen base.
         gradient_checkpointing: Whether blocks are computed again in the backward pass instead of keeping activations.
+        router_aux_loss_coef: Factor of the loss by which a model with experts uses all of them; None for what its
+            configuration asks for, 0 for the cross entropy alone.
         trust_remote_code: Whether code in the folder may run.
         allow_download: Whether `model` may be the name of a model on the hub.
         seed: Seed of random initial values, those of adapters as well.
@@ -55,6 +57,7 @@ class ModelSettings:
     quantize: str | None = None
     dtype: str | None = None
     gradient_checkpointing: bool = False
+    router_aux_loss_coef: float | None = None
     trust_remote_code: bool = False
     allow_download: bool = False
     seed: int = 0

@@ -20,6 +20,7 @@ from loopwright.recipes.model.settings import LoraSettings, ModelSettings
 VOCAB = 96
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 ROPE = {**SIZES, "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 128}
+ROUTED = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 FAMILIES = ("llama", "qwen3", "gemma3", "gemma2", "gpt2", "mistral")
 
@@ -45,6 +46,16 @@ def config(family: str, **changes: Any) -> Any:
             **{**ROPE, **TOKENS, "head_dim": 8, "sliding_window": 6, "final_logit_softcapping": 2.0, **changes}
         ),
         "cohere": lambda: hf.CohereConfig(**{**ROPE, **TOKENS, "logit_scale": 0.25, **changes}),
+        "mixtral": lambda: hf.MixtralConfig(**{**ROPE, **TOKENS, **ROUTED, "num_local_experts": 4, **changes}),
+        "bamba": lambda: hf.BambaConfig(
+            **{
+                **ROPE, **TOKENS, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
+                "mamba_n_groups": 1, "mamba_chunk_size": 8, "z_loss_coefficient": 0.1, **changes,
+            }
+        ),
+        "qwen3_moe": lambda: hf.Qwen3MoeConfig(
+            **{**ROPE, **TOKENS, **ROUTED, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 24, **changes}
+        ),
         "gpt2": lambda: hf.GPT2Config(
             **{
                 **TOKENS, "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128,

@@ -152,5 +152,30 @@ def test_a_quantized_base_on_two_ranks_is_one_process(name: str, folder: Path) -
     compare(name, 2, 2, folder, "nf4", 5)
 
 
+def fit_experts(folder: Path, strategy: Any, size: int, accumulate: int) -> dict[str, Tensor]:
+    module = Seen(settings(folder), OptimizerSettings(learning_rate=1e-2, eps=1e-4), 2)
+    trainer(strategy, size, accumulate_grad_batches=accumulate, max_steps=2).fit(module, loader(2))
+    return module.seen[-1] if module.seen else {}
+
+
+def train_experts(rank: int, size: int, folder: Path) -> list[dict[str, Tensor]]:
+    return [
+        fit_experts(folder, strategy, size, accumulate)
+        for strategy, accumulate in (
+            (DDPStrategy(), 2),
+            (FSDPStrategy(auto_wrap_policy={"MixtralDecoderLayer"}), 2),
+            (MeshStrategy(tp=2), 4),
+        )
+    ]
+
+
+def test_the_loss_of_a_router_on_two_ranks_is_that_of_one_process(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "m", "mixtral")
+    alone = fit_experts(folder, "auto", 1, 4)  # the same micro-batches, of which the term is a mean
+    for name, found in zip(("ddp", "fsdp", "tp"), run_ranks(train_experts, 2, folder, connect=False)[0], strict=True):
+        for key, one in found.items():
+            torch.testing.assert_close(one, alone[key], rtol=0, atol=6e-6, msg=f"{name}: {key}")
+
+
 def test_units_are_the_blocks_of_the_model(folder: Path) -> None:
     assert block_classes(settings(folder)) == BLOCKS

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from loopwright.recipes.loss import chunk_size, find_parts, full_loss, select_trained, selected_loss
 from loopwright.recipes.model.loading import open_model
-from loopwright.recipes.self_check import is_head_alone
+from loopwright.recipes.self_check import is_head_alone, own_output
 
 
 @pytest.mark.parametrize("calls_head", [False, True])
@@ -24,7 +24,7 @@ def test_chunks_have_the_loss_and_the_gradients_of_all_logits(tmp_path: Path, ch
     expected = torch.autograd.grad(loss, list(model.parameters()))
     parts = find_parts(model)
     assert parts is not None
-    found = selected_loss(parts, select_trained(given), chunk, calls_head=calls_head)
+    found, _ = selected_loss(parts, select_trained(given), chunk, calls_head=calls_head)
     assert found.weight == int(count)
     torch.testing.assert_close(found.sum, loss, rtol=1e-14, atol=0)
     for one, other in zip(torch.autograd.grad(found.sum, list(model.parameters())), expected, strict=True):
@@ -36,11 +36,11 @@ def test_both_losses_are_those_of_a_loop_by_hand(tmp_path: Path, family: str) ->
     model = open_model(settings(save_model(tmp_path / "m", family)))
     given = batch()
     loss, count = own_loss(model, given)
-    full = full_loss(model, given)
+    full, _ = full_loss(model, given)
     parts = find_parts(model)
     assert parts is not None
-    assert is_head_alone(model, parts, given["input_ids"])
-    selected = selected_loss(parts, select_trained(given), 7)
+    assert is_head_alone(own_output(model, given["input_ids"]), parts)
+    selected, _ = selected_loss(parts, select_trained(given), 7)
     for found in (full, selected):
         assert int(found.weight) == int(count)
         torch.testing.assert_close(found.sum, loss, rtol=1e-6, atol=0)
@@ -50,7 +50,7 @@ def test_a_model_that_scales_its_logits_is_noticed(tmp_path: Path) -> None:
     model = open_model(settings(save_model(tmp_path / "m", "cohere")))
     parts = find_parts(model)
     assert parts is not None
-    assert not is_head_alone(model, parts, batch()["input_ids"])
+    assert not is_head_alone(own_output(model, batch()["input_ids"]), parts)
 
 
 def test_labels_in_no_row_give_a_loss_of_zero_with_gradients(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_labels_in_no_row_give_a_loss_of_zero_with_gradients(tmp_path: Path) -> 
     given["labels"].fill_(-100)
     parts = find_parts(model)
     assert parts is not None
-    found = selected_loss(parts, select_trained(given), 4)
+    found, _ = selected_loss(parts, select_trained(given), 4)
     found.sum.backward()
     assert found.sum == 0
     assert found.weight == 0
@@ -100,7 +100,7 @@ def test_no_tensor_of_all_logits_exists(tmp_path: Path) -> None:
                 return result
 
         with Watch():
-            selected_loss(parts, given, chunk).sum.backward()
+            selected_loss(parts, given, chunk)[0].sum.backward()
         return max(one for one in rows if one != 32)  # 32: the gradient of the weight, transposed
 
     assert largest(8) == 8

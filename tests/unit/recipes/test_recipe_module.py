@@ -14,6 +14,7 @@ from torch import Tensor
 
 import loopwright as lw
 from loopwright import CheckpointError, ConfigError, DataError
+from loopwright.recipes.loss import find_router_loss
 from loopwright.recipes.model.loading import LoraSettings, ModelSettings, open_model
 from loopwright.recipes.module import OptimizerSettings, RecipeModule, block_classes
 from loopwright.recipes.optimizer import learning_rate_share, make_optimizer
@@ -150,6 +151,71 @@ def test_data_without_a_trained_token_are_refused(folder: Path) -> None:
         module = RecipeModule(settings(folder), OptimizerSettings(), 2, chunk_tokens=chunk_tokens)
         with pytest.raises(DataError, match="labels that are all -100"):
             trainer(max_steps=-1, max_epochs=1).fit(module, batches)
+
+
+# -- what a model adds to its loss -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 0])
+@pytest.mark.parametrize(("family", "kind"), [("mixtral", "full"), ("qwen3_moe", "lora")])
+def test_the_loss_of_a_router_counts_by_tokens(
+    tmp_path: Path, family: str, kind: str, chunk_tokens: int | None
+) -> None:
+    chosen = settings(save_model(tmp_path / "m", family), kind)
+    module = Gradients(chosen, OptimizerSettings(), 1, chunk_tokens=chunk_tokens)
+    runner = trainer(max_steps=1, accumulate_grad_batches=2)
+    runner.fit(module, loader(2, rows=4))
+
+    model: Any = open_model(chosen)
+    crosses, added, tokens = torch.zeros(()), torch.zeros(()), torch.zeros(())
+    for given in loader(2, rows=4):
+        loss, count = own_loss(model, given)
+        routed = model(
+            input_ids=given["input_ids"], position_ids=given["position_ids"], use_cache=False, output_router_logits=True
+        )
+        crosses, added, tokens = crosses + loss, added + count * routed.aux_loss, tokens + count
+    ((crosses + 0.5 * added) / tokens).backward()
+    for name, one in model.named_parameters():
+        if one.grad is not None:
+            torch.testing.assert_close(module.found[name], one.grad, rtol=0, atol=1e-6, msg=name)
+    found = runner.callback_metrics
+    assert float(found["train_loss"]) == pytest.approx((crosses / tokens).item(), rel=1e-6)  # as without experts
+    assert float(found["router_aux_loss"]) == pytest.approx((added / tokens).item(), rel=1e-6)
+    assert module.notes == []
+
+
+def test_the_factor_of_a_routers_loss_is_a_setting(tmp_path: Path) -> None:
+    silent = save_model(tmp_path / "silent", "mixtral", output_router_logits=False)
+    asking = save_model(tmp_path / "asking", "mixtral")
+    found = {}
+    for name, folder, coef in (("0", asking, 0.0), ("none", silent, None), ("0.5", silent, 0.5), ("own", asking, None)):
+        module = Gradients(settings(folder, router_aux_loss_coef=coef), OptimizerSettings(), 1)
+        trainer(max_steps=1).fit(module, loader(2, rows=2))
+        found[name] = module.found
+    assert all(torch.equal(one, found["none"][name]) for name, one in found["0"].items())
+    assert all(torch.equal(one, found["own"][name]) for name, one in found["0.5"].items())
+    assert any(not torch.equal(one, found["own"][name]) for name, one in found["0"].items())
+
+
+def test_padding_has_no_part_in_the_loss_of_a_router(tmp_path: Path) -> None:
+    model: Any = open_model(settings(save_model(tmp_path / "m", "mixtral")))
+    router = find_router_loss(model)
+    assert router is not None
+    ids, lengths = batch(2)["input_ids"], torch.tensor([16, 9])
+    logits = model(input_ids=ids, use_cache=False).router_logits
+    kept = torch.cat([torch.arange(16), 16 + torch.arange(9)])
+    expected = router.value([one[kept] for one in logits])
+    found = router.of_batch(logits, {"input_ids": ids, "lengths": lengths}, 5.0)
+    torch.testing.assert_close(found.mean(), expected)
+    assert abs((router.value(logits) - expected).item()) > 1e-4
+
+
+def test_a_term_that_would_be_left_out_is_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "m", "bamba")
+    with pytest.raises(ConfigError, match=r"loss is the cross entropy of its logits, \d.* it adds a term"):
+        trainer().fit(RecipeModule(settings(folder), OptimizerSettings(), 4, verify_packing=False), loader(2))
+    allowed = settings(folder, router_aux_loss_coef=0)
+    trainer(max_steps=1).fit(RecipeModule(allowed, OptimizerSettings(), 1, verify_packing=False), loader(2))
 
 
 # -- optimizer ---------------------------------------------------------------------------------------------------------

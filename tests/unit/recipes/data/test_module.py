@@ -24,11 +24,14 @@ def opened(settings: DataSettings, folder: Path, tokenizer: object = None) -> Re
     return data
 
 
+NAMES = ("input_ids", "labels", "position_ids")
+
+
 def samples_of(batches: object, pad: int) -> list[tuple[int, ...]]:
     """Return the tokens of each sample in batches: where positions begin again, a new one begins."""
     found = []
     for batch in batches:
-        for ids, labels, positions in zip(*(batch[name].tolist() for name in batch), strict=True):
+        for ids, labels, positions in zip(*(batch[name].tolist() for name in NAMES), strict=True):
             starts = [at for at, position in enumerate(positions) if position == 0]
             for first, end in zip(starts, [*starts[1:], len(ids)], strict=True):
                 length = end - first
@@ -43,10 +46,11 @@ def test_a_batch_holds_samples_with_labels_of_the_next_token_and_positions_that_
     records = [chat(number) for number in range(6)]
     data = opened(DataSettings(write_jsonl(tmp_path / "a.jsonl", records), max_length=96), tmp_path, tokenizer)
     (batch,) = [batch for batch in data.train_dataloader() if batch["position_ids"].eq(0).sum() > 1][:1]
-    assert list(batch) == ["input_ids", "labels", "position_ids"]
+    assert list(batch) == [*NAMES, "lengths"]
+    assert sum(int(one["lengths"].sum()) for one in data.train_dataloader()) == data.report.tokens
     assert {(one.dtype, one.shape[0]) for one in batch.values()} == {(torch.int64, 1)}
     texts = {tokenizer.apply_chat_template(one["messages"], tokenize=False): one for one in records}
-    ids, labels, positions = (batch[name][0].tolist() for name in ("input_ids", "labels", "position_ids"))
+    ids, labels, positions = (batch[name][0].tolist() for name in NAMES)
     starts = [at for at, position in enumerate(positions) if position == 0]
     for first, end in pairwise(starts):
         record = texts[tokenizer.decode(ids[first:end])]

@@ -271,5 +271,23 @@ def test_adapters_on_tp_need_a_plan_of_the_model(tmp_path: Path) -> None:
     assert "Expected a model with a tp_plan" in found[0]
 
 
+@pytest.mark.parametrize("axis", ["pp", "cp"])
+def test_the_loss_of_a_router_needs_ranks_with_all_of_its_logits(tmp_path: Path, axis: str) -> None:
+    experts = save_model(tmp_path / "m", "mixtral")
+    strategy = MeshStrategy(**{axis: 2})
+    (problem,) = strategy_problems(settings(experts), strategy, packing=False)
+    assert f"router_aux_loss_coef: Expected 0 with the axis {axis}" in problem
+    assert "got 0.5, as config.json asks" in problem
+    assert strategy_problems(settings(experts, router_aux_loss_coef=0), strategy, packing=False) == []
+
+
+def test_the_loss_of_a_router_needs_experts(folder: Path) -> None:
+    (problem,) = model_problems(settings(folder, router_aux_loss_coef=0.01))
+    assert "router_aux_loss_coef: Expected a model with experts" in problem
+    assert "got 0.01 for LlamaForCausalLM" in problem
+    (problem,) = model_problems(settings(folder, router_aux_loss_coef=-1))[:1]
+    assert "router_aux_loss_coef: Expected at least 0, got -1." in problem
+
+
 def test_cp_is_allowed_without_packing(folder: Path) -> None:
     assert strategy_problems(settings(folder), MeshStrategy(cp=2), packing=False) == []
