@@ -640,10 +640,7 @@ class Trainer(TrainerAttributes):
         stop_coordination = self.stop_coordination
         if stop_coordination is not None and stop_coordination.is_by_signal:
             return None if isinstance(error, KeyboardInterrupt | StopBySignal) else self._lw_run_signals.stop_error()
-        cause = watch.explain(error)
-        if cause is None:
-            watch.report(error)
-        return cause
+        return watch.explain_or_report(error)
 
     def _lw_plan(self, verb: str, given: dict[str, Loaders]) -> begin.Plan:
         arguments = self._lw_arguments

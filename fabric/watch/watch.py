@@ -40,7 +40,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -244,6 +245,24 @@ class Watch:
 
     # --- the main thread: failures -----------------------------------------------------------------------------------
 
+    def explain_or_report(self, error: BaseException) -> RankFailure | None:
+        """Return the failure of another rank that caused this error; without one, report the error as this rank's own.
+
+        Args:
+            error: The caught error. A loader worker that has died in the meantime is added to its notes.
+
+        Returns:
+            The error to raise instead, None if the error is this rank's own.
+        """
+        if self._thread is None or os.getpid() != self._pid:
+            return None
+        with _without_child_signals():
+            explained = None if _note_dead_worker(error) else self.explain(error)
+            if explained is None:
+                _note_dead_worker(error)
+                self.report(error)
+        return explained
+
     def report(self, error: BaseException) -> None:
         """Notify all ranks that this one failed, before teardown. The first failure of all ranks wins.
 
@@ -262,14 +281,6 @@ class Watch:
                 return
             self._note_notified("own")
             run = max(self._run, self._settled + 1)
-        try:
-            self._post_own(error, run)
-        except RuntimeError as late:
-            # torch raises it from its SIGCHLD handler for a loader worker that died, anywhere in this thread.
-            error.add_note(str(late))
-            self._post_own(error, run)
-
-    def _post_own(self, error: BaseException, run: int) -> None:
         failure = Failure.of(error, rank=self._rank, place=self._where())
         crashed = self._crash_of_worker()
         if crashed:
@@ -415,9 +426,7 @@ class Watch:
         """Publish an uncaught exception that no run has published; installed as `sys.excepthook`."""
         explained = None
         if os.getpid() == self._pid and error is not self._last_error:
-            explained = self.explain(error)
-            if explained is None:
-                self.report(error)
+            explained = self.explain_or_report(error)
         self._earlier_hook(kind, error, trace)
         if explained is not None:
             self._earlier_hook(type(explained), explained, None)
@@ -683,6 +692,33 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:
         return error.code
     return 1
+
+
+@contextmanager
+def _without_child_signals() -> Iterator[None]:
+    """Hold off torch's handler of SIGCHLD, which raises for a dead loader worker anywhere in the main thread."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+
+
+def _note_dead_worker(error: BaseException) -> bool:
+    """Add to an error's notes that a loader worker of this process has died, which torch says once; False without."""
+    workers = sys.modules.get("torch.utils.data._utils.signal_handling")
+    if workers is None:
+        return False
+    try:
+        workers._error_if_any_worker_fails()
+    except RuntimeError as death:
+        error.add_note(str(death))
+        return True
+    return False
 
 
 def _flush() -> None:

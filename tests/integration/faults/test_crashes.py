@@ -123,7 +123,7 @@ def test_the_rank_that_started_the_others_says_so_itself(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_loader_worker_that_a_signal_ended_shows_its_stack(tmp_path: Path) -> None:
     said = run(tmp_path, "worker", "ddp_fork", 0)
-    assert "is killed by signal: Segmentation fault" in said
+    # torch's own line is not asked for: the socket of the dead worker can close before the system reports its end.
     assert "such as a loader worker, crashed: Fatal Python error: Segmentation fault" in said
     assert line_of("__getitem__")["string_at"] in said
     assert "stage train" in said

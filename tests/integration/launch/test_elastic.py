@@ -64,9 +64,9 @@ class Agents:
         (folder / "train.py").write_text(TRAIN)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+            self.port = free.getsockname()[1]
         self.command = [
-            sys.executable, "-m", *command, "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job",
+            sys.executable, "-m", *command, "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "job",
             "--rdzv-conf", "last_call_timeout=2", "--nproc-per-node", "1", "--max-restarts", "3",
             str(folder / "train.py"), str(folder), *program,
         ]  # fmt: skip
@@ -79,7 +79,17 @@ class Agents:
                 self.command, env=self.variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
         self.agents.append(agent)
+        # The agent that binds the port first holds the rendezvous: it must be the first one, which no test kills.
+        ends = time.monotonic() + 120
+        while len(self.agents) == 1 and not self.listens():
+            assert time.monotonic() < ends, self.said()
+            time.sleep(0.05)
         return agent
+
+    def listens(self) -> bool:
+        """Return whether an agent holds the store of the rendezvous."""
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", self.port)) == 0
 
     def steps(self) -> list[tuple[float, int, int]]:
         """Return time, step and number of ranks of each step that a rank has made."""
