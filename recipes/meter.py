@@ -42,8 +42,8 @@ class Meter(Callback):
         parameters: Number of trained and of frozen parameters.
         flops_per_token: Estimate of the FLOPs of a training step: 6 per trained parameter and 4 per frozen one,
             without embeddings that are only looked up, and without attention scores.
-        first_loss: Training loss of the first step.
-        last_loss: Training loss of the last step.
+        first_loss: Training loss of the first step, over all ranks.
+        last_loss: Training loss of the last step, over all ranks.
         peak_flops: FLOP/s of one device; None if unknown.
     """
 
@@ -97,8 +97,8 @@ class Meter(Callback):
             self._trained = self._trained + (batch["labels"] != _IGNORED).sum()
             self._positions += batch["labels"].numel()
         self._steps = trainer.global_step - self._began_at
-        if self.first_loss is None and trainer.global_step and trainer.is_global_zero:
-            self.first_loss = float(trainer.callback_metrics["train_loss"])  # waits for the device, once
+        if self.first_loss is None and trainer.global_step:
+            self.first_loss = _loss_of_step(trainer)  # on all ranks; waits for the device, once
         if self._log_steps.is_due(trainer, trainer.log_every_n_steps):
             self._log(trainer)
 
@@ -133,7 +133,7 @@ class Meter(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Sum up; the ranks exchange their peaks of memory."""
         if self._steps:
-            self.last_loss = float(trainer.callback_metrics["train_loss"])
+            self.last_loss = _loss_of_step(trainer)
         self.totals = self._read(self._count_all(trainer))
         self.memory_bytes = trainer.strategy.gather_objects(_peak_memory(trainer.fabric.device))
         self._before = None
@@ -174,6 +174,12 @@ class Meter(Callback):
         self.flops_per_token = state_dict["flops_per_token"]
         self.first_loss, self.last_loss = state_dict["first_loss"], state_dict["last_loss"]
         self.peak_flops = state_dict["peak_flops"]
+
+
+def _loss_of_step(trainer: Trainer) -> float:
+    """Return the training loss of the last step, over all ranks and their tokens. On every rank."""
+    trainer.synchronize_metrics("train_loss")
+    return float(trainer.callback_metrics["train_loss"])
 
 
 def _count_parameters(module: nn.Module) -> tuple[tuple[int, int], int]:

@@ -126,10 +126,10 @@ class RecipeModule(Module):
             self._check(batch)
         loss, router_loss = self._loss(batch, self._router)
         self._trained = self._trained + loss.weight
-        self.log("train_loss", loss, prog_bar=True)
+        self.log("train_loss", loss, prog_bar=True, sync_dist=True)
         if router_loss is None or self._router is None:
             return loss
-        self.log("router_aux_loss", router_loss)
+        self.log("router_aux_loss", router_loss, sync_dist=True)
         return Loss(loss.sum + self._router.weight * router_loss.sum, loss.weight)
 
     @override

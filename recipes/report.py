@@ -44,8 +44,8 @@ class RunReport:
         epochs: Times that the data were read.
         global_batch: Rows per step over all ranks.
         ranks: Ranks that read different data.
-        train_loss: Loss per trained token of the last logged step; None if nothing was logged.
-        first_train_loss: That of the first logged step.
+        train_loss: Loss per trained token of the last step, over all ranks; None without a step.
+        first_train_loss: That of the first step.
         val_loss: Loss per trained token of the last validation; None without validation.
         best_val_loss: The lowest one.
         seconds: Of training, without validation, of all runs in this folder.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ from recipe_models import import_libraries
 from recipe_runs import largest_difference, make_inputs, same_bits, settings, weights
 
 import loopwright as lw
+from loopwright.loggers import CSVLogger
 from loopwright.recipes.train import finetune
 
 # Any in this file: settings.
@@ -97,6 +99,25 @@ def fsdp_steps(rank: int, size: int, inputs: Path, out: Path, changes: dict[str,
         settings(inputs, out, packing=False, steps=2, global_batch=8, micro_batch=2, devices=size, strategy="fsdp")
     )
     return None if report is None else report.steps
+
+
+def losses(rank: int, size: int, inputs: Path, out: Path) -> list[float | None]:
+    """Return the losses of the report, and those that were logged, of steps 2 and 4 of 5."""
+    given = {"packing": False, "steps": 5, "global_batch": 8, "micro_batch": 2, "strategy": "ddp" if size > 1 else "auto"}
+    trainer = {"logger": CSVLogger(out, name="logs", version=""), "log_every_n_steps": 2}
+    report = finetune(settings(inputs, out, devices=size, trainer=trainer, learning_rate=1e-2, **given))
+    if report is None:
+        return []
+    with (out / "logs" / "metrics.csv").open() as rows:
+        logged = [float(row["train_loss"]) for row in csv.DictReader(rows) if row["train_loss"]]
+    assert len(logged) == 2
+    return [report.first_train_loss, report.train_loss, *logged]
+
+
+def test_losses_are_those_of_all_ranks(inputs: Path, tmp_path: Path) -> None:
+    alone = losses(0, 1, inputs, tmp_path / "alone")
+    found = run_ranks(losses, 2, inputs, tmp_path / "run", connect=False)[0]
+    assert found == pytest.approx(alone, rel=1e-6)
 
 
 def test_a_killed_run_goes_on_with_the_same_bits(inputs: Path, alone: Path, interrupted: Path, tmp_path: Path) -> None:
