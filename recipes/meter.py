@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ..callbacks import Callback
 from ..callbacks.monitors.measuring import Clock, LogSteps
 from ..callbacks.summary.summary import count_elements
+from ..errors import NonFiniteError
 from ..fabric.peak_flops import get_available_flops, synchronize
 
 if TYPE_CHECKING:
@@ -26,13 +28,16 @@ _IGNORED = -100
 
 
 class Meter(Callback):
-    """Sets the number of steps, counts tokens and seconds, and logs `tokens_per_step` and rates at log boundaries.
+    """Sets the number of steps, counts tokens and seconds, and logs rates and norms at log boundaries.
+
+    A training whose loss or weights are not finite ends with an error, before they are in a checkpoint.
 
     Counts are of all ranks, in checkpoints too, and continue in a resumed run. At log boundaries they are those of this
     rank, times the ranks that read different data.
 
     Args:
         make_plan: Returns the steps of the training; called when the data are set up, on every rank.
+        describe_rows: Returns which records the rows of these numbers hold.
         limits_steps: Whether the Trainer ends after these steps, because `tokens` is given.
 
     Attributes:
@@ -47,8 +52,10 @@ class Meter(Callback):
         peak_flops: FLOP/s of one device; None if unknown.
     """
 
-    def __init__(self, make_plan: Callable[[], StepPlan], *, limits_steps: bool) -> None:
-        self._make_plan, self._limits_steps = make_plan, limits_steps
+    def __init__(
+        self, make_plan: Callable[[], StepPlan], describe_rows: Callable[[Iterable[int]], str], *, limits_steps: bool
+    ) -> None:
+        self._make_plan, self._describe_rows, self._limits_steps = make_plan, describe_rows, limits_steps
         self.plan: StepPlan | None = None
         self.totals: dict[str, float] = {"trained": 0, "positions": 0, "steps": 0, "seconds": 0.0}
         self.memory_bytes: list[int] = []
@@ -78,6 +85,9 @@ class Meter(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Start the clock."""
         device = trainer.fabric.device
+        run = trainer.present_run()
+        assert run is not None
+        run.watch.describe = partial(self._describe_batch, trainer, pl_module)
         self.parameters, self.flops_per_token = _count_parameters(pl_module)
         self.peak_flops = get_available_flops(device, trainer.precision_plugin.policy.compute_dtype)
         if device.type == "cuda":
@@ -100,13 +110,39 @@ class Meter(Callback):
         if self.first_loss is None and trainer.global_step:
             self.first_loss = _loss_of_step(trainer)  # on all ranks; waits for the device, once
         if self._log_steps.is_due(trainer, trainer.log_every_n_steps):
-            self._log(trainer)
+            self._log(trainer, pl_module)
 
-    def _log(self, trainer: Trainer) -> None:
+    def _describe_batch(self, trainer: Trainer, module: Any, batch: int) -> str:
+        """Return which records a micro-batch held, or those of the step before it, whose gradients were not finite."""
+        progress = trainer.progress
+        index = batch - (progress.total_batches - progress.batches_in_epoch)
+        held = [(rows, norm) for at, rows, norm in module.recent if at == index][-1:]
+        if not held:
+            return ""
+        ((rows, norm),) = held
+        if norm is None or math.isfinite(norm):
+            return self._describe_held([rows])
+        held = [(rows, before) for at, rows, before in module.recent if at < index and before is not norm]
+        window = [rows for rows, before in held if before is held[-1][1]]
+        return f"after a step whose gradients had a norm of {float(norm)}: {self._describe_held(window)}"
+
+    def _describe_held(self, rows: list[Tensor | None]) -> str:
+        return self._describe_rows(number for one in rows if one is not None for number in one.tolist())
+
+    def _log(self, trainer: Trainer, module: Any) -> None:
         before, self.totals = self.totals, self._read()  # a log boundary: the values of the step are read anyway
         steps, seconds, trained = (self.totals[name] - before[name] for name in ("steps", "seconds", "trained"))
-        if steps and seconds:
-            trainer.log_metrics({"tokens_per_step": trained / steps, "trained_tokens_per_sec": trained / seconds})
+        if not (steps and seconds):
+            return
+        row = {"tokens_per_step": trained / steps, "trained_tokens_per_sec": trained / seconds}
+        rates: dict[str, float] = module.learning_rates
+        if len({*rates.values()}) == 1:
+            row["learning_rate"] = next(iter(rates.values()))
+        else:
+            row |= {f"learning_rate/{name}": rate for name, rate in rates.items()}
+        if module.grad_norm is not None:
+            row["grad_norm"] = float(module.grad_norm)
+        trainer.log_metrics(row)
 
     def _read(self, counted: tuple[int, int] | None = None) -> dict[str, float]:
         """Return the totals until now; of this rank's counts, or with the given ones of all ranks."""
@@ -149,9 +185,27 @@ class Meter(Callback):
         """Save the counts of all ranks: their rows have different numbers of tokens.
 
         In a checkpoint that one rank saves alone, after an error, the others are assumed to have read as many as it.
+
+        Raises:
+            NonFiniteError: A weight is not finite; nothing is saved.
         """
+        self._require_finite(trainer, pl_module)
         if self._before is not None and trainer.ranks_answer:
             checkpoint["callbacks"][self.state_key]["totals"] = self._read(self._count_all(trainer))
+
+    def _require_finite(self, trainer: Trainer, module: nn.Module) -> None:
+        """Refuse weights that the last step has made useless; the losses until then were finite."""
+        trained = trainer.strategy.local_shards([one for one in module.parameters() if one.requires_grad])
+        is_finite = all(bool(part.isfinite().all()) for part in trained)
+        if trainer.ranks_answer:
+            is_finite = trainer.strategy.reduce_boolean_decision(is_finite)
+        if not is_finite:
+            raise NonFiniteError(
+                f"Expected finite weights after step {trainer.global_step}, got NaN or infinity, so no checkpoint is "
+                "saved. The losses until then were finite: a gradient was not, or the step was too large.",
+                fix="repeat the command with resume=force and a smaller learning_rate; it continues after the last "
+                "checkpoint.",
+            )
 
     def state_dict(self) -> StateDict:
         """Return what was measured; on rank 0, whose state is saved, this waits for the device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,8 @@ __all__ = ["OptimizerSettings", "RecipeModule", "block_classes", "strategy_probl
 
 logger = logging.getLogger(__name__)
 
+_RECENT = 4096  # micro-batches; losses are looked at more often
+
 
 class RecipeModule(Module):
     """Trains `model`, which `configure_model` opens.
@@ -65,6 +68,9 @@ class RecipeModule(Module):
     Attributes:
         model: The model of transformers, or the PeftModel around it; None before `configure_model`.
         notes: What is done differently from the settings, as sentences.
+        grad_norm: Norm of the last step's gradients before clipping, shape (), on the device; None without clipping.
+        learning_rates: That of the last step, of each group of parameters.
+        recent: The latest micro-batches: index in the epoch, the rows, and `grad_norm` of the step before.
     """
 
     def __init__(
@@ -82,6 +88,9 @@ class RecipeModule(Module):
         self.exclude_frozen_parameters = model.lora is not None
         self.model: Any = None
         self.notes: list[str] = []
+        self.grad_norm: Tensor | None = None
+        self.learning_rates: dict[str, float] = {}
+        self.recent: deque[tuple[int, Tensor | None, Tensor | None]] = deque(maxlen=_RECENT)
         self._fingerprint: dict[str, object] | None = None
         self._is_checked = False
         self._parts: Parts | None = None  # not registered: its modules are those of `model`
@@ -124,6 +133,7 @@ class RecipeModule(Module):
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Loss:
         if not self._is_checked:
             self._check(batch)
+        self.recent.append((batch_idx, batch.get("rows"), self.grad_norm))
         loss, router_loss = self._loss(batch, self._router)
         self._trained = self._trained + loss.weight
         self.log("train_loss", loss, prog_bar=True, sync_dist=True)
@@ -131,6 +141,17 @@ class RecipeModule(Module):
             return loss
         self.log("router_aux_loss", router_loss, sync_dist=True)
         return Loss(loss.sum + self._router.weight * router_loss.sum, loss.weight)
+
+    @override
+    def configure_gradient_clipping(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        self.grad_norm = self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        groups = enumerate(optimizer.param_groups)
+        self.learning_rates = {str(group.get("name", number)): group["lr"] for number, group in groups}
 
     @override
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:

@@ -234,7 +234,7 @@ def _prepare(command: str, settings: TrainSettings) -> tuple[Prepared | None, li
     meter, trainer = None, None
     if machine is not None and data is not None:
         make_plan = functools.partial(_plan, settings, data, machine, accumulate)
-        meter = Meter(make_plan, limits_steps=settings.tokens is not None)
+        meter = Meter(make_plan, data.describe_rows, limits_steps=settings.tokens is not None)
         trainer, found = make_trainer(settings, run, [meter], accumulate=max(1, accumulate))
         problems += found
     is_first = trainer is None or trainer.is_global_zero

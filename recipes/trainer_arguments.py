@@ -28,7 +28,9 @@ __all__ = ["INTERRUPTED", "Machine", "find_machine", "make_trainer"]
 
 SAVE_INTERVAL = timedelta(minutes=15)
 INTERRUPTED = "interrupted"  # checkpoint of a run that Ctrl-C, a signal or an error ended
-_DEFAULTS: dict[str, Any] = {"gradient_clip_val": 1.0, "log_every_n_steps": 10, "num_sanity_val_steps": 0}
+_DEFAULTS: dict[str, Any] = {
+    "gradient_clip_val": 1.0, "log_every_n_steps": 10, "num_sanity_val_steps": 0, "nonfinite_loss": "raise",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +29,16 @@ __all__ = ["DataSettings", "RecipeData"]
 
 logger = logging.getLogger(__name__)
 
+_SHOWN_RECORDS = 8
+
 
 class RecipeData(DataModule):
     """Tokenizes data once into a cache, plans rows, and gives batches of them.
 
     A batch is a dict of int64 tensors of shape (rows, length): `input_ids`; `labels`, at each position the token that
-    follows it if it is trained, else -100; and `position_ids`, which begin again at 0 for each sample in a row;
-    and of `lengths`, shape (rows), the tokens of each row. There is no attention mask: attention is causal, and padding
-    is on the right.
+    follows it if it is trained, else -100; and `position_ids`, which begin again at 0 for each sample in a row. Of
+    shape (rows) are `lengths`, the tokens of each row, and `rows`, its number for `describe_rows`. There is no
+    attention mask: attention is causal, and padding is on the right.
 
     Example:
         data = RecipeData(DataSettings("chat.jsonl", max_length=1024), tokenizer, Path("runs/a/cache"))
@@ -69,6 +71,15 @@ class RecipeData(DataModule):
     def has_val(self) -> bool:
         """Whether there are held-out data."""
         return self._settings.val_data is not None or self._settings.val_fraction > 0
+
+    def describe_rows(self, rows: Iterable[int]) -> str:
+        """Return which records training rows hold: `chats.jsonl, records 3, 7`, counted from 1; after `setup`."""
+        sources = self._settings.train_sources()
+        found: dict[int, list[str]] = {}
+        for row in rows:
+            for source, record in self._rows().train.records(row):
+                found.setdefault(source, []).append(str(record + 1))
+        return "; ".join(f"{sources[source].path}, {_listed(records)}" for source, records in found.items())
 
     def problems(self, vocab_size: int | None = None) -> list[str]:
         """Return everything that is wrong with the data: `file:line: Expected ..., got ...`, the first 20 and a count.
@@ -182,3 +193,10 @@ class RecipeData(DataModule):
                     f"{source.path}: Expected token ids below {vocab_size}, the rows of the model's embedding, got "
                     f"{largest}: the tokenizer is of another model, or tokens were added to it."
                 )
+
+
+def _listed(records: list[str]) -> str:
+    shown = list(dict.fromkeys(records))
+    more = len(shown) - _SHOWN_RECORDS
+    text = ", ".join(shown[:_SHOWN_RECORDS]) + (f" and {more} more" if more > 0 else "")
+    return f"record{'s' if len(shown) > 1 else ''} {text}"

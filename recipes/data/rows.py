@@ -44,7 +44,17 @@ class Rows(Dataset[dict[str, Array]]):
         parts = [self._piece(int(piece)) for piece in self._plan.row(index)]
         ids, labels = (np.concatenate([part[at] for part in parts]) for at in (0, 1))
         positions = np.concatenate([np.arange(len(part[0])) for part in parts])
-        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+        return {"input_ids": ids, "labels": labels, "position_ids": positions, "row": np.asarray(index)}
+
+    def records(self, index: int) -> list[tuple[int, int]]:
+        """Return what a row holds: for each piece, the number of its shard and that of its record there."""
+        pieces = self._pieces
+        found = []
+        for piece in self._plan.row(index).tolist():
+            shard = self._shards[pieces.shard[piece]]
+            sample = int(np.searchsorted(shard.offsets, pieces.start[piece], side="right")) - 1
+            found.append((int(pieces.shard[piece]), int(shard.records[sample])))
+        return found
 
     def _piece(self, piece: int) -> tuple[Array, Array]:
         """Return the tokens of a piece, and at each position the token that follows if it is trained."""
@@ -64,7 +74,7 @@ class Rows(Dataset[dict[str, Array]]):
 class Collate:
     """Makes a batch of rows: pads them on the right.
 
-    `lengths` are the numbers of tokens of the rows, without padding.
+    `lengths` are the numbers of tokens of the rows, without padding, and `rows` their numbers in the data.
 
     Padding counts on from the last sample's positions: attention is causal, so nothing before it sees it, and its
     labels are -100.
@@ -84,12 +94,13 @@ class Collate:
             "input_ids": np.full((len(rows), width), self.pad_id, np.int64),
             "labels": np.full((len(rows), width), _IGNORED, np.int64),
             "position_ids": np.empty((len(rows), width), np.int64),
+            "rows": np.array([int(row["row"]) for row in rows], np.int64),
             "lengths": np.array([len(row["input_ids"]) for row in rows], np.int64),
         }
         for at, row in enumerate(rows):
             length = len(row["input_ids"])
-            for name, values in row.items():
-                batch[name][at, :length] = values
+            for name in ("input_ids", "labels", "position_ids"):
+                batch[name][at, :length] = row[name]
             next_position = row["position_ids"][-1] + 1
             batch["position_ids"][at, length:] = np.arange(next_position, next_position + width - length)
         return {name: torch.from_numpy(values) for name, values in batch.items()}

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from recipe_models import save_model
 from recipe_texts import chat, small_tokenizer, write_jsonl
 from torch import Tensor
 
+import loopwright as lw
 from loopwright.checkpoint import storage
+from loopwright.recipes.module import RecipeModule
 from loopwright.recipes.settings import FinetuneSettings
 
 # Any in this file: settings.
@@ -51,3 +54,15 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Return whether two sets of weights are equal."""
     return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def poison(patch: pytest.MonkeyPatch, words: str) -> None:
+    """Let the loss of rows with these words be NaN."""
+    tokenizer, step = small_tokenizer(), RecipeModule.training_step
+
+    def training_step(self: RecipeModule, batch: Any, batch_idx: int) -> lw.Loss:
+        loss = step(self, batch, batch_idx)
+        is_poisoned = any(words in tokenizer.decode(row.tolist()) for row in batch["input_ids"])
+        return lw.Loss(loss.sum * float("nan"), loss.weight) if is_poisoned else loss
+
+    patch.setattr(RecipeModule, "training_step", training_step)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,6 +55,7 @@ class LossWatch:
         losses: Losses of micro-batches: shape (), detached.
         gather: Returns the objects of all ranks in rank order; None where there is one process. All ranks then act
             alike on the loss of any of them.
+        describe: Returns what a batch of this rank held, by its number in the run, for the message; None for nothing.
     """
 
     def __init__(self, policy: str) -> None:
@@ -61,6 +63,7 @@ class LossWatch:
         self.keeps = policy in ("warn", "raise")
         self.losses: list[Tensor] = []
         self.gather: Gather | None = None
+        self.describe: Callable[[int], str] | None = None
         self._has_warned = False
         self._told: set[str] = set()
 
@@ -161,16 +164,19 @@ class LossWatch:
             self.losses.clear()
             return
         found = self._first_bad(progress)
+        held = "" if found is None or self.describe is None else self.describe(found[0])
         place = ""
         if self.gather is not None:
-            everywhere = [(one, rank) for rank, one in enumerate(self.gather(found)) if one is not None]
+            shares = enumerate(self.gather((found, held)))
+            everywhere = [(one, rank, theirs) for rank, (one, theirs) in shares if one is not None]
             # A step later the weights are not finite, and so no rank's loss is: the earliest batch is the cause.
-            found, rank = min(everywhere, key=lambda pair: (pair[0][0], pair[1]), default=(None, 0))
+            found, rank, held = min(everywhere, key=lambda share: (share[0][0], share[1]), default=(None, 0, ""))
             place = f" of rank {rank}"
         if found is None:
             return
         batch, value = found
         what = f"The training loss was {value} at batch {batch}{place} (0 is the first batch of training)"
+        what += f", {held}" if held else ""
         if self.policy == "raise":
             raise NonFiniteError(
                 f"{what}; now is step {progress.steps}, and nonfinite_loss='raise'.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 from recipe_models import import_libraries
-from recipe_runs import largest_difference, make_inputs, same_bits, settings, weights
+from recipe_runs import largest_difference, make_inputs, poison, same_bits, settings, weights
 
 import loopwright as lw
+from loopwright.checkpoint import storage
+from loopwright.errors import NonFiniteError
 from loopwright.loggers import CSVLogger
 from loopwright.recipes.train import finetune
 
@@ -103,7 +106,13 @@ def fsdp_steps(rank: int, size: int, inputs: Path, out: Path, changes: dict[str,
 
 def losses(rank: int, size: int, inputs: Path, out: Path) -> list[float | None]:
     """Return the losses of the report, and those that were logged, of steps 2 and 4 of 5."""
-    given = {"packing": False, "steps": 5, "global_batch": 8, "micro_batch": 2, "strategy": "ddp" if size > 1 else "auto"}
+    given = {
+        "packing": False,
+        "steps": 5,
+        "global_batch": 8,
+        "micro_batch": 2,
+        "strategy": "ddp" if size > 1 else "auto",
+    }
     trainer = {"logger": CSVLogger(out, name="logs", version=""), "log_every_n_steps": 2}
     report = finetune(settings(inputs, out, devices=size, trainer=trainer, learning_rate=1e-2, **given))
     if report is None:
@@ -118,6 +127,30 @@ def test_losses_are_those_of_all_ranks(inputs: Path, tmp_path: Path) -> None:
     alone = losses(0, 1, inputs, tmp_path / "alone")
     found = run_ranks(losses, 2, inputs, tmp_path / "run", connect=False)[0]
     assert found == pytest.approx(alone, rel=1e-6)
+
+
+def end(rank: int, size: int, inputs: Path, out: Path) -> list[str]:
+    """Return the errors of a training whose loss is NaN on one rank, under two strategies."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        poison(patch, "Question 5 ")
+        for strategy in ("ddp", "fsdp"):
+            given = {"packing": False, "micro_batch": 1, "global_batch": 4, "save_every": 1, "strategy": strategy}
+            with pytest.raises(NonFiniteError) as caught:
+                finetune(settings(inputs, out / strategy, devices=size, trainer={"log_every_n_steps": 3}, **given))
+            found.append(str(caught.value))
+    return found
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all(inputs: Path, tmp_path: Path) -> None:
+    one, other = run_ranks(end, 2, inputs, tmp_path, connect=False)
+    assert one == other
+    for strategy, text in zip(("ddp", "fsdp"), one, strict=True):
+        found = re.search(r"at batch (\d+) of rank \d .*chats.jsonl, record 6; now is step (\d+)", text)
+        assert found is not None, text
+        assert int(found[2]) == int(found[1]) // 2 + 1  # at the first checkpoint after it
+        last = storage.load(tmp_path / strategy / "checkpoints" / "last.ckpt")
+        assert last["global_step"] == int(found[1]) // 2
 
 
 def test_a_killed_run_goes_on_with_the_same_bits(inputs: Path, alone: Path, interrupted: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import signal
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 from recipe_models import import_libraries
-from recipe_runs import largest_difference, make_inputs, same_bits, settings, weights
+from recipe_runs import largest_difference, make_inputs, poison, same_bits, settings, weights
 from recipe_texts import write_jsonl
 
 import loopwright as lw
-from loopwright.errors import ConfigError
+from loopwright.checkpoint import storage
+from loopwright.errors import ConfigError, NonFiniteError
+from loopwright.loggers import CSVLogger
 from loopwright.recipes.exporting.export import export_run
 from loopwright.recipes.train import finetune
 
@@ -125,6 +128,59 @@ def test_an_interruption_loses_no_step(inputs: Path, tmp_path: Path) -> None:
     assert resumed.trained_tokens == alone.trained_tokens  # no step twice
     assert same_bits(weights(run), weights(tmp_path / "alone"))
     assert [one.name for one in (run / "checkpoints").iterdir()] == ["last.ckpt"]
+
+
+class NaNGradient(lw.Callback):
+    """Makes a gradient NaN at the third step, whose loss is finite."""
+
+    def on_before_optimizer_step(self, trainer: lw.Trainer, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 2:
+            next(one for one in pl_module.parameters() if one.grad is not None).grad.fill_(float("nan"))
+
+
+def last_step(run: Path) -> int:
+    """Return the step of the last checkpoint, whose weights must be finite; no other checkpoint may be there."""
+    assert [one.name for one in (run / "checkpoints").iterdir()] == ["last.ckpt"]
+    assert all(bool(one.isfinite().all()) for one in weights(run).values())
+    return int(storage.load(run / "checkpoints" / "last.ckpt")["global_step"])
+
+
+def test_a_loss_that_is_not_finite_ends_the_training_with_its_records(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, "Question 5 ")
+    chosen = {"packing": False, "micro_batch": 1, "global_batch": 2, "save_every": 1, "epochs": 1}
+    with pytest.raises(NonFiniteError, match=r"loss was nan at batch (\d+) .*chats.jsonl, record 6; now") as caught:
+        finetune(settings(inputs, tmp_path / "run", **chosen))
+    batch = int(str(caught.value).partition("at batch ")[2].partition(" ")[0])
+    assert batch > 2, "the checkpoint is of an earlier step"
+    assert last_step(tmp_path / "run") == batch // 2  # the step before
+
+
+@pytest.mark.parametrize("save_every", [1, 2])
+def test_weights_that_are_not_finite_are_in_no_checkpoint(inputs: Path, tmp_path: Path, save_every: int) -> None:
+    given = settings(
+        inputs, tmp_path / "run", packing=False, micro_batch=2, steps=8, save_every=save_every, seed=3,
+        trainer={"callbacks": [NaNGradient()]},
+    )  # fmt: skip
+    expected = {
+        1: "Expected finite weights after step 3, got NaN",  # before the next loss
+        2: r"at batch 3 .*, after a step whose gradients had a norm of nan: .*chats.jsonl, records \d+, \d+; now",
+    }
+    with pytest.raises(NonFiniteError, match=expected[save_every]):
+        finetune(given)
+    assert last_step(tmp_path / "run") == 2
+
+
+def test_learning_rate_and_norm_of_gradients_are_logged(inputs: Path, tmp_path: Path) -> None:
+    chosen = {"learning_rate": 1e-3, "warmup": 0.5, "schedule": "linear", "steps": 4}
+    logger = CSVLogger(tmp_path / "run", name="logs", version="")
+    finetune(settings(inputs, tmp_path / "run", trainer={"log_every_n_steps": 1, "logger": logger}, **chosen))
+    with (tmp_path / "run" / "logs" / "metrics.csv").open() as rows:
+        found = [row for row in csv.DictReader(rows) if row["learning_rate"]]
+    # Of the step itself, and not of the next one.
+    assert [float(row["learning_rate"]) for row in found] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 5e-4])
+    assert all(float(row["grad_norm"]) > 0 for row in found)
 
 
 def test_a_complete_run_is_not_trained_again(inputs: Path, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_batch_holds_samples_with_labels_of_the_next_token_and_positions_that_
     records = [chat(number) for number in range(6)]
     data = opened(DataSettings(write_jsonl(tmp_path / "a.jsonl", records), max_length=96), tmp_path, tokenizer)
     (batch,) = [batch for batch in data.train_dataloader() if batch["position_ids"].eq(0).sum() > 1][:1]
-    assert list(batch) == [*NAMES, "lengths"]
+    assert list(batch) == [*NAMES, "rows", "lengths"]
     assert sum(int(one["lengths"].sum()) for one in data.train_dataloader()) == data.report.tokens
     assert {(one.dtype, one.shape[0]) for one in batch.values()} == {(torch.int64, 1)}
     texts = {tokenizer.apply_chat_template(one["messages"], tokenize=False): one for one in records}
