@@ -75,6 +75,63 @@ class FusedAttention(nn.Module):
         return self.wo(out.transpose(1, 2).reshape(batch, length, -1))
 
 
+class Together(nn.Module):
+    """Attention and MLP side by side in one class, as in GPT-J, with one layer for gate and up.
+
+    Args:
+        keys: Heads of keys and values.
+        is_eager: Whether it computes the weights of attention, and returns them beside its result.
+    """
+
+    def __init__(self, width: int, heads: int, *, keys: int, is_eager: bool) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.n_rep = heads, keys, heads // keys
+        self.is_eager, size = is_eager, width // heads
+        self.norm = RMSNorm(width)
+        self.q, self.o = nn.Linear(width, width), nn.Linear(width, width)
+        # The gradient of a bias of keys is 0 but for rounding, which AdamW would enlarge.
+        self.k, self.v = nn.Linear(width, keys * size, bias=False), nn.Linear(width, keys * size)
+        self.gate_up, self.down = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        batch, length, _ = x.shape
+        normed = self.norm(x)
+        q = self.q(normed).view(batch, length, self.num_heads, -1).transpose(1, 2)
+        k, v = (one(normed).view(batch, length, self.num_kv_heads, -1).transpose(1, 2) for one in (self.k, self.v))
+        k, v = k.repeat_interleave(self.n_rep, 1), v.repeat_interleave(self.n_rep, 1)
+        weights = (q @ k.transpose(-1, -2)).softmax(-1) if self.is_eager else None
+        out = F.scaled_dot_product_attention(q, k, v) if weights is None else weights @ v
+        gate, up = self.gate_up(normed).chunk(2, -1)
+        x = x + self.o(out.transpose(1, 2).reshape(batch, length, -1))
+        x += self.down(F.silu(gate) * up)
+        return x, weights
+
+
+class SideBySide(nn.Module):
+    """Blocks with attention and MLP in one class.
+
+    Args:
+        keys: See `Together`.
+        is_eager: See there.
+        is_read: Whether the loss reads the weights of attention.
+    """
+
+    def __init__(self, *, keys: int = HEADS, is_eager: bool = False, is_read: bool = False) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Together(WIDTH, HEADS, keys=keys, is_eager=is_eager) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.is_read = is_read
+
+    def forward(self, indices: Tensor) -> Tensor:
+        x = self.tok(indices)
+        for block in self.blocks:
+            x, weights = block(x)
+            if self.is_read:
+                x = x + weights.mean()
+        return self.head(x)
+
+
 class MLP(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -135,7 +192,7 @@ def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
-def llama(kind: type[Llama] = Llama, **options: Any) -> Llama:
+def llama(kind: type[Any] = Llama, **options: Any) -> Any:
     """Return a small model in float64, the same for the same options."""
     torch.manual_seed(0)
     return kind(**options).double()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ....errors import ModuleError
 from ...tree import leaves
 
-__all__ = ["Elsewhere"]
+__all__ = ["READABLE", "Elsewhere"]
 
 # Any in this file: arguments and results of torch's functions.
 
@@ -23,9 +23,10 @@ _METHODS = (
     "size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "element_size", "stride", "is_contiguous",
     "ndimension", "__len__", "__hash__", "get_device", "is_signed", "untyped_storage",
 )  # fmt: skip
-_READABLE = frozenset(
+READABLE = frozenset(
     [getattr(Tensor, name).__get__ for name in _PROPERTIES] + [getattr(Tensor, name) for name in _METHODS]
 )
+"""Functions of torch that read what a tensor is, and none of its values."""
 
 _REMEDY = (
     "use a parameter only in the module that owns it; share it by assigning it to both modules (head.weight = "
@@ -72,7 +73,7 @@ class Elsewhere(Tensor):
         Raises:
             ModuleError: The values are needed; names the tensor and its stage.
         """
-        if func in _READABLE:
+        if func in READABLE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         one = next(value for _, value in leaves((args, kwargs)) if isinstance(value, cls))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from .style import map_first, map_output
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Call", "Values", "run_alone"]
+__all__ = ["Call", "Values", "floats", "run_alone"]
 
 # Any in this file: arguments and results of the user's modules.
 
@@ -31,11 +31,16 @@ Values = dict[tuple[nn.Module, str], Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments with which a module was called first, with gradients where it had a call with them."""
+    """The arguments with which a module was called first, with gradients where it had a call with them.
+
+    Attributes:
+        unread: Numbers of outputs that nothing has read, such as weights of attention.
+    """
 
     args: Any
     kwargs: Any
     has_gradients: bool = True
+    unread: set[int] = field(default_factory=set)
 
 
 def run_alone(
@@ -80,7 +85,7 @@ def run_alone(
             output = map_leaves(output, lambda one: local_of(one, mesh))
             if gives:
                 output = map_output(output, lambda x: gather(x, mesh, 1))
-        found = {f"output {at}": one for at, one in enumerate(_floats(output))}
+        found = {f"output {at}": one for at, one in enumerate(floats(output)) if at not in call.unread}
         wanted: dict[str, Tensor] = dict(inputs)
         for (owner, short), value in values.items():
             if value.requires_grad:
@@ -124,7 +129,8 @@ def _of_plan(module: nn.Module, hooks: Any) -> Any:
     return OrderedDict((key, hook) for key, hook in hooks.items() if is_of_plan(module, key, hook))
 
 
-def _floats(output: Any) -> list[Tensor]:
+def floats(output: Any) -> list[Tensor]:
+    """Return the floating-point tensors in an output; a tensor of any dtype where it is the output."""
     if isinstance(output, Tensor):
         return [output]
     return [one for _, one in leaves(output) if isinstance(one, Tensor) and one.is_floating_point()]

@@ -13,13 +13,14 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ....errors import ConfigError
+from .adapters import base_of, called_as, expand_adapters
 from .apply import apply, finish, running
-from .heads import head_problem, local_counts
+from .heads import copies_of, head_problem, is_query, key_layers, local_counts, packed_parts
 from .names import STYLES, Problems
 from .sequence import set_sequence_parallel
 from .sources import find_styles, names_styles
 from .style import Style
-from .styles import Colwise, Embedding, features, is_linear
+from .styles import Colwise, Embedding, PackedColwise, features, is_linear
 from .tied import Tied, find_tied
 
 if TYPE_CHECKING:
@@ -130,10 +131,10 @@ def resolve_plan(
     """
     found = find_styles(module, wanted, tp)
     plan = TensorPlan(tp, found.source, found.styles, notes=found.notes)
-    problems = list(found.problems)
+    problems = [*found.problems, *expand_adapters(module, plan.styles)]
     plan.tied = find_tied(module, plan.styles, plan.notes, problems, tp)
-    problems += _misfits(module, plan)
     problems += _set_heads(module, plan)
+    problems += _misfits(module, plan)
     plan.groups = tuple(_groups(plan, problems))
     if sequence_parallel:
         problems += set_sequence_parallel(module, plan)
@@ -170,24 +171,57 @@ def _misfits(module: nn.Module, plan: TensorPlan) -> Problems:
     for name, style in plan.styles.items():
         problem = style.problem(module.get_submodule(name), plan.tp) if isinstance(style, Style) else None
         if problem is not None:
-            problems.append((f"{name} {problem}", "choose another tp, or another style for it"))
+            problems.append(
+                (f"{name} {problem}", "choose another tp, or another style for it, or leave it out of the plan")
+            )
     return problems
 
 
 def _set_heads(module: nn.Module, plan: TensorPlan) -> Problems:
-    """Note attributes that count heads, and return layers whose heads cannot be divided."""
+    """Note attributes that count heads, and return layers whose heads cannot be divided.
+
+    Where there are more ranks than heads of keys, ranks share them: their layers get a style with copies.
+    """
     problems: Problems = []
+    layers: dict[str, list[str]] = {}
     for name, style in plan.styles.items():
-        layer, above = module.get_submodule(name), name.rpartition(".")[0]
+        layer, (above, _, short) = module.get_submodule(name), called_as(name).rpartition(".")
         if not (isinstance(style, Style) and style.has_sharded_output and is_linear(layer)):
             continue
-        owner = module.get_submodule(above)
-        problem = head_problem(owner, name, features(layer)[0], plan.tp)
+        layers.setdefault(above, []).append(short)
+        owner, size = module.get_submodule(above), features(layer)[0]
+        if isinstance(style, PackedColwise):
+            if style.parts is None:
+                plan.styles[name] = PackedColwise(*packed_parts(owner, short, size, plan.tp))
+            continue
+        problem = head_problem(owner, called_as(name), size, plan.tp)
         if problem is not None:
             problems.append((problem, "choose one of these for tp"))
-        counts = local_counts(owner, plan.tp)
+        copies = copies_of(owner, short, size, plan.tp)
+        if copies > 1:
+            plan.styles[name] = PackedColwise((size,), (copies,))
+    for above, split in layers.items():
+        owner = module.get_submodule(above)
+        problems += [*_share_keys(plan, owner, above, split), *expand_adapters(module, plan.styles)]
+        counts = local_counts(owner, split, plan.tp)
         if counts:
             plan.counts[above] = {one: (getattr(owner, one), local) for one, local in counts.items()}
+    return problems
+
+
+def _share_keys(plan: TensorPlan, owner: nn.Module, above: str, split: list[str]) -> Problems:
+    """Let all ranks compute the only head of keys where the plan splits queries alone; return what it forgets."""
+    problems: Problems = []
+    for short in key_layers(owner) if any(is_query(one) for one in split) else ():
+        layer, name = base_of(owner.get_submodule(short)), f"{above}.{short}".lstrip(".")
+        if short in split or not is_linear(layer):
+            continue
+        size = features(layer)[0]
+        if copies_of(owner, short, size, plan.tp) == plan.tp:
+            plan.styles[name] = PackedColwise((size,), (plan.tp,))
+        else:
+            what = f"{name} is full, and the queries beside it are split: a rank's heads would get the keys of others"
+            problems.append((what, "give it the style 'colwise', too, or leave out the queries"))
     return problems
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ...tree import leaves
 from .copies import copy_with, make_arguments
 from .graph import LinearGroup
-from .heads import local_counts
-from .styles import is_linear
+from .heads import copies_of, local_counts
+from .styles import features, is_linear
 
 __all__ = ["group_problem"]
 
@@ -40,7 +40,8 @@ def group_problem(module: nn.Module, group: LinearGroup, tp: int) -> str | None:
     values = _Values()
     whole = copy_with(module, values)
     sizes = {name: _weight(whole, name).shape[_dim(whole, name, group)] for name in (*group.sources, group.sink)}
-    uneven = [f"{name} has {size} features" for name, size in sizes.items() if size % tp]
+    parts = {name: tp // _copies(module, name, tp) if name in group.sources else tp for name in sizes}
+    uneven = [f"{name} has {size} features" for name, size in sizes.items() if size % parts[name]]
     if uneven:
         return f"{uneven[0]}, which tp={tp} does not divide"
     made = make_arguments(module, "cpu", torch.float64)
@@ -136,7 +137,8 @@ def _simulate(
             result[name] = result[name] + gradient if name in result else gradient
             continue
         full = result.setdefault(name, torch.zeros(module.get_parameter(name).shape, dtype=torch.float64))
-        full.chunk(tp, dim if short == "weight" else 0)[rank].copy_(gradient)
+        copies = _copies(module, owner, tp) if owner in group.sources else 1
+        full.chunk(tp // copies, dim if short == "weight" else 0)[rank // copies].add_(gradient)
     return result, gradients[0]
 
 
@@ -147,19 +149,25 @@ def _rank(module: nn.Module, group: LinearGroup, tp: int, rank: int, values: _Va
         value = values(name, like)
         owner, _, short = name.rpartition(".")
         if owner in group.sources:
-            return value.chunk(tp, _dim(module, owner, group) if short == "weight" else 0)[rank].clone()
+            copies = _copies(module, owner, tp)
+            return value.chunk(tp // copies, _dim(module, owner, group) if short == "weight" else 0)[
+                rank // copies
+            ].clone()
         if owner == group.sink:
             return value.chunk(tp, _dim(module, owner, group))[rank].clone() if short == "weight" else value * 0
         return value
 
     copied = copy_with(module, part)
-    for owner in dict.fromkeys(name.rpartition(".")[0] for name in group.sources):
-        for count, local in local_counts(copied.get_submodule(owner), tp).items():
+    layers: dict[str, list[str]] = {}
+    for name in group.sources:
+        layers.setdefault(name.rpartition(".")[0], []).append(name.rpartition(".")[2])
+    for owner, split in layers.items():
+        for count, local in local_counts(copied.get_submodule(owner), split, tp).items():
             setattr(copied.get_submodule(owner), count, local)
     for name in group.sources:
         layer: Any = copied.get_submodule(name)
         if hasattr(layer, "nf"):
-            layer.nf //= tp
+            layer.nf //= tp // _copies(module, name, tp)
     return copied
 
 
@@ -168,6 +176,11 @@ def _dim(module: nn.Module, name: str, group: LinearGroup) -> int:
     assert is_linear(layer)
     out = 0 if isinstance(layer, nn.Linear) else 1
     return 1 - out if name == group.sink else out
+
+
+def _copies(module: nn.Module, name: str, tp: int) -> int:
+    owner, _, short = name.rpartition(".")
+    return copies_of(module.get_submodule(owner), short, features(module.get_submodule(name))[0], tp)
 
 
 def _weight(module: nn.Module, name: str) -> Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ....errors import ConfigError
+from .adapters import base_of
 from .auto import find_by_graph
 from .found import Found
 from .names import match, read_plan, style_named
@@ -110,7 +111,7 @@ def _of_models(models: list[tuple[str, nn.Module, Mapping[str, str]]], tp: int) 
             else:
                 styles.update(dict.fromkeys(matched, style))
         for name, style in styles.items():
-            problem = style.problem(names[name], tp) if isinstance(style, Style) else None
+            problem = style.problem(base_of(names[name]), tp) if isinstance(style, Style) else None
             if any(_is_below(name, above) for above in full):
                 continue
             if problem is not None and not (_needs_partner(style)):

@@ -48,7 +48,7 @@ class Colwise(Style):
     def problem(self, module: nn.Module, tp: int) -> str | None:
         """Return what is wrong with class or number of output features."""
         if isinstance(module, nn.Embedding):
-            return _uneven("embedding_dim", module.embedding_dim, tp)
+            return computed_weight(module) or _uneven("embedding_dim", module.embedding_dim, tp)
         return _not_linear(module) or _uneven("out_features", features(module)[0], tp)
 
     def enter(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
@@ -110,7 +110,8 @@ class Rowwise(Style):
         total = convert(output, mesh, Partial(), Shard(1) if self.scatters else Replicate())
         bias = module._parameters.get("bias")
         if bias is None:
-            return total
+            # Not as the view that conversions return: what the model adds in place (`x += y`) would be refused.
+            return torch.ops.aten._unsafe_view(total, total.shape)
         local = _local(bias)
         return total + (enter(local, mesh) if self.scatters else local).to(total.dtype)
 
@@ -130,7 +131,7 @@ class Embedding(Style):
         odd = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, name)]
         if odd:
             return f"has {', '.join(odd)}, which need all vectors"
-        return _uneven("num_embeddings", module.num_embeddings, tp)
+        return computed_weight(module) or _uneven("num_embeddings", module.num_embeddings, tp)
 
     def enter(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
         """Look up this rank's indices; others as its first, which is then masked."""
@@ -184,46 +185,56 @@ class PackedColwise(Style):
 
     Attributes:
         parts: Number of output features of each part, in the order in which they lie in the weight; or the number of
-            equal parts.
+            equal parts. None: three of a layer that is named as queries, keys and values, such as `qkv`, two of any
+            other; see `heads.packed_parts`.
+        copies: How many ranks compute the same share of each part: keys and values with fewer heads than ranks. Empty:
+            each rank has another share.
     """
 
-    parts: int | Sequence[int] = 2
+    parts: int | Sequence[int] | None = None
+    copies: tuple[int, ...] = ()
 
     has_sharded_output = True
 
     def sizes(self, module: nn.Module) -> list[int]:
         """Return the number of output features of each part."""
-        total = features(module)[0]
-        return [total // self.parts] * self.parts if isinstance(self.parts, int) else list(self.parts)
+        parts = 2 if self.parts is None else self.parts
+        return [features(module)[0] // parts] * parts if isinstance(parts, int) else list(parts)
 
     def problem(self, module: nn.Module, tp: int) -> str | None:
         """Return what is wrong with class or number of output features."""
         if not is_linear(module):
             return _not_linear(module)
         total, sizes = features(module)[0], self.sizes(module)
-        if sum(sizes) != total:
+        if self.parts is not None and sum(sizes) != total:
             return f"has out_features={total}, and the parts {sizes} add up to {sum(sizes)}"
-        return next((found for size in sizes if (found := _uneven("a part of", size, tp))), None)
+        shares = zip(sizes, self.copies or (1,) * len(sizes), strict=True)
+        return next((found for size, one in shares if (found := _uneven("a part of", size, tp // one))), None)
 
     def enter(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
         """Take a full input, and this rank's rows of each part."""
-        dim, sizes = _dims(module)[0], self.sizes(module)
+        dim, sizes, rank = _dims(module)[0], self.sizes(module), mesh.get_local_rank()
+        copies = self.copies or (1,) * len(sizes)
+        if not isinstance(module, nn.Linear):  # Conv1D of transformers makes a shape of it
+            local_features = sum(size * one // mesh.size() for size, one in zip(sizes, copies, strict=True))
+            frame.attributes.append(("nf", module.nf))
+            module.nf = local_features  # type: ignore[assignment]
         swapped = swap_in([(module, name) for name in module._parameters], mesh)
         for owner, name, parameter, local in swapped:
             assert local is not None
             along = dim if name == "weight" else 0
             # This rank's part of the gradient: those of all ranks are added.
-            parts = enter(local, mesh).split(sizes, along)
-            own = [part.chunk(mesh.size(), along)[mesh.get_local_rank()] for part in parts]
-            joined = torch.cat(own, along)
+            parts = zip(enter(local, mesh).split(sizes, along), copies, strict=True)
+            joined = torch.cat([part.chunk(mesh.size() // one, along)[rank // one] for part, one in parts], along)
             replace_parameter(owner, name, joined)
             frame.swapped.append((owner, name, parameter, joined))
         return map_first(args, kwargs, lambda x: convert(x, mesh, Replicate(), Replicate(), gradient=Partial()))
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether this is a Linear layer, or one of transformers with a transposed weight."""
-    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    """Return whether this is a Linear layer with a weight, or one of transformers with a transposed weight."""
+    is_layer = isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    return is_layer and "weight" in module._parameters
 
 
 def features(module: nn.Module) -> tuple[int, int]:
@@ -246,7 +257,18 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _not_linear(module: nn.Module) -> str | None:
-    return None if is_linear(module) else f"is a {type(module).__name__}, and the style is for Linear layers"
+    return computed_weight(module) or (
+        None if is_linear(module) else f"is a {type(module).__name__}, and the style is for Linear layers"
+    )
+
+
+def computed_weight(module: nn.Module) -> str | None:
+    """Return that a weight is computed from others (weight_norm, spectral_norm, pruning), as the end of a sentence."""
+    if "weight" in module._parameters or not isinstance(module, nn.Linear | nn.Embedding):
+        return None
+    names = [name for name, _ in module.named_parameters() if "weight" in name]
+    listed = ", ".join(names) or "nothing"
+    return f"computes its weight from {listed} (weight_norm, spectral_norm): it cannot be split"
 
 
 def _uneven(what: str, size: int, tp: int) -> str | None:

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.overrides import TorchFunctionMode
 
 from ....errors import ModuleError
 from ...distributed.shards import full_tensor
 from ...tree import leaves, map_leaves
-from .alone import Call, Values, run_alone
+from ..pipeline.elsewhere import READABLE
+from .alone import Call, Values, floats, run_alone
 from .layouts import gather
 from .parameters import distribute
 from .style import map_first
@@ -46,6 +48,7 @@ def recording(plan: TensorPlan, root: nn.Module) -> Iterator[dict[str, Call]]:
     calls: dict[str, Call] = {}
     modules = dict(root.named_modules())
     handles = []
+    reads = _Reads()
     for name in plan.groups:
         if name in modules:
 
@@ -54,15 +57,53 @@ def recording(plan: TensorPlan, root: nn.Module) -> Iterator[dict[str, Call]]:
                 if name not in calls or (has_gradients and not calls[name].has_gradients):
                     calls[name] = Call(map_leaves(args, _copied), map_leaves(kwargs, _copied), has_gradients)
 
+            def watch(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                reads.watch(name, floats(output)[1:])
+
             handles.append(modules[name].register_forward_pre_hook(keep, prepend=True, with_kwargs=True))
+            handles.append(modules[name].register_forward_hook(watch))
     try:
-        yield calls
+        with reads:
+            yield calls
+        for name, unread in reads.unread().items():
+            calls[name].unread.update(unread)
     except RuntimeError as error:
         error.add_note(f"The module runs with the {plan}")
         raise
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _Reads(TorchFunctionMode):
+    """Notes which outputs of modules, but the first of each, functions of torch take.
+
+    The weights that attention returns beside its result are those of this rank's heads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watched: dict[str, list[list[Tensor]]] = {}  # by module: the further outputs of each call
+        self._numbers: dict[int, tuple[str, int]] = {}  # by the id of a tensor that is kept above
+        self._read: set[tuple[str, int]] = set()
+
+    def watch(self, name: str, outputs: list[Tensor]) -> None:
+        self._watched.setdefault(name, []).append(outputs)
+        self._numbers.update({id(one): (name, at) for at, one in enumerate(outputs, 1)})
+
+    def unread(self) -> dict[str, set[int]]:
+        """Return the numbers of outputs that nothing has read in any call of a module, by its name."""
+        return {
+            name: {at for at in range(1, 1 + max(map(len, calls))) if (name, at) not in self._read}
+            for name, calls in self._watched.items()
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._numbers and func not in READABLE and func is not Tensor.register_hook:  # fully_shard adds one
+            for _, value in leaves((args, kwargs)):
+                if id(value) in self._numbers:
+                    self._read.add(self._numbers[id(value)])
+        return func(*args, **(kwargs or {}))
 
 
 def verify_plan(plan: TensorPlan, root: nn.Module, calls: dict[str, Call]) -> None:

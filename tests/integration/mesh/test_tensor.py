@@ -12,6 +12,7 @@ from tensor_models import (
     PLAN,
     CountingAttention,
     FusedAttention,
+    SideBySide,
     llama,
     loss_of,
     tokens,
@@ -111,6 +112,40 @@ def test_counted_heads_and_biases() -> None:
 def test_a_fused_layer_with_declared_parts() -> None:
     wanted = {name: one for name, one in PLAN.items() if name != "blocks.*.attn.w[qkv]"}
     wanted["blocks.*.attn.qkv"] = PackedColwise(parts=3)
+    assert_equal(run_ranks(train, 2, wanted, {"attention": FusedAttention}, {}))
+
+
+def train_all(rank: int, size: int, cases: list[tuple[Any, dict[str, Any]]]) -> list[dict[str, float]]:
+    return [train(rank, size, wanted, {"kind": SideBySide, **options}, {}) for wanted, options in cases]
+
+
+QUERIES = {"blocks.*.q": "colwise", "blocks.*.o": "rowwise"}
+HEADS_SPLIT = {**QUERIES, "blocks.*.[kv]": "colwise"}
+FEATURES_SPLIT = {"blocks.*.gate_up": "packed_colwise", "blocks.*.down": "rowwise"}
+
+
+def test_attention_and_mlp_of_one_class() -> None:
+    cases = [
+        (FEATURES_SPLIT, {}),
+        (HEADS_SPLIT, {}),
+        ({**HEADS_SPLIT, **FEATURES_SPLIT}, {"keys": 2, "is_eager": True}),
+        ({**HEADS_SPLIT, **FEATURES_SPLIT}, {"keys": 1}),
+        (QUERIES, {"keys": 1}),  # keys and values are added to the plan
+        ("auto", {"keys": 1}),
+    ]
+    for results in run_ranks(train_all, 2, cases):
+        assert_equal(results)
+
+
+def test_more_ranks_than_heads_of_keys() -> None:
+    cases = [(HEADS_SPLIT, {"keys": 2, "is_eager": True}), (HEADS_SPLIT, {"keys": 1}), ("auto", {"keys": 2})]
+    for results in run_ranks(train_all, 4, cases):
+        assert_equal(results)
+
+
+def test_a_fused_layer_of_three_parts_by_its_name() -> None:
+    wanted = {name: one for name, one in PLAN.items() if name != "blocks.*.attn.w[qkv]"}
+    wanted["blocks.*.attn.qkv"] = "packed_colwise"
     assert_equal(run_ranks(train, 2, wanted, {"attention": FusedAttention}, {}))
 
 

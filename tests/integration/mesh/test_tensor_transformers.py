@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from loopwright.errors import ConfigError
 from loopwright.strategies.mesh.tensor import resolve_plan
 from loopwright.strategies.mesh.tensor.verify import recording, verify_plan
 
@@ -20,21 +21,38 @@ from transformers_models import SMALL, TEXT, batch, model  # noqa: E402  # trans
 
 # Any in this file: transformers, which has no types here.
 
+OF_PEFT = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.* is deprecated:FutureWarning")
+TARGETS = ["embed_tokens", "q_proj", "v_proj", "o_proj", "down_proj", "lm_head"]
+
 
 def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def adapted(kind: str) -> Any:
+    """Return a model of transformers; "lora ..." with adapters of peft on layers of every style."""
+    if not kind.startswith("lora "):
+        return model(kind)
+    import peft
+
+    made = peft.get_peft_model(model(kind.removeprefix("lora ")), peft.LoraConfig(r=4, target_modules=TARGETS))
+    for name, one in made.named_parameters():
+        if "lora_B" in name or "lora_embedding_B" in name:
+            nn.init.normal_(one, std=0.1)  # else it begins with zeros
+    return made.double()
+
+
 def train(rank: int, size: int, kind: str) -> dict[str, Any]:
-    ours, theirs = model(kind), model(kind)
+    ours, theirs = adapted(kind), adapted(kind)
     plan = resolve_plan(ours, tp=size)
     plan.apply(list(ours.modules()), ours, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)))
     plan.finish(ours)
     # Norms of transformers compute in float32, whose rounding AdamW would make larger where gradients are small.
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-3, eps=1e-4) for one in (ours, theirs)]
+    trained = [[p for p in one.parameters() if p.requires_grad] for one in (ours, theirs)]
+    optimizers = [torch.optim.AdamW(one, lr=1e-3, eps=1e-4) for one in trained]
     worst = 0.0
     for step in range(3):
-        inputs = batch(kind, step)
+        inputs = batch(kind.rpartition(" ")[2], step)
         if step == 0:
             with recording(plan, ours) as calls:
                 loss = ours(**inputs).loss
@@ -79,6 +97,32 @@ def test_a_model_trains_as_on_one_process(kind: str) -> None:
         assert found["plain"] == []
         assert found["loss"] <= 1e-10
         assert found["weight"] <= 1e-8  # norms compute in float32
+
+
+def test_more_ranks_than_heads_of_keys() -> None:
+    for found in run_ranks(train, 4, "llama"):
+        assert found["loss"] <= 1e-10
+        assert found["weight"] <= 1e-8
+
+
+@OF_PEFT
+def test_a_model_with_adapters_trains_as_on_one_process() -> None:
+    pytest.importorskip("peft", reason="adapters")
+    for found in run_ranks(train, 2, "lora llama"):
+        assert {"base_layer", "default"} < set(found["styles"])
+        assert found["loss"] <= 1e-10
+        assert found["weight"] <= 1e-8
+
+
+@OF_PEFT
+def test_adapters_that_need_full_weights_are_refused_by_name() -> None:
+    peft = pytest.importorskip("peft", reason="adapters")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
+    with pytest.raises(ConfigError) as caught:
+        resolve_plan(peft.get_peft_model(model("llama"), config), tp=2)
+    assert "layers.0.self_attn.q_proj is a layer of peft with lora_magnitude_vector, which cannot be split" in (
+        caught.value.what
+    )
 
 
 def test_a_style_that_is_not_known_leaves_its_module_whole() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
-from tensor_models import PLAN, CountingAttention, FusedAttention, llama, loss_of, tokens
+from tensor_models import PLAN, CountingAttention, FusedAttention, SideBySide, llama, loss_of, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -62,6 +62,14 @@ def test_a_fused_layer_declared_colwise_is_named(dtype: torch.dtype) -> None:
     for what in run_ranks(of_llama, 2, wanted, {"attention": FusedAttention}, dtype):
         assert "Expected blocks.0.attn to compute on 2 ranks what it computes on one, got a difference in " in what
         assert "blocks.0.attn.wo: rowwise, blocks.0.attn.qkv: colwise" in what
+
+
+def test_weights_of_this_ranks_heads_are_named_where_something_reads_them() -> None:
+    wanted = {"blocks.*.[qkv]": "colwise", "blocks.*.o": "rowwise"}
+    options = {"kind": SideBySide, "is_eager": True}
+    assert run_ranks(of_llama, 2, wanted, options, torch.float64) == ["", ""]
+    for what in run_ranks(of_llama, 2, wanted, {**options, "is_read": True}, torch.float64):
+        assert "Expected blocks.0 to compute on 2 ranks what it computes on one, got a difference in output 1" in what
 
 
 class NormBetween(nn.Module):

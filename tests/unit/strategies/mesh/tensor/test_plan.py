@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tensor_models import PLAN, CountingAttention, FusedAttention, llama
+from tensor_models import PLAN, CountingAttention, FusedAttention, SideBySide, llama
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.nn.utils import parametrizations
 
 from loopwright.errors import ConfigError
 from loopwright.strategies.mesh.tensor.plan import resolve_plan
@@ -66,6 +67,31 @@ def test_counts_of_heads_are_divided_where_forward_reads_them() -> None:
     plan = resolve_plan(llama(attention=CountingAttention, blocks=1), PLAN, tp=2)
     assert plan.counts == {"blocks.0.attn": {"num_heads": (4, 2)}}
     assert resolve_plan(llama(), PLAN, tp=2).counts == {}
+
+
+QUERIES = {"blocks.*.q": "colwise", "blocks.*.o": "rowwise"}
+
+
+def test_counts_of_heads_are_divided_where_queries_and_keys_are_split() -> None:
+    mlp = {"blocks.*.gate_up": "packed_colwise", "blocks.*.down": "rowwise"}
+    assert resolve_plan(SideBySide(), mlp, tp=2).counts == {}
+    plan = resolve_plan(SideBySide(keys=2), {**QUERIES, "blocks.*.[kv]": "colwise"}, tp=4)
+    assert plan.counts["blocks.0"] == {"num_heads": (4, 1), "num_kv_heads": (2, 1), "n_rep": (2, 1)}
+    assert plan.shown(plan.styles["blocks.0.k"]) == "PackedColwise(parts=(8,), copies=(2,))"
+
+
+def test_queries_without_their_keys_are_refused() -> None:
+    error = refusal(SideBySide(keys=2), QUERIES)
+    assert "blocks.0.k is full, and the queries beside it are split" in error.what
+
+
+def test_a_computed_weight_is_refused_by_name() -> None:
+    for change in (parametrizations.weight_norm, parametrizations.spectral_norm, nn.utils.spectral_norm):
+        module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        change(module[0])
+        error = refusal(module, {"0": "colwise", "2": "rowwise"})
+        assert "0 computes its weight from " in error.what
+        assert "(weight_norm, spectral_norm): it cannot be split" in error.what
 
 
 def test_parts_of_a_fused_layer_must_add_up() -> None:
