@@ -180,6 +180,8 @@ class Capabilities:
     """Whether the engine sums gradients in `accumulate_dtype`; else the training loop does."""
     accumulate_dtype: torch.dtype | None = None
     """Dtype of gradient sums over a window and over ranks; None: the parameters'. Set before `setup_module`."""
+    saves_optimizers: bool = False
+    """Whether the run saves states of optimizers: what cannot be saved is refused in the first step. The Trainer's."""
 
     # -- optimizers and compilation ------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ with `torch.serialization.add_safe_globals` (torchao registers its own when it i
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +18,12 @@ from .distributed.shards import is_sharded, read_full
 from .tree import leaves, map_leaves
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
     from torch.optim import Optimizer
 
     from ..protocols import StateDict
 
-__all__ = ["pack_subclasses", "unpack_subclasses", "warn_of_shards"]
+__all__ = ["pack_subclasses", "refuse_shards", "unpack_subclasses"]
 
 _PLAIN = (Tensor, nn.Parameter)
 _KEY = "__loopwright_tensor_subclass__"
@@ -32,10 +34,11 @@ _KEY = "__loopwright_tensor_subclass__"
 def pack_subclasses(state: StateDict, optimizer: Optimizer) -> StateDict:
     """Return a state in which inner tensors and context stand for each tensor of a registered subclass.
 
-    It is the same object if there is none; else `state` is not changed.
+    It is the same object if there is none; else `state` is not changed. A sharded tensor whose shards are of a subclass
+    is gathered, on every rank, and is None on all ranks of its mesh except the first.
 
     Raises:
-        CheckpointError: A sharded tensor consists of tensors of a subclass.
+        CheckpointError: Such shards cannot be gathered.
     """
     if all(type(value) in _PLAIN for _, value in leaves(state) if isinstance(value, Tensor)):
         return state
@@ -44,6 +47,8 @@ def pack_subclasses(state: StateDict, optimizer: Optimizer) -> StateDict:
     known = _registered()
 
     def pack(value: Any) -> Any:
+        if is_sharded(value) and type(value._local_tensor) not in _PLAIN:
+            value = _gathered(value, optimizer)
         kind = type(value)
         if known.get(_name(kind)) is not kind:
             return value
@@ -66,12 +71,11 @@ def unpack_subclasses(state: StateDict, optimizer: Optimizer) -> StateDict:
     """Return a state of `pack_subclasses` as it was; another one is returned unchanged.
 
     Raises:
-        CheckpointError: A class is not registered, does not accept what the file holds, or would have to be sharded.
+        CheckpointError: A class is not registered, or does not accept what the file holds.
     """
     if not any(_KEY in path for path, _ in leaves(state)):
         return state
     known = _registered()
-    has_shards = any(is_sharded(one) for group in optimizer.param_groups for one in group["params"])
 
     def unpack(value: Any) -> Any:
         if isinstance(value, dict):
@@ -80,8 +84,6 @@ def unpack_subclasses(state: StateDict, optimizer: Optimizer) -> StateDict:
 
     def build(packed: Any) -> Tensor:
         name = packed.get("class") if isinstance(packed, dict) else None
-        if has_shards:
-            raise _unsavable(optimizer, str(name))
         kind = known.get(str(name))
         if kind is None:
             raise CheckpointError(
@@ -105,24 +107,51 @@ def unpack_subclasses(state: StateDict, optimizer: Optimizer) -> StateDict:
     return unpacked
 
 
-def warn_of_shards(optimizer: Optimizer) -> None:
-    """Warn if the optimizer has sharded states that `pack_subclasses` refuses: long before they are saved."""
+def _gathered(value: DTensor, optimizer: Optimizer) -> Tensor | None:
+    """Return the full tensor on the CPU of the first rank of its mesh."""
+    try:  # torch uses what the class implements
+        with torch.no_grad():
+            full: Any = value.full_tensor()
+            names, context = full.__tensor_flatten__()
+            inner = {name: getattr(full, name) for name in names}
+            # Torch wraps each in an AsyncCollectiveTensor.
+            ready = {name: one.wait() if hasattr(one, "wait") else one for name, one in inner.items()}
+            full = type(full).__tensor_unflatten__(ready, context, full.size(), full.stride())
+            return None if any(value.device_mesh.get_coordinate() or ()) else full.cpu()
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise _unsavable(optimizer, _name(type(value._local_tensor))) from error
+
+
+def refuse_shards(optimizer: Optimizer, *, warns: bool) -> None:
+    """Refuse sharded states that `pack_subclasses` cannot gather, long before they are saved; or only warn."""
     kind = _kind_of_shards(list(optimizer.state.values()))
-    if kind is not None:
-        warn(f"Checkpoints with optimizer states will fail. {_unsavable(optimizer, kind)}")
+    if kind is None:
+        return
+    if not warns:
+        raise _unsavable(optimizer, kind)
+    warn(f"Checkpoints with optimizer states will fail. {_unsavable(optimizer, kind)}")
 
 
 def _kind_of_shards(state: object) -> str | None:
-    """Return the class of the first local shard that is not a plain tensor."""
-    shards = (type(value._local_tensor) for _, value in leaves(state) if is_sharded(value))
-    return next((_name(kind) for kind in shards if kind not in _PLAIN), None)
+    """Return the class of the first local shard that is not a plain tensor and cannot be gathered.
+
+    The class gathers inner tensors of equal sizes, and splits them along the first dimension only.
+    """
+    for _, value in leaves(state):
+        if is_sharded(value) and (kind := type(value._local_tensor)) not in _PLAIN:
+            axes = [(axis, one) for axis, one in enumerate(value.placements) if not one.is_replicate()]
+            size = math.prod(value.device_mesh.size(axis) for axis, _ in axes)
+            if len(axes) > 1 or value.shape[0] % size or not all(one.is_shard(0) for _, one in axes):
+                return _name(kind)
+    return None
 
 
 def _unsavable(optimizer: Optimizer, kind: str) -> CheckpointError:
     return CheckpointError(
-        f"Expected sharded states of {type(optimizer).__name__} that consist of plain tensors, got {kind}, whose "
-        "shards cannot be saved or loaded.",
-        fix='use strategy="ddp", or an optimizer with plain states, such as torch.optim.AdamW.',
+        f"Expected states of {type(optimizer).__name__} that are plain tensors or are split evenly along their first "
+        f"dimension, got shards of {kind} that are not, and cannot be saved.",
+        fix='use strategy="ddp", an optimizer with plain states, such as torch.optim.AdamW, or '
+        "ModelCheckpoint(save_weights_only=True).",
     )
 
 

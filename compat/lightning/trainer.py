@@ -390,6 +390,9 @@ class Trainer(trainer.Trainer):
 class _Saving(Saving):
     """Writes checkpoints that hold objects, and have what Lightning looks for in one."""
 
+    def check_weights(self, module: nn.Module) -> None:
+        """Accept weights of any class; see `Saving.check_weights`."""
+
     def complete(self, checkpoint: StateDict) -> None:
         """Add Lightning's own entries, which hooks and libraries look for."""
         own = checkpoint.get(OWN_KEY)

@@ -31,7 +31,7 @@ from ..distributed.clipping import scale_to_norm, total_norm
 from ..distributed.live_objects import LiveObjects
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
 from ..distributed.shards import gather_full, is_sharded, local
-from ..tensor_subclasses import warn_of_shards
+from ..tensor_subclasses import refuse_shards, unpack_subclasses
 from .arguments import read_arguments
 from .fitting import fit_module_state, fit_optimizer_state, fit_state_of
 from .plan import ShardingPlan, check_mesh
@@ -544,8 +544,8 @@ class FSDPStrategy(ProcessGroupStrategy):
                     "enabled=not is_last).",
                 )
         has_stepped = super().optimizer_step(optimizer, closure)
-        if is_first and self.is_global_zero:
-            warn_of_shards(optimizer)
+        if is_first:
+            refuse_shards(optimizer, warns=not self.saves_optimizers)
         return has_stepped
 
     def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -606,7 +606,8 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def load_optimizer_state(self, optimizer: Optimizer, state: StateDict, module: nn.Module | None = None) -> None:
         """Load a state of full tensors, of tensors in a file, or of sharded ones; see Strategy's."""
-        super().load_optimizer_state(optimizer, fit_optimizer_state(optimizer, state), module)
+        fitted = fit_optimizer_state(optimizer, unpack_subclasses(state, optimizer))
+        super().load_optimizer_state(optimizer, fitted, module)
 
 
 # -- inside ------------------------------------------------------------------------------------------------------------

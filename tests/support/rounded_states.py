@@ -33,21 +33,29 @@ class Rounded(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Rounded:
-        aten = torch.ops.aten
+        aten, collectives = torch.ops.aten, torch.ops._c10d_functional
+        codes, scale, dtype = args[0].codes, args[0].scale, args[0].dtype
+        gathering = ("all_gather_into_tensor", "wait_tensor", "_wrap_tensor_autograd")
+        if func in [getattr(collectives, name).default for name in gathering]:
+            return cls(func(codes, *args[1:]), func(scale, *args[1:]), dtype)
+        if func is aten.slice.Tensor:
+            return cls(func(codes, *args[1:]), func(scale, *args[1:]), dtype)
         if func not in (aten.detach.default, aten._to_copy.default, aten.view.default):  # a view as its own shape
             raise NotImplementedError(f"{func} of Rounded")
-        return cls(args[0].codes, args[0].scale, args[0].dtype)
+        return cls(codes, scale, dtype)
 
     def values(self) -> Tensor:
-        return self.codes.to(self.dtype) * self.scale
+        return self.codes.to(self.dtype) * _by_rows(self.scale, self.codes)
 
 
 def rounded(values: Tensor) -> Rounded:
-    """Return 8-bit codes of the values."""
-    scale = (
-        torch.linalg.vector_norm(values, float("inf")).clamp(min=1e-12) / 127 if len(values) else values.new_ones(())
-    )
-    return Rounded((values / scale).round().to(torch.int8), scale, values.dtype)
+    """Return 8-bit codes of the values, with a scale for each row."""
+    scale = (values.abs().flatten(1).sum(1) if values.ndim > 1 else values.abs()).clamp(min=1e-12) / 127
+    return Rounded((values / _by_rows(scale, values)).round().to(torch.int8), scale, values.dtype)
+
+
+def _by_rows(scale: Tensor, like: Tensor) -> Tensor:
+    return scale.reshape(-1, *[1] * (like.ndim - 1))
 
 
 class RoundedMomentum(torch.optim.Optimizer):
@@ -60,14 +68,21 @@ class RoundedMomentum(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for one in group["params"]:
-                grad, before = one.grad, self.state[one].get("momentum")
-                if hasattr(one, "to_local"):
-                    from torch.distributed.tensor import DTensor
+                grad, before = _local(one.grad), self.state[one].get("momentum")
+                after = grad if before is None else grad + 0.9 * _local(before).values()
+                self.state[one]["momentum"] = _sharded(rounded(after), one)
+                _local(one).add_(after, alpha=-group["lr"])
 
-                    local = rounded(grad.to_local())
-                    self.state[one]["momentum"] = DTensor.from_local(local, one.device_mesh, one.placements)
-                    one.add_(grad, alpha=-group["lr"])
-                    continue
-                after = grad if before is None else grad + 0.9 * before.values()
-                self.state[one]["momentum"] = rounded(after)
-                one.add_(after, alpha=-group["lr"])
+
+def _local(value: Any) -> Any:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _sharded(value: Rounded, like: Any) -> Any:
+    if not hasattr(like, "to_local"):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -10,10 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
 from ...checkpoint.checkpoint_io import saves_in_background
 from ...errors import CheckpointError
+from ...messages import counted
 from ...protocols import StateDict
 from ..loop.run_signals import add_place
+from ..setup.assemble import has_override
 from . import snapshot
 
 if TYPE_CHECKING:
@@ -22,6 +27,8 @@ if TYPE_CHECKING:
     from .pending_save import PendingSave
 
 __all__ = ["Saving"]
+
+_PLAIN = (Tensor, nn.Parameter, UninitializedParameter, UninitializedBuffer)
 
 logger_ = logging.getLogger(__name__)
 
@@ -58,6 +65,35 @@ class Saving:
 
         if may_change_weights(self._trainer.callbacks, run.module):
             run.validated = ValidatedWeights(self._trainer.strategy.module_state_dict(run.model))
+
+    def check_weights(self, module: nn.Module) -> None:
+        """Refuse weights that no checkpoint of the run could hold: before the first step.
+
+        Raises:
+            CheckpointError: Names them.
+        """
+        if all(type(one) in _PLAIN for one in (*module.parameters(), *module.buffers())):
+            return
+        if not self._trainer.checkpoint_callbacks or has_override(module, "on_save_checkpoint"):  # it may replace them
+            return
+        from ...strategies.distributed.shards import is_sharded  # not imported for plain weights
+
+        state = module.state_dict()
+        if getattr(module, "exclude_frozen_parameters", False):
+            frozen = {name for name, one in module.named_parameters() if not one.requires_grad}
+            state = {name: one for name, one in state.items() if name not in frozen}
+        odd = [
+            f"{name} ({type(one).__module__}.{type(one).__qualname__})"
+            for name, one in state.items()
+            if isinstance(one, Tensor) and type(one) not in _PLAIN and not is_sharded(one)
+        ]
+        if odd:
+            raise CheckpointError(
+                f"Expected weights that every reader of a checkpoint can open, got {counted(len(odd), 'tensor')} of a "
+                f"subclass: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}.",
+                fix="set exclude_frozen_parameters = True on the module if they are frozen and its constructor makes "
+                "them, convert them in on_save_checkpoint, or pass enable_checkpointing=False.",
+            )
 
     def complete(self, checkpoint: StateDict) -> None:
         """Add entries to a checkpoint before `on_save_checkpoint`; for subclasses.

@@ -221,6 +221,7 @@ def check(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> None:
     _check_required(plan, module)
     check_layers(plan.fabric.strategy, module)
     if plan.verb == "fit":
+        plan.trainer.saving.check_weights(module)
         plan.fabric.strategy.apply_trainer_config(_trainer_config(plan, module))
 
 
@@ -605,6 +606,9 @@ def build_optimizers(run: Run) -> None:
         has_own_scheduler_step=assemble.has_override(module, "lr_scheduler_step"),
     )
     assemble.check_parameters(module, run.optimizers)
+    run.fabric.strategy.saves_optimizers = any(
+        getattr(one, "save_weights_only", None) is False for one in run.trainer.callbacks
+    )
     run.configured = optimizer_record.describe(run.optimizers, run.schedulers)
     if run.optimizers:
         run.optimizers = list(run.fabric.prepare_optimizers(*run.optimizers))

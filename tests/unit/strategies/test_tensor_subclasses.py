@@ -36,7 +36,7 @@ def states(trainer: lw.Trainer) -> list[Any]:
     module = trainer.lightning_module
     momenta = [entry["momentum"] for entry in trainer.optimizers[0].state.values()]
     assert all(type(one) is Rounded for one in momenta)
-    inner = [(one.codes.tolist(), one.scale.item()) for one in momenta]
+    inner = [(one.codes.tolist(), one.scale.tolist()) for one in momenta]
     return [[one.tolist() for one in module.parameters()], inner]
 
 
@@ -83,6 +83,16 @@ def test_a_fabric_saves_and_loads_them(tmp_path: Path) -> None:
     with registered():
         fabric.load(tmp_path / "x.ckpt", {"optimizer": other})
     assert [entry["momentum"].codes.tolist() for entry in other.state.values()] == expected
+
+
+def test_weights_of_a_subclass_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    module = net()
+    module.register_buffer("codes", rounded(torch.ones(2)))
+    with pytest.raises(CheckpointError, match=r"1 tensor of a subclass: codes \(rounded_states\.Rounded\)"):
+        quiet(max_steps=1, enable_checkpointing=True, default_root_dir=tmp_path).fit(module, loader())
+    trainer = quiet(max_steps=1)
+    trainer.fit(module, loader())
+    assert trainer.global_step == 1
 
 
 def test_nested_classes_and_plain_states() -> None:
