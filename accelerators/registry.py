@@ -44,7 +44,7 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._entries: dict[str, _Entry[T]] = {}
+        self._lw_entries: dict[str, _Entry[T]] = {}
 
     @overload
     def register(
@@ -79,7 +79,7 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: The name is not a string or is taken, or the target is not a class.
         """
-        key = self._key(name) if override else self._free_key(name)
+        key = self._lw_key(name) if override else self._lw_free_key(name)
 
         def add(target: type[T]) -> type[T]:
             if not isinstance(target, type):
@@ -87,7 +87,7 @@ class Registry(Generic[T]):
                     f"Expected a class for the {self.kind} {name!r}, got {target!r}.",
                     fix=f"pass the class itself, as in register({name!r}, MyClass).",
                 )
-            self._entries[key] = _Entry(target, description or "", init_params)
+            self._lw_entries[key] = _Entry(target, description or "", init_params)
             return target
 
         return add if cls is None else add(cls)
@@ -104,7 +104,7 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: The name is taken.
         """
-        self._entries[self._free_key(name)] = _Entry(target, description or "", init_params)
+        self._lw_entries[self._lw_free_key(name)] = _Entry(target, description or "", init_params)
 
     def get(self, name: str, default: type[T] | None = None) -> type[T]:
         """Return the class registered under a name.
@@ -116,12 +116,12 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: The name is unknown; the message lists the known ones.
         """
-        entry = self._entries.get(self._key(name))
+        entry = self._lw_entries.get(self._lw_key(name))
         if entry is not None:
             return entry.cls
         if default is not None:
             return default
-        raise self._unknown(name)
+        raise self._lw_unknown(name)
 
     def create(self, name: str, **init_params: Any) -> T:  # Any: arguments of the user's own class
         """Return a new instance of the class registered under a name, made with its registered arguments.
@@ -133,35 +133,35 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: The name is unknown; the message lists the known ones.
         """
-        entry = self._entries.get(self._key(name))
+        entry = self._lw_entries.get(self._lw_key(name))
         if entry is None:
-            raise self._unknown(name)
+            raise self._lw_unknown(name)
         return entry.cls(**{**entry.init_params, **init_params})
 
     def remove(self, name: str) -> None:
         """Remove a name; an unknown one is a ConfigError with the known ones."""
-        if self._entries.pop(self._key(name), None) is None:
-            raise self._unknown(name)
+        if self._lw_entries.pop(self._lw_key(name), None) is None:
+            raise self._lw_unknown(name)
 
     def description(self, name: str) -> str:
         """Return the line that was given when the name was registered, or an empty string."""
-        entry = self._entries.get(self._key(name))
+        entry = self._lw_entries.get(self._lw_key(name))
         return entry.description if entry else ""
 
     def names(self) -> list[str]:
         """Return all names, in the order in which they were registered."""
-        return list(self._entries)
+        return list(self._lw_entries)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.lower() in self._entries
+        return isinstance(name, str) and name.lower() in self._lw_entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._lw_entries)
 
-    def _key(self, name: object) -> str:
+    def _lw_key(self, name: object) -> str:
         if not isinstance(name, str) or not name:
             raise ConfigError(
                 f"Expected a string that is not empty for the name of a {self.kind}, got {name!r}.",
@@ -169,19 +169,19 @@ class Registry(Generic[T]):
             )
         return name.lower()
 
-    def _free_key(self, name: object) -> str:
-        key = self._key(name)
-        if key in self._entries:
+    def _lw_free_key(self, name: object) -> str:
+        key = self._lw_key(name)
+        if key in self._lw_entries:
             raise ConfigError(
-                f"the {self.kind} name {name!r} is already registered, for {self._entries[key].class_name}.",
+                f"the {self.kind} name {name!r} is already registered, for {self._lw_entries[key].class_name}.",
                 fix="choose another name, or pass override=True.",
             )
         return key
 
-    def _unknown(self, name: str) -> ConfigError:
+    def _lw_unknown(self, name: str) -> ConfigError:
         return ConfigError(
-            f"no {self.kind} is registered as {name!r}{nearest(name.lower(), self._entries)}.",
-            fix=f"use one of: {', '.join(self._entries) or 'none is registered'}.",
+            f"no {self.kind} is registered as {name!r}{nearest(name.lower(), self._lw_entries)}.",
+            fix=f"use one of: {', '.join(self._lw_entries) or 'none is registered'}.",
         )
 
 

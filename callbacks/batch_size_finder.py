@@ -62,29 +62,29 @@ class BatchSizeFinder(Callback):
     ) -> None:
         from ..tuner.batch_size import Search  # not imported by those who use other callbacks
 
-        self._search = Search(
+        self._lw_search = Search(
             mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val, keep_global_batch
         )  # fmt: skip
         self.optimal_batch_size = init_val
-        self._accumulate: int | None = None
-        self._has_searched = False
+        self._lw_accumulate: int | None = None
+        self._lw_has_searched = False
 
     @property
     def state_key(self) -> str:
         """Name of the state in a checkpoint: the attribute distinguishes instances."""
-        return self._generate_state_key(batch_arg_name=self._search.batch_arg_name)
+        return self._generate_state_key(batch_arg_name=self._lw_search.batch_arg_name)
 
     def state_dict(self) -> StateDict:
         """Return the result of the search."""
-        if not self._has_searched:
+        if not self._lw_has_searched:
             return {}
-        return {"optimal_batch_size": self.optimal_batch_size, "accumulate_grad_batches": self._accumulate}
+        return {"optimal_batch_size": self.optimal_batch_size, "accumulate_grad_batches": self._lw_accumulate}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the result of an earlier run."""
         self.optimal_batch_size = state_dict["optimal_batch_size"]
-        self._accumulate = state_dict["accumulate_grad_batches"]
-        self._has_searched = True
+        self._lw_accumulate = state_dict["accumulate_grad_batches"]
+        self._lw_has_searched = True
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Set the size that the saved run found, before the loaders are opened."""
@@ -103,29 +103,29 @@ class BatchSizeFinder(Callback):
         """
         from ..tuner.setting import write_setting
 
-        if self._has_searched:
-            write_setting(owners, self._search.batch_arg_name, self.optimal_batch_size)
-            if self._accumulate is not None:
-                trainer.accumulate_grad_batches = self._accumulate
+        if self._lw_has_searched:
+            write_setting(owners, self._lw_search.batch_arg_name, self.optimal_batch_size)
+            if self._lw_accumulate is not None:
+                trainer.accumulate_grad_batches = self._lw_accumulate
 
     def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Search for validate, test and predict: their loaders are opened after this."""
         if stage != "fit":
-            self._search_unless_trial(trainer, stage, is_set_up=False)
+            self._lw_search_unless_trial(trainer, stage, is_set_up=False)
 
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Search for fit, unless training is under way already."""
         if trainer.progress.total_batches or trainer.ckpt_path is not None:
-            if not self._has_searched and trainer.is_global_zero:
+            if not self._lw_has_searched and trainer.is_global_zero:
                 _log.info("BatchSizeFinder: training is under way, with the batch size that its data began with.")
             return
-        self._search_unless_trial(trainer, "fit", is_set_up=True)
+        self._lw_search_unless_trial(trainer, "fit", is_set_up=True)
 
-    def _search_unless_trial(self, trainer: Trainer, method: str, *, is_set_up: bool) -> None:
+    def _lw_search_unless_trial(self, trainer: Trainer, method: str, *, is_set_up: bool) -> None:
         if trainer.fast_dev_run:
             warn("BatchSizeFinder does nothing with fast_dev_run")
             return
-        self._find(trainer, method, is_set_up=is_set_up)
+        self._lw_find(trainer, method, is_set_up=is_set_up)
 
     def scale_batch_size(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Search now, within fit, and train with what is found; on every rank, between two epochs or before."""
@@ -134,17 +134,17 @@ class BatchSizeFinder(Callback):
                 "BatchSizeFinder.scale_batch_size was called within an epoch, where the training data is being read.",
                 fix="call it in on_fit_start or on_train_epoch_start.",
             )
-        self._find(trainer, "fit", is_set_up=True)
+        self._lw_find(trainer, "fit", is_set_up=True)
 
-    def _find(self, trainer: Trainer, method: str, *, is_set_up: bool) -> None:
+    def _lw_find(self, trainer: Trainer, method: str, *, is_set_up: bool) -> None:
         from ..tuner.batch_size import find_batch_size_that_fits, set_batch_size
         from ..tuner.trial import Subject
 
         subject = Subject.of_run(trainer, is_set_up=is_set_up)
-        found = find_batch_size_that_fits(subject, method, self._search)
-        set_batch_size(subject, method, self._search.batch_arg_name, found)
+        found = find_batch_size_that_fits(subject, method, self._lw_search)
+        set_batch_size(subject, method, self._lw_search.batch_arg_name, found)
         self.optimal_batch_size = found.size
         if method == "fit":
-            self._has_searched, self._accumulate = True, found.accumulate_grad_batches
+            self._lw_has_searched, self._lw_accumulate = True, found.accumulate_grad_batches
         if trainer.is_global_zero:
-            _log.info("BatchSizeFinder: %s is set to %d.", self._search.batch_arg_name, found.size)
+            _log.info("BatchSizeFinder: %s is set to %d.", self._lw_search.batch_arg_name, found.size)

@@ -69,8 +69,8 @@ class BaseFinetuning(Callback):
     def __init__(self) -> None:
         self._internal_optimizer_metadata = {}
         self._restarting = False
-        self._untracked: list[str] = []  # batch norms whose running statistics are frozen
-        self._loaded_untracked: list[str] | None = None  # those of a checkpoint
+        self._lw_untracked: list[str] = []  # batch norms whose running statistics are frozen
+        self._lw_loaded_untracked: list[str] | None = None  # those of a checkpoint
 
     # --- what subclasses define ------------------------------------------------------------------------------------
 
@@ -200,22 +200,22 @@ class BaseFinetuning(Callback):
                 f"{type(self).__name__}: DeepSpeed's optimizers take no parameter groups during training.",
                 fix="use another strategy, or freeze permanently with requires_grad=False.",
             )
-        self._internal_optimizer_metadata, self._restarting, self._loaded_untracked = {}, False, None
+        self._internal_optimizer_metadata, self._restarting, self._lw_loaded_untracked = {}, False, None
         self.freeze_before_training(pl_module)
-        self._untracked = _untracked(pl_module)
+        self._lw_untracked = _untracked(pl_module)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Keep which groups there were, for `restore_param_groups`."""
         self._restarting = True
         groups = state_dict["internal_optimizer_metadata"]
         self._internal_optimizer_metadata = {int(index): list(of_one) for index, of_one in groups.items()}
-        self._loaded_untracked = state_dict.get("untracked_norms")
+        self._lw_loaded_untracked = state_dict.get("untracked_norms")
 
     def state_dict(self) -> StateDict:
         """Return each group with the names of its parameters, and frozen batch norms."""
         return {
             "internal_optimizer_metadata": dict(self._internal_optimizer_metadata),
-            "untracked_norms": list(self._untracked),
+            "untracked_norms": list(self._lw_untracked),
         }
 
     def restore_param_groups(self, trainer: Trainer, pl_module: nn.Module) -> None:
@@ -235,11 +235,11 @@ class BaseFinetuning(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Freeze running statistics of batch norms as in the checkpoint."""
         self._restarting = False
-        if self._loaded_untracked is not None:
+        if self._lw_loaded_untracked is not None:
             for path, module in pl_module.named_modules():
                 if isinstance(module, _BatchNorm):
-                    module.track_running_stats = path not in self._loaded_untracked
-            self._loaded_untracked = None
+                    module.track_running_stats = path not in self._lw_loaded_untracked
+            self._lw_loaded_untracked = None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Let the subclass unfreeze, and note which groups there are now."""
@@ -247,7 +247,7 @@ class BaseFinetuning(Callback):
             count = len(optimizer.param_groups)
             self.finetune_function(pl_module, trainer.current_epoch, optimizer)
             self._store(pl_module, index, count, optimizer.param_groups)
-        self._untracked = _untracked(pl_module)
+        self._lw_untracked = _untracked(pl_module)
 
     def _store(
         self,

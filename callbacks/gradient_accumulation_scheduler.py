@@ -48,7 +48,7 @@ class GradientAccumulationScheduler(Callback):
             )
         self.scheduling = {0: 1, **scheduling}
         self.epochs = sorted(self.scheduling)
-        self._last_set: int | None = None
+        self._lw_last_set: int | None = None
 
     def going_to_accumulate_grad_batches(self) -> bool:
         """Whether any epoch takes more than one micro-batch per step."""
@@ -73,7 +73,7 @@ class GradientAccumulationScheduler(Callback):
                 "given.",
                 fix="keep one of the two.",
             )
-        if trainer.accumulate_grad_batches not in (1, self._last_set):
+        if trainer.accumulate_grad_batches not in (1, self._lw_last_set):
             raise ConfigError(
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and a "
                 "GradientAccumulationScheduler were both given.",
@@ -82,15 +82,15 @@ class GradientAccumulationScheduler(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Set the number for the epoch that the run starts or resumes in."""
-        self._set(trainer)
+        self._lw_set(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Set the number for this epoch."""
-        self._set(trainer)
+        self._lw_set(trainer)
 
-    def _set(self, trainer: Trainer) -> None:
-        self._last_set = self.get_accumulate_grad_batches(trainer.current_epoch)
-        trainer.accumulate_grad_batches = self._last_set
+    def _lw_set(self, trainer: Trainer) -> None:
+        self._lw_last_set = self.get_accumulate_grad_batches(trainer.current_epoch)
+        trainer.accumulate_grad_batches = self._lw_last_set
 
 
 def _is_int(value: object, *, minimum: int) -> bool:

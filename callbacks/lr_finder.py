@@ -63,23 +63,26 @@ class LearningRateFinder(Callback):
             min_lr=min_lr, max_lr=max_lr, num_training=num_training_steps, mode=mode,
             early_stop_threshold=early_stop_threshold,
         )  # fmt: skip
-        self._range = (mode, min_lr, max_lr, num_training_steps)
-        self._threshold = early_stop_threshold
+        self._lw_range = (mode, min_lr, max_lr, num_training_steps)
+        self._lw_threshold = early_stop_threshold
         self._update_attr = update_attr
         self._attr_name = attr_name
-        self._found: tuple[str, float] | None = None
+        self._lw_found: tuple[str, float] | None = None
         self.optimal_lr: LearningRateCurve | None = None
 
     @property
     def state_key(self) -> str:
         """Name of the state in a checkpoint: the range and the attribute distinguish instances."""
-        return self._generate_state_key(range=self._range, attr_name=self._attr_name)
+        return self._generate_state_key(range=self._lw_range, attr_name=self._attr_name)
 
     def state_dict(self) -> StateDict:
         """Return the curve and the setting."""
         if self.optimal_lr is None:
             return {}
-        return {"curve": self.optimal_lr.state_dict(), "found": None if self._found is None else list(self._found)}
+        return {
+            "curve": self.optimal_lr.state_dict(),
+            "found": None if self._lw_found is None else list(self._lw_found),
+        }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the result of an earlier run."""
@@ -87,7 +90,7 @@ class LearningRateFinder(Callback):
 
         self.optimal_lr = LearningRateCurve.from_state(state_dict["curve"])
         found = state_dict["found"]
-        self._found = None if found is None else (found[0], found[1])
+        self._lw_found = None if found is None else (found[0], found[1])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Set the rate that the saved run found, before optimizers are made."""
@@ -106,8 +109,8 @@ class LearningRateFinder(Callback):
         """
         from ..tuner.setting import write_setting
 
-        if self._found is not None and self._update_attr:
-            write_setting(owners, *self._found)
+        if self._lw_found is not None and self._update_attr:
+            write_setting(owners, *self._lw_found)
 
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Search, unless training is under way already."""
@@ -134,11 +137,11 @@ class LearningRateFinder(Callback):
         make = trainer.learning_rate_curve or LearningRateCurve
         subject = Subject.of_run(trainer, is_set_up=True)
         name = name_of_rate(subject, self._attr_name) if self._update_attr else None
-        curve = find_learning_rate(subject, make(*self._range), self._threshold)
+        curve = find_learning_rate(subject, make(*self._lw_range), self._lw_threshold)
         self.optimal_lr = curve
         lr = curve.suggestion()
         if lr is not None and name is not None:
-            self._found = (name, lr)
+            self._lw_found = (name, lr)
             set_learning_rate(subject, name, lr)
             if trainer.is_global_zero:
                 _log.info("LearningRateFinder: %s is set to %.4g.", name, lr)

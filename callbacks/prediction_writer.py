@@ -45,12 +45,12 @@ class BasePredictionWriter(Callback):
                 fix="choose one of them.",
             )
         self.interval: str = interval
-        self._on_batch = interval != "epoch"
-        self._on_epoch = interval != "batch"
-        self._is_first = True  # of the ranks that predict the same batches
-        self._records: list[IndexRecord | None] = []
-        self._predictions: list[list[Any]] = []
-        self._indices: list[list[list[Any] | None]] = []
+        self._lw_on_batch = interval != "epoch"
+        self._lw_on_epoch = interval != "batch"
+        self._lw_is_first = True  # of the ranks that predict the same batches
+        self._lw_records: list[IndexRecord | None] = []
+        self._lw_predictions: list[list[Any]] = []
+        self._lw_indices: list[list[list[Any] | None]] = []
 
     def write_on_batch_end(
         self,
@@ -98,7 +98,7 @@ class BasePredictionWriter(Callback):
         """Refuse a writer that would write nothing."""
         if stage != "predict":
             return
-        wanted = {"write_on_batch_end": self._on_batch, "write_on_epoch_end": self._on_epoch}
+        wanted = {"write_on_batch_end": self._lw_on_batch, "write_on_epoch_end": self._lw_on_epoch}
         missing = [
             name for name, is_wanted in wanted.items()
             if is_wanted and getattr(type(self), name) is getattr(BasePredictionWriter, name)
@@ -113,14 +113,14 @@ class BasePredictionWriter(Callback):
     def on_predict_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Begin to note which samples the loaders read."""
         ranks = trainer.strategy.reporting_ranks
-        self._is_first = ranks is None or trainer.global_rank in ranks
+        self._lw_is_first = ranks is None or trainer.global_rank in ranks
         data = trainer.loaders.eval["predict"]
-        self._records = []
+        self._lw_records = []
         for number, loader in enumerate(data.loaders):
             data.loaders[number], record = record_indices(loader)
-            self._records.append(record)
-        self._predictions = [[] for _ in data.loaders]
-        self._indices = [[] for _ in data.loaders]
+            self._lw_records.append(record)
+        self._lw_predictions = [[] for _ in data.loaders]
+        self._lw_indices = [[] for _ in data.loaders]
 
     def on_predict_batch_end(
         self,
@@ -132,20 +132,20 @@ class BasePredictionWriter(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Write the batch, keep it for the end, or both."""
-        if not self._is_first:
+        if not self._lw_is_first:
             return
-        record = self._records[dataloader_idx]
+        record = self._lw_records[dataloader_idx]
         indices = record.next() if record is not None else None
-        if self._on_batch:
+        if self._lw_on_batch:
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
-        if self._on_epoch:
-            self._predictions[dataloader_idx].append(move_to_device(outputs, torch.device("cpu")))
-            self._indices[dataloader_idx].append(indices)
+        if self._lw_on_epoch:
+            self._lw_predictions[dataloader_idx].append(move_to_device(outputs, torch.device("cpu")))
+            self._lw_indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Write all batches."""
-        if self._on_epoch and self._is_first:
-            predictions: list[Any] = self._predictions
+        if self._lw_on_epoch and self._lw_is_first:
+            predictions: list[Any] = self._lw_predictions
             one = predictions[0] if len(predictions) == 1 else predictions
-            self.write_on_epoch_end(trainer, pl_module, one, self._indices)
-        self._records, self._predictions, self._indices = [], [], []
+            self.write_on_epoch_end(trainer, pl_module, one, self._lw_indices)
+        self._lw_records, self._lw_predictions, self._lw_indices = [], [], []

@@ -115,22 +115,22 @@ class ModelPruning(Callback):
         self.pruning_dim = pruning_dim
         self.pruning_norm = pruning_norm
         self.verbose = verbose
-        self._given = list(parameters_to_prune or ())
-        self._applies = apply_pruning
-        self._is_permanent = make_pruning_permanent
-        self._rewinds = use_lottery_ticket_hypothesis
-        self._at_epoch_end = prune_on_train_epoch_end
+        self._lw_given = list(parameters_to_prune or ())
+        self._lw_applies = apply_pruning
+        self._lw_is_permanent = make_pruning_permanent
+        self._lw_rewinds = use_lottery_ticket_hypothesis
+        self._lw_at_epoch_end = prune_on_train_epoch_end
         self._parameters_to_prune: list[Pair] = []
-        self._names: list[str] = []  # of the parameters, in the order of the pairs
-        self._parameters: list[nn.Parameter] = []
-        self._weights: list[Tensor] = []  # the same ones, as torch's signatures want them
-        self._masks: list[Tensor] = []  # 1 where a weight stays; empty before the first pruning
-        self._initial: dict[str, Tensor] = {}
-        self._loaded: dict[str, Tensor] = {}
-        self._pruned_at = -1
-        self._is_rewind_due = self._is_due = False
-        self._source: nn.Module | None = None
-        self._hooks: list[Any] = []  # Any: torch's handles of the optimizers' hooks
+        self._lw_names: list[str] = []  # of the parameters, in the order of the pairs
+        self._lw_parameters: list[nn.Parameter] = []
+        self._lw_weights: list[Tensor] = []  # the same ones, as torch's signatures want them
+        self._lw_masks: list[Tensor] = []  # 1 where a weight stays; empty before the first pruning
+        self._lw_initial: dict[str, Tensor] = {}
+        self._lw_loaded: dict[str, Tensor] = {}
+        self._lw_pruned_at = -1
+        self._lw_is_rewind_due = self._lw_is_due = False
+        self._lw_source: nn.Module | None = None
+        self._lw_hooks: list[Any] = []  # Any: torch's handles of the optimizers' hooks
 
     @property
     def state_key(self) -> str:
@@ -141,8 +141,8 @@ class ModelPruning(Callback):
     @property
     def sparsity(self) -> float:
         """The part of the weights to prune that is pruned; 0 before the first pruning. Reads the device."""
-        total = sum(mask.numel() for mask in self._masks)
-        return 1 - sum(float(mask.sum()) for mask in self._masks) / total if total else 0.0
+        total = sum(mask.numel() for mask in self._lw_masks)
+        return 1 - sum(float(mask.sum()) for mask in self._lw_masks) / total if total else 0.0
 
     # --- what subclasses may override ------------------------------------------------------------------------------
 
@@ -156,16 +156,16 @@ class ModelPruning(Callback):
         Raises:
             ConfigError: Fewer weights remain.
         """
-        weights = [parameter.detach() for parameter in self._parameters]
-        masks = self._masks or [torch.ones_like(weight) for weight in weights]
+        weights = [parameter.detach() for parameter in self._lw_parameters]
+        masks = self._lw_masks or [torch.ones_like(weight) for weight in weights]
         try:
             if self.use_global_unstructured:
-                mask = self._method(amount, torch.cat([one.flatten() for one in weights]),
+                mask = self._lw_method(amount, torch.cat([one.flatten() for one in weights]),
                                      torch.cat([one.flatten() for one in masks]))  # fmt: skip
                 parts = mask.split([one.numel() for one in weights])
-                self._masks = [part.view_as(one).contiguous() for part, one in zip(parts, weights, strict=True)]
+                self._lw_masks = [part.view_as(one).contiguous() for part, one in zip(parts, weights, strict=True)]
             else:
-                self._masks = [self._method(amount, *pair) for pair in zip(weights, masks, strict=True)]
+                self._lw_masks = [self._lw_method(amount, *pair) for pair in zip(weights, masks, strict=True)]
         except ValueError as error:
             raise ConfigError(f"ModelPruning: amount={amount}: {error}.", fix="prune less.") from error
 
@@ -173,11 +173,11 @@ class ModelPruning(Callback):
         """Set the weights that are left to what they were at the beginning, or to new random ones."""
         with torch.no_grad():
             if self.resample_parameters:
-                self._resample()
+                self._lw_resample()
             else:
-                for name, parameter in zip(self._names, self._parameters, strict=True):
-                    parameter.copy_(self._initial[name])
-        self._mask_weights()
+                for name, parameter in zip(self._lw_names, self._lw_parameters, strict=True):
+                    parameter.copy_(self._lw_initial[name])
+        self._lw_mask_weights()
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
         """Turn `<name>_orig` and `<name>_mask` of `torch.nn.utils.prune` into plain parameters, in all submodules."""
@@ -238,44 +238,44 @@ class ModelPruning(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Find the parameters, put masks back, keep the first weights, and listen to the optimizers."""
         refuse_shards(trainer, pl_module, owner="ModelPruning")
-        if self._source is not None and self._source is not pl_module:
-            self._initial, self._loaded, self._masks = {}, {}, []
-            self._pruned_at, self._is_rewind_due, self._is_due = -1, False, False
-        elif self._source is pl_module and self._masks:
-            self._loaded = dict(zip(self._names, self._masks, strict=True))
-        self._source = pl_module
-        before = self._take_over_masks(pl_module)
-        pairs = self.sanitize_parameters_to_prune(pl_module, self._given, self.parameter_names)
+        if self._lw_source is not None and self._lw_source is not pl_module:
+            self._lw_initial, self._lw_loaded, self._lw_masks = {}, {}, []
+            self._lw_pruned_at, self._lw_is_rewind_due, self._lw_is_due = -1, False, False
+        elif self._lw_source is pl_module and self._lw_masks:
+            self._lw_loaded = dict(zip(self._lw_names, self._lw_masks, strict=True))
+        self._lw_source = pl_module
+        before = self._lw_take_over_masks(pl_module)
+        pairs = self.sanitize_parameters_to_prune(pl_module, self._lw_given, self.parameter_names)
         self._parameters_to_prune = self.filter_parameters_to_prune(pairs)
         name_of = {id(one): clean_name(name) for name, one in pl_module.named_parameters()}
-        self._parameters = [module._parameters[name] for module, name in self._parameters_to_prune]  # type: ignore[misc]
-        self._weights = list(self._parameters)
-        self._names = [name_of[id(parameter)] for parameter in self._parameters]
-        self._check_shapes()
-        self._restore_masks(self._loaded or before)
-        self._loaded = {}
-        if self._rewinds and not self.resample_parameters and not self._initial:
-            pairs_of_names = zip(self._names, self._parameters, strict=True)
-            self._initial = {name: parameter.detach().clone() for name, parameter in pairs_of_names}
-        self._forget_hooks()
-        self._hooks = [
-            optimizer.register_step_post_hook(lambda *_: self._mask_weights()) for optimizer in trainer.optimizers
+        self._lw_parameters = [module._parameters[name] for module, name in self._parameters_to_prune]  # type: ignore[misc]
+        self._lw_weights = list(self._lw_parameters)
+        self._lw_names = [name_of[id(parameter)] for parameter in self._lw_parameters]
+        self._lw_check_shapes()
+        self._lw_restore_masks(self._lw_loaded or before)
+        self._lw_loaded = {}
+        if self._lw_rewinds and not self.resample_parameters and not self._lw_initial:
+            pairs_of_names = zip(self._lw_names, self._lw_parameters, strict=True)
+            self._lw_initial = {name: parameter.detach().clone() for name, parameter in pairs_of_names}
+        self._lw_forget_hooks()
+        self._lw_hooks = [
+            optimizer.register_step_post_hook(lambda *_: self._lw_mask_weights()) for optimizer in trainer.optimizers
         ]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Rewind the weights that are left, if the last pruning requested it."""
-        if self._is_rewind_due:
-            self._is_rewind_due = False
+        if self._lw_is_rewind_due:
+            self._lw_is_rewind_due = False
             self.apply_lottery_ticket_hypothesis()
             if trainer.ranks_answer and self.resample_parameters:  # each rank has drawn its own
-                received = from_rank_zero(trainer, lambda: [one.detach().cpu() for one in self._parameters])
+                received = from_rank_zero(trainer, lambda: [one.detach().cpu() for one in self._lw_parameters])
                 with torch.no_grad():
-                    for parameter, value in zip(self._parameters, received, strict=True):
+                    for parameter, value in zip(self._lw_parameters, received, strict=True):
                         parameter.copy_(value)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: nn.Module, optimizer: Optimizer) -> None:
         """Leave pruned weights out of the gradients, before these are clipped."""
-        pairs = zip(self._parameters, self._masks, strict=False)  # no masks before the first pruning
+        pairs = zip(self._lw_parameters, self._lw_masks, strict=False)  # no masks before the first pruning
         found = [(parameter.grad, mask) for parameter, mask in pairs if parameter.grad is not None]
         if found:
             gradients, masks = zip(*found, strict=True)
@@ -283,97 +283,97 @@ class ModelPruning(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Prune at the end of an epoch, not where a limit only interrupts it."""
-        if self._is_due or (self._at_epoch_end and not trainer.progress.epoch_paused):
-            self._prune(trainer)
+        if self._lw_is_due or (self._lw_at_epoch_end and not trainer.progress.epoch_paused):
+            self._lw_prune(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Prune after a validation inside fit, if requested, and after a checkpoint with its score."""
-        if not self._at_epoch_end and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._is_due = True
+        if not self._lw_at_epoch_end and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._lw_is_due = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int) -> None:
         """Prune, if it is due since the latest validation."""
-        if self._is_due:
-            self._prune(trainer)
+        if self._lw_is_due:
+            self._lw_prune(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Take the hooks off the optimizers."""
-        self._forget_hooks()
+        self._lw_forget_hooks()
 
     def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Take the hooks off the optimizers; hand the masks to torch, if pruning is not to be permanent."""
         if stage != "fit":
             return
-        self._forget_hooks()
-        if not self._is_permanent and self._masks:
-            for (module, name), mask in zip(self._parameters_to_prune, self._masks, strict=True):
+        self._lw_forget_hooks()
+        if not self._lw_is_permanent and self._lw_masks:
+            for (module, name), mask in zip(self._parameters_to_prune, self._lw_masks, strict=True):
                 prune.custom_from_mask(module, name, mask)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Fold torch's masks into the weights, in a checkpoint that is saved after fit."""
         weights = checkpoint["state_dict"]
-        for name in self._names:
+        for name in self._lw_names:
             if f"{name}_orig" in weights and f"{name}_mask" in weights:
                 weights[name] = weights.pop(f"{name}_orig") * weights.pop(f"{name}_mask")
 
     def forget_run(self) -> None:
         """Prune at the steps of a new run; masks stay with their module."""
-        self._pruned_at = -1
+        self._lw_pruned_at = -1
 
     def state_dict(self) -> StateDict:
         """Return masks, first weights, and what was done last."""
-        masks = zip(self._names, self._masks, strict=False)
+        masks = zip(self._lw_names, self._lw_masks, strict=False)
         return {
             "masks": {name: mask.bool() for name, mask in masks},
-            "initial": dict(self._initial),
-            "pruned_at": self._pruned_at,
-            "is_rewind_due": self._is_rewind_due,
-            "is_due": self._is_due,
+            "initial": dict(self._lw_initial),
+            "pruned_at": self._lw_pruned_at,
+            "is_rewind_due": self._lw_is_rewind_due,
+            "is_due": self._lw_is_due,
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Keep them for `on_fit_start`."""
-        self._loaded = dict(state_dict["masks"])
-        self._initial = dict(state_dict["initial"])
-        self._pruned_at = int(state_dict["pruned_at"])
-        self._is_rewind_due = bool(state_dict["is_rewind_due"])
-        self._is_due = bool(state_dict.get("is_due", False))
-        self._masks, self._source = [], None
+        self._lw_loaded = dict(state_dict["masks"])
+        self._lw_initial = dict(state_dict["initial"])
+        self._lw_pruned_at = int(state_dict["pruned_at"])
+        self._lw_is_rewind_due = bool(state_dict["is_rewind_due"])
+        self._lw_is_due = bool(state_dict.get("is_due", False))
+        self._lw_masks, self._lw_source = [], None
 
     # --- the masks -------------------------------------------------------------------------------------------------
 
-    def _prune(self, trainer: Trainer) -> None:
-        self._is_due = False
+    def _lw_prune(self, trainer: Trainer) -> None:
+        self._lw_is_due = False
         epoch, at = trainer.current_epoch, trainer.progress.total_batches
-        if at == self._pruned_at:  # a checkpoint was taken within this event, after pruning
+        if at == self._lw_pruned_at:  # a checkpoint was taken within this event, after pruning
             return
         # What users' functions say may follow from chance or clocks: rank 0's holds for all.
-        is_asked = any(callable(one) for one in (self._applies, self.amount, self._rewinds))
-        amount, rewinds = from_rank_zero(trainer, lambda: self._plan(epoch)) if is_asked else self._plan(epoch)
+        is_asked = any(callable(one) for one in (self._lw_applies, self.amount, self._lw_rewinds))
+        amount, rewinds = from_rank_zero(trainer, lambda: self._lw_plan(epoch)) if is_asked else self._lw_plan(epoch)
         if not amount:
             return
         problems = _problems_of_amount(amount)
         if problems:
             raise ConfigError(f"ModelPruning: in epoch {epoch}, {problems[0]}.", fix="return such an amount.")
-        self._pruned_at = at
+        self._lw_pruned_at = at
         self.apply_pruning(amount)
         if trainer.ranks_answer:  # chance falls differently on each rank
-            masks = from_rank_zero(trainer, lambda: [mask.bool().cpu() for mask in self._masks])
-            self._restore_masks(dict(zip(self._names, masks, strict=True)))
-        self._mask_weights()
-        self._is_rewind_due = rewinds
+            masks = from_rank_zero(trainer, lambda: [mask.bool().cpu() for mask in self._lw_masks])
+            self._lw_restore_masks(dict(zip(self._lw_names, masks, strict=True)))
+        self._lw_mask_weights()
+        self._lw_is_rewind_due = rewinds
         if self.verbose and trainer.is_global_zero:
-            self._report(epoch)
+            self._lw_report(epoch)
 
-    def _plan(self, epoch: int) -> tuple[int | float, bool]:
+    def _lw_plan(self, epoch: int) -> tuple[int | float, bool]:
         """Return how much to prune in this epoch, 0 for nothing, and whether to rewind the weights that are left."""
-        applies = self._applies(epoch) if callable(self._applies) else self._applies
+        applies = self._lw_applies(epoch) if callable(self._lw_applies) else self._lw_applies
         amount = self.amount(epoch) if callable(self.amount) else self.amount
         if not applies or not amount:
             return 0, False
-        return amount, bool(self._rewinds(epoch) if callable(self._rewinds) else self._rewinds)
+        return amount, bool(self._lw_rewinds(epoch) if callable(self._lw_rewinds) else self._lw_rewinds)
 
-    def _method(self, amount: int | float, weight: Tensor, mask: Tensor) -> Tensor:
+    def _lw_method(self, amount: int | float, weight: Tensor, mask: Tensor) -> Tensor:
         """Return the mask after pruning a tensor whose mask was this one, by torch's rules."""
         options: dict[str, Any] = {"amount": amount}
         if self.pruning_fn in ("ln_structured", "random_structured"):
@@ -389,28 +389,28 @@ class ModelPruning(Callback):
         masked: Tensor = container.compute_mask(weight, mask)
         return masked
 
-    def _mask_weights(self) -> None:
-        if self._masks:
+    def _lw_mask_weights(self) -> None:
+        if self._lw_masks:
             with torch.no_grad():
-                torch._foreach_mul_(self._weights, self._masks)
+                torch._foreach_mul_(self._lw_weights, self._lw_masks)
 
-    def _restore_masks(self, masks: dict[str, Tensor]) -> None:
+    def _lw_restore_masks(self, masks: dict[str, Tensor]) -> None:
         if not masks:
-            self._masks = []
+            self._lw_masks = []
             return
-        wrong = [name for name, parameter in zip(self._names, self._parameters, strict=True)
+        wrong = [name for name, parameter in zip(self._lw_names, self._lw_parameters, strict=True)
                  if name not in masks or masks[name].shape != parameter.shape]  # fmt: skip
-        wrong += [name for name in masks if name not in self._names]
+        wrong += [name for name in masks if name not in self._lw_names]
         if wrong:
             raise CheckpointError(
                 f"ModelPruning: the masks do not fit the parameters to prune: {', '.join(wrong)}.",
                 fix="resume with the module and the arguments of the run that saved them.",
             )
-        pairs = zip(self._names, self._parameters, strict=True)
-        self._masks = [masks[name].to(device=one.device, dtype=one.dtype) for name, one in pairs]
-        self._mask_weights()
+        pairs = zip(self._lw_names, self._lw_parameters, strict=True)
+        self._lw_masks = [masks[name].to(device=one.device, dtype=one.dtype) for name, one in pairs]
+        self._lw_mask_weights()
 
-    def _take_over_masks(self, module: nn.Module) -> dict[str, Tensor]:
+    def _lw_take_over_masks(self, module: nn.Module) -> dict[str, Tensor]:
         """Return masks of torch, and make the parameters plain ones: an earlier fit left them, or the user's hands."""
         masks = {
             clean_name(name.removesuffix("_mask")): buffer.detach().clone()
@@ -423,11 +423,11 @@ class ModelPruning(Callback):
         plain = {clean_name(name): one for name, one in module.named_parameters()}
         return {name: mask for name, mask in masks.items() if name in plain and plain[name].shape == mask.shape}
 
-    def _check_shapes(self) -> None:
+    def _lw_check_shapes(self) -> None:
         if self.pruning_fn not in ("ln_structured", "random_structured"):
             return
         dim = self.pruning_dim or 0
-        pairs = list(zip(self._names, self._parameters, strict=True))
+        pairs = list(zip(self._lw_names, self._lw_parameters, strict=True))
         wrong = [
             f"{name} {tuple(one.shape)}" for name, one in pairs if one.dim() < 2 or not -one.dim() <= dim < one.dim()
         ]
@@ -438,7 +438,7 @@ class ModelPruning(Callback):
                 fix="pass parameter_names=['weight'], or parameters_to_prune.",
             )
 
-    def _resample(self) -> None:
+    def _lw_resample(self) -> None:
         modules = {id(module): module for module, _ in self._parameters_to_prune}
         for key, module in modules.items():
             reset = getattr(module, "reset_parameters", None)
@@ -451,19 +451,19 @@ class ModelPruning(Callback):
             for name, value in others.items():
                 module._parameters[name].copy_(value)  # type: ignore[union-attr]  # it is in others
 
-    def _report(self, epoch: int) -> None:
-        sizes = [mask.numel() for mask in self._masks]
-        pruned = [size - int(mask.sum()) for size, mask in zip(sizes, self._masks, strict=True)]
+    def _lw_report(self, epoch: int) -> None:
+        sizes = [mask.numel() for mask in self._lw_masks]
+        pruned = [size - int(mask.sum()) for size, mask in zip(sizes, self._lw_masks, strict=True)]
         _log.info("epoch %d: pruned %d of %d weights (%.2f%%)", epoch, sum(pruned), sum(sizes),
                   100 * sum(pruned) / sum(sizes))  # fmt: skip
         if self.verbose == 2:
-            for name, count, size in zip(self._names, pruned, sizes, strict=True):
+            for name, count, size in zip(self._lw_names, pruned, sizes, strict=True):
                 _log.info("  %s: pruned %d of %d (%.2f%%)", name, count, size, 100 * count / size)
 
-    def _forget_hooks(self) -> None:
-        for hook in self._hooks:
+    def _lw_forget_hooks(self) -> None:
+        for hook in self._lw_hooks:
             hook.remove()
-        self._hooks = []
+        self._lw_hooks = []
 
 
 def _problems_of_method(

@@ -103,34 +103,36 @@ class CLI:
         from ..trainer.module import Module
         from ..trainer.trainer import Trainer
 
-        self._bases = {"model": (model_class, Module), "data": (datamodule_class, DataModule)}
-        self._trainer_class: Any = Trainer if trainer_class is None else trainer_class
-        self._trainer_defaults = dict(trainer_defaults or {})
-        self._saves_config = save_config
-        self._exits = exits
+        self._lw_bases = {"model": (model_class, Module), "data": (datamodule_class, DataModule)}
+        self._lw_trainer_class: Any = Trainer if trainer_class is None else trainer_class
+        self._lw_trainer_defaults = dict(trainer_defaults or {})
+        self._lw_saves_config = save_config
+        self._lw_exits = exits
         self.subcommand: str | None = None
         self.result: Any = None
         self.groups: dict[str, Any] = {}
         self.datamodule = None
-        self._declared = Groups(reserved=("trainer", "seed_everything", *CLASS_KEYS))
-        self.add_arguments(self._declared)
+        self._lw_declared = Groups(reserved=("trainer", "seed_everything", *CLASS_KEYS))
+        self.add_arguments(self._lw_declared)
         name = os.path.basename(sys.argv[0]) if program is None else program
-        self._program = Program(name, self._trainer_class, self._bases, self._declared, seed_everything_default)
-        self._program.subcommands = self.subcommands()
+        self._lw_program = Program(
+            name, self._lw_trainer_class, self._lw_bases, self._lw_declared, seed_everything_default
+        )
+        self._lw_program.subcommands = self.subcommands()
         tokens = list(sys.argv[1:] if args is None else args)
         try:
-            self._read(tokens, runs=run)
-            self._plan()
+            self._lw_read(tokens, runs=run)
+            self._lw_plan()
         except LoopwrightError as error:
             if not exits:
                 raise
-            sys.stderr.write(f"{self._shown_program()}: {error}\n")
+            sys.stderr.write(f"{self._lw_shown_program()}: {error}\n")
             raise SystemExit(2) from None
-        with told(self._shown_program()) if exits else nullcontext():
-            self._seed()
-            self._build()
+        with told(self._lw_shown_program()) if exits else nullcontext():
+            self._lw_seed()
+            self._lw_build()
             if run:
-                self._run()
+                self._lw_run()
 
     # -- for subclasses ------------------------------------------------------------------------------------------
 
@@ -160,7 +162,7 @@ class CLI:
         Args:
             arguments: The trainer's arguments, as objects.
         """
-        trainer: Trainer = self._trainer_class(**arguments)
+        trainer: Trainer = self._lw_trainer_class(**arguments)
         return trainer
 
     @staticmethod
@@ -176,38 +178,40 @@ class CLI:
 
     # -- settings ------------------------------------------------------------------------------------------------
 
-    def _shown_program(self) -> str:
-        return self._program.shown
+    def _lw_shown_program(self) -> str:
+        return self._lw_program.shown
 
-    def _read(self, tokens: list[str], *, runs: bool) -> None:
+    def _lw_read(self, tokens: list[str], *, runs: bool) -> None:
         if runs:
-            tokens = self._take_subcommand(tokens)
+            tokens = self._lw_take_subcommand(tokens)
         line = parse_command_line(tokens)
         defaults = {
-            f"trainer.{name}": value for name, value in self._trainer_defaults.items() if self._is_setting(name, value)
+            f"trainer.{name}": value
+            for name, value in self._lw_trainer_defaults.items()
+            if self._lw_is_setting(name, value)
         }
-        defaults.update(self._declared.defaults)
+        defaults.update(self._lw_declared.defaults)
         gathered = functools.partial(
-            gather, line, command=self.subcommand or "", commands=tuple(self._program.subcommands), defaults=defaults
+            gather, line, command=self.subcommand or "", commands=tuple(self._lw_program.subcommands), defaults=defaults
         )
         if line.help is not None:
             try:
                 tree = gathered().tree
             except ConfigError:
                 tree = {}  # help works also if a file is missing
-            sys.stdout.write(help_on(self._program, line.help, tree))
+            sys.stdout.write(help_on(self._lw_program, line.help, tree))
             raise SystemExit(0)
         self.settings = gathered()
-        read_back = None if line.files else self._checkpoint_config()
+        read_back = None if line.files else self._lw_checkpoint_config()
         if read_back is not None:
             self.settings = gathered(checkpoint=read_back)
-        self._prints = line.prints
+        self._lw_prints = line.prints
 
-    def _is_setting(self, name: str, value: object) -> bool:
+    def _lw_is_setting(self, name: str, value: object) -> bool:
         return name != "callbacks" and is_plain(value)
 
-    def _take_subcommand(self, tokens: list[str]) -> list[str]:
-        name, known = self._program.name, self._program.subcommands
+    def _lw_take_subcommand(self, tokens: list[str]) -> list[str]:
+        name, known = self._lw_program.name, self._lw_program.subcommands
         place = next((number for number, token in enumerate(tokens) if token in known), None)
         if not tokens or (place is None and tokens[0] in ("-h", "--help")):
             lines = [f"usage: {name} COMMAND [--config FILE]... [KEY=VALUE]...", ""]
@@ -220,11 +224,11 @@ class CLI:
                 f"Expected a subcommand, got {tokens[0]!r}{nearest(tokens[0], known)}.",
                 fix=f"start with one of {', '.join(known)}.",
             )
-        self.subcommand = self._program.subcommand = tokens[place]
-        self._program.skipped = self._skipped(tokens[place])
+        self.subcommand = self._lw_program.subcommand = tokens[place]
+        self._lw_program.skipped = self._lw_skipped(tokens[place])
         return tokens[:place] + tokens[place + 1 :]
 
-    def _checkpoint_config(self) -> tuple[SettingsTree, str] | None:
+    def _lw_checkpoint_config(self) -> tuple[SettingsTree, str] | None:
         """Return the configuration of the named checkpoint, if there is no configuration file."""
         path = self.settings.tree.get("ckpt_path")
         if self.subcommand is None or not isinstance(path, str):
@@ -234,96 +238,103 @@ class CLI:
             return None
         name = f"the configuration in {path}"
         # The arguments of the run that saved do not apply to the use of its checkpoint.
-        dropped = {"ckpt_path", *self._program.subcommands, *(("verbose",) if self.subcommand == "predict" else ())}
-        allowed = set(self._program.keys) - dropped
+        dropped = {"ckpt_path", *self._lw_program.subcommands, *(("verbose",) if self.subcommand == "predict" else ())}
+        allowed = set(self._lw_program.keys) - dropped
         return {key: value for key, value in written_settings(text, name).items() if key in allowed}, name
 
-    def _plan(self) -> None:
+    def _lw_plan(self) -> None:
         """Check all settings without creating objects.
 
         Raises:
             ConfigError: The settings are invalid; all problems are named.
         """
-        self._of = plan_all(self._program, self.settings)
-        self._plans, self._tree = self._of.made, self._of.tree
-        for text in self._of.notes:
-            sys.stderr.write(f"{self._shown_program()}: {text}\n")
-        self.config = self._completed()
-        if self._prints:
-            shown = self.config if self._prints == "full" else self._of.completed(self._program, with_defaults=False)
+        self._lw_of = plan_all(self._lw_program, self.settings)
+        self._lw_plans, self._lw_tree = self._lw_of.made, self._lw_of.tree
+        for text in self._lw_of.notes:
+            sys.stderr.write(f"{self._lw_shown_program()}: {text}\n")
+        self.config = self._lw_completed()
+        if self._lw_prints:
+            shown = (
+                self.config
+                if self._lw_prints == "full"
+                else self._lw_of.completed(self._lw_program, with_defaults=False)
+            )
             sys.stdout.write(write(escaped(shown)))
             raise SystemExit(0)
 
-    def _is_fixed(self, name: str, fixed: object) -> bool:
-        return any(one is fixed and self._program.is_fixed(name, key) for key, (one, _) in self._bases.items())
+    def _lw_is_fixed(self, name: str, fixed: object) -> bool:
+        return any(one is fixed and self._lw_program.is_fixed(name, key) for key, (one, _) in self._lw_bases.items())
 
-    def _completed(self) -> SettingsTree:
+    def _lw_completed(self) -> SettingsTree:
         """Return the settings with defaults, as they are saved and printed."""
-        return self._of.completed(self._program)
+        return self._lw_of.completed(self._lw_program)
 
     # -- objects -------------------------------------------------------------------------------------------------
 
-    def _seed(self) -> None:
-        seed = self._plans["seed_everything"]
+    def _lw_seed(self) -> None:
+        seed = self._lw_plans["seed_everything"]
         if seed is None or seed is False:
             return
         from ..fabric import seed_everything
 
         if seed is True:
-            nodes = self._plans["trainer"].arguments.get("num_nodes", 1)
+            nodes = self._lw_plans["trainer"].arguments.get("num_nodes", 1)
             seed = draw_seed(nodes if isinstance(nodes, int) else 1)
         self.config["seed_everything"] = seed_everything(seed, workers=True)
 
-    def _build(self) -> None:
+    def _lw_build(self) -> None:
         self.before_instantiate_classes()
         built: dict[str, Any] = {}
-        building = Building(self.settings, collects=self._exits)
-        for key in self._declared.order(["data", "model", *self._declared.classes]):
-            plan = self._plans.get(key)
+        building = Building(self.settings, collects=self._lw_exits)
+        for key in self._lw_declared.order(["data", "model", *self._lw_declared.classes]):
+            plan = self._lw_plans.get(key)
             if isinstance(plan, Plan):
-                linked = {} if building.problems else self._declared.linked_values(key, built)
+                linked = {} if building.problems else self._lw_declared.linked_values(key, built)
                 for name, value in linked.items():
                     plan.arguments[name] = value
                     if is_plain(value):
                         put(self.config, f"{key}.{name}", value)
-                if building.problems and self._declared.linked(key):
+                if building.problems and self._lw_declared.linked(key):
                     continue  # the source of its link is missing
             built[key] = building.made(plan)
-        of_trainer = {name: building.made(value) for name, value in self._plans["trainer"].arguments.items()}
+        of_trainer = {name: building.made(value) for name, value in self._lw_plans["trainer"].arguments.items()}
         building.finish()
         self.model, self.datamodule = built.pop("model"), built.pop("data")
-        self.groups = {**built, **self._made(*self._declared.values)}
-        arguments = {name: value for name, value in self._trainer_defaults.items() if not self._is_setting(name, value)}
+        self.groups = {**built, **self._lw_made(*self._lw_declared.values)}
+        arguments = {
+            name: value for name, value in self._lw_trainer_defaults.items() if not self._lw_is_setting(name, value)
+        }
         own = _as_list(arguments.pop("callbacks", None))
         arguments.update(of_trainer)
         more = [one for one in built.values() if _is_callback(one)]
-        arguments["callbacks"] = [*_as_list(arguments.get("callbacks")), *own, *more, *self._config_callback()]
+        arguments["callbacks"] = [*_as_list(arguments.get("callbacks")), *own, *more, *self._lw_config_callback()]
         self.trainer = self.instantiate_trainer(**arguments)
-        if "optimizer" in self._plans:
-            self._set_optimizers()
+        if "optimizer" in self._lw_plans:
+            self._lw_set_optimizers()
         self.after_instantiate_classes()
 
-    def _made(self, *keys: str) -> dict[str, Any]:
+    def _lw_made(self, *keys: str) -> dict[str, Any]:
         """Return the objects of those keys that are set."""
-        building = Building(self.settings, collects=self._exits)
-        found = {key: building.made(self._plans[key]) for key in keys if key in self._plans}
+        building = Building(self.settings, collects=self._lw_exits)
+        found = {key: building.made(self._lw_plans[key]) for key in keys if key in self._lw_plans}
         building.finish()
         return found
 
-    def _config_callback(self) -> list[Any]:
-        if not self._saves_config:
+    def _lw_config_callback(self) -> list[Any]:
+        if not self._lw_saves_config:
             return []
         return [SaveConfig(write(escaped(self.config)))]
 
-    def _set_optimizers(self) -> None:
+    def _lw_set_optimizers(self) -> None:
         from ..trainer.module import Module
 
-        model, made = self.model, self._made("optimizer", "lr_scheduler")
+        model, made = self.model, self._lw_made("optimizer", "lr_scheduler")
         make, schedule = made["optimizer"], made.get("lr_scheduler")
-        options = self._of.schedule_options
+        options = self._lw_of.schedule_options
         if type(model).configure_optimizers is not Module.configure_optimizers:
             sys.stderr.write(
-                f"{self._shown_program()}: configure_optimizers of {type(model).__name__} is replaced by optimizer=\n"
+                f"{self._lw_shown_program()}: configure_optimizers of {type(model).__name__} is replaced by "
+                "optimizer=\n"
             )
 
         def configure_optimizers() -> Any:
@@ -334,11 +345,11 @@ class CLI:
         functools.update_wrapper(configure_optimizers, Module.configure_optimizers)
         model.configure_optimizers = configure_optimizers  # type: ignore[method-assign]
 
-    def _skipped(self, command: str) -> frozenset[str]:
+    def _lw_skipped(self, command: str) -> frozenset[str]:
         """Return further parameters of a subcommand's method that are not settings."""
         return frozenset()
 
-    def _tell_unwritten(self) -> None:
+    def _lw_tell_unwritten(self) -> None:
         """Say before predictions are computed that nothing writes them, as far as that can be seen."""
         from ..callbacks import BasePredictionWriter
 
@@ -349,27 +360,27 @@ class CLI:
         )
         if not is_written:
             sys.stderr.write(
-                f"{self._shown_program()}: no callback writes the predictions: what predict_step returns is lost when "
-                "the program ends. Add a subclass of BasePredictionWriter to trainer.callbacks\n"
+                f"{self._lw_shown_program()}: no callback writes the predictions: what predict_step returns is lost "
+                "when the program ends. Add a subclass of BasePredictionWriter to trainer.callbacks\n"
             )
 
-    def _verb(self, command: str) -> Callable[..., Any]:
+    def _lw_verb(self, command: str) -> Callable[..., Any]:
         method: Callable[..., Any] = getattr(self.trainer, command)
         return method
 
-    def _run(self) -> None:
+    def _lw_run(self) -> None:
         assert self.subcommand is not None
         for when in ("before", "after"):
             hook = getattr(self, f"{when}_{self.subcommand}", None)
             if when == "before":
                 if hook is not None:
                     hook()
-                arguments = self._made(*self._program.arguments)
+                arguments = self._lw_made(*self._lw_program.arguments)
                 if self.datamodule is not None:
                     arguments["datamodule"] = self.datamodule
                 if self.subcommand == "predict":
-                    self._tell_unwritten()
-                self.result = self._verb(self.subcommand)(model=self.model, **arguments)
+                    self._lw_tell_unwritten()
+                self.result = self._lw_verb(self.subcommand)(model=self.model, **arguments)
             elif hook is not None:
                 hook()
 

@@ -37,8 +37,8 @@ class Groups:
     """
 
     def __init__(self, reserved: Sequence[str] = ()) -> None:
-        self._reserved = tuple(reserved)
-        self._links: list[_Link] = []
+        self._lw_reserved = tuple(reserved)
+        self._lw_links: list[_Link] = []
         self.classes: dict[str, Callable[..., object]] = {}
         self.required: set[str] = set()
         self.values: dict[str, Parameter] = {}
@@ -57,7 +57,7 @@ class Groups:
             target: Its class, or a function that makes it.
             required: Whether it is made where no setting names it.
         """
-        self._check_free(name)
+        self._lw_check_free(name)
         self.classes[name] = target
         if required:
             self.required.add(name)
@@ -71,7 +71,7 @@ class Groups:
             default: Without one, it must be given.
             text: For --help.
         """
-        self._check_free(name)
+        self._lw_check_free(name)
         self.values[name] = Parameter(name, kind, default, text)
 
     def set_defaults(self, values: SettingsTree) -> None:
@@ -103,14 +103,16 @@ class Groups:
             raise ConfigError(
                 f"Expected one source for the link to {target}, got {len(sources)}.", fix="pass compute=."
             )
-        self._links.append(_Link(sources, target, compute, after_build))
+        self._lw_links.append(_Link(sources, target, compute, after_build))
 
     # -- for CLI -------------------------------------------------------------------------------------------------
 
     def linked(self, key: str) -> frozenset[str]:
         """Return the parameters of a group that links set after objects are created."""
         return frozenset(
-            one.target.partition(".")[2] for one in self._links if one.after_build and one.target.startswith(f"{key}.")
+            one.target.partition(".")[2]
+            for one in self._lw_links
+            if one.after_build and one.target.startswith(f"{key}.")
         )
 
     def with_links(
@@ -127,7 +129,7 @@ class Groups:
             ConfigError: A target was typed, or a source is not set.
         """
         replaced = []
-        for one in self._links:
+        for one in self._lw_links:
             is_set = _has(tree, one.target)
             if is_set and origin(one.target).startswith(TYPED):
                 raise ConfigError(
@@ -147,7 +149,7 @@ class Groups:
 
     def copies(self) -> list[tuple[str, str]]:
         """Return (source, target) of the links that copy a setting."""
-        return [(one.sources[0], one.target) for one in self._links if one.compute is None and not one.after_build]
+        return [(one.sources[0], one.target) for one in self._lw_links if one.compute is None and not one.after_build]
 
     def order(self, keys: Sequence[str]) -> list[str]:
         """Return groups in an order in which links find their sources.
@@ -156,7 +158,7 @@ class Groups:
             ConfigError: Links go round in a circle.
         """
         needs = {key: set() for key in keys}  # type: dict[str, set[str]]
-        for one in self._links:
+        for one in self._lw_links:
             if one.after_build:
                 needs[one.target.partition(".")[0]] |= {source.partition(".")[0] for source in one.sources}
         ordered: list[str] = []
@@ -173,7 +175,7 @@ class Groups:
     def linked_values(self, key: str, built: dict[str, Any]) -> dict[str, object]:
         """Return parameters of a group that are computed from objects."""
         found = {}
-        for one in self._links:
+        for one in self._lw_links:
             if one.after_build and one.target.startswith(f"{key}."):
                 values = []
                 for source in one.sources:
@@ -185,8 +187,8 @@ class Groups:
                 found[one.target.partition(".")[2]] = one.value(values)
         return found
 
-    def _check_free(self, name: str) -> None:
-        if name in self._reserved or name in self.names or not name.isidentifier():
+    def _lw_check_free(self, name: str) -> None:
+        if name in self._lw_reserved or name in self.names or not name.isidentifier():
             raise ConfigError(f"Expected an unused name for a setting, got {name!r}.", fix="choose another name.")
 
 

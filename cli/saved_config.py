@@ -42,7 +42,7 @@ class SaveConfig(Callback):
     def __init__(self, text: str, filename: str = "config.yaml") -> None:
         self.text = text if text.startswith(_FIRST_LINE) else _FIRST_LINE + text
         self.filename = filename
-        self._is_written = False
+        self._lw_is_written = False
 
     @property
     def state_key(self) -> str:
@@ -58,15 +58,15 @@ class SaveConfig(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: object) -> None:
         """Write the file, once: the checkpoint folders are known now and have been examined."""
-        if self._is_written or not trainer.is_global_zero or trainer.fast_dev_run:
+        if self._lw_is_written or not trainer.is_global_zero or trainer.fast_dev_run:
             return
-        self._is_written = True
+        self._lw_is_written = True
         folders = [trainer.log_dir, *(getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks)]
         for folder in dict.fromkeys(str(one) for one in folders if one):
             with only_describes(f"The configuration {folder}/{self.filename}"):
-                self._write(folder)
+                self._lw_write(folder)
 
-    def _write(self, folder: str) -> None:
+    def _lw_write(self, folder: str) -> None:
         files, path = fsspec.core.url_to_fs(folder)
         files.makedirs(path, exist_ok=True)
         target = f"{path.rstrip('/')}/{self.filename}"

@@ -135,7 +135,7 @@ class Logger(ABC):
             step: Training steps done.
             axes: Other x values: "samples", and the latest value of every metric.
         """
-        self.log_metrics(metrics, step=self._place(step, axes))
+        self.log_metrics(metrics, step=self._lw_place(step, axes))
 
     def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
         """Record pictures; by default nothing is done.
@@ -200,20 +200,20 @@ class Logger(ABC):
         """
         return
 
-    def _catch_up(self) -> None:
+    def _lw_catch_up(self) -> None:
         """Write the Trainer's deferred rows before a direct call of the user; raise nothing."""
         if self.queue is not None:
             self.queue.wait()
 
-    def _place(self, step: int, axes: Mapping[str, float]) -> int:
+    def _lw_place(self, step: int, axes: Mapping[str, float]) -> int:
         """Return the x of a row."""
         if self.x_axis == "step":
             return step
         if self.x_axis == "time":
             return int(self.wall_s)
         if self.x_axis not in axes:
-            if step and not self.__dict__.get("_has_warned_of_axis"):
-                self._has_warned_of_axis = True
+            if step and not self.__dict__.get("_lw_has_warned_of_axis"):
+                self._lw_has_warned_of_axis = True
                 warn(
                     f"{type(self).__name__}: x_axis={self.x_axis!r} was not logged up to step {step}; points "
                     "have x = 0 until then.",
@@ -234,40 +234,40 @@ class RunLogger(Logger):
     def __init__(self, prefix: str) -> None:
         self.hparams: dict[str, Plain] = {}
         self._prefix = prefix
-        self._lock = Lock()  # the Trainer's writing thread and the user's own may meet here
-        self._step = -1
-        self._is_resumed = False
-        self._at_end: Finalize | None = None
+        self._lw_lock = Lock()  # the Trainer's writing thread and the user's own may meet here
+        self._lw_step = -1
+        self._lw_is_resumed = False
+        self._lw_at_end: Finalize | None = None
 
     def __getstate__(self) -> dict[str, object]:
         """Leave the end of this process out."""
-        return {**self.__dict__, "_at_end": None}
+        return {**self.__dict__, "_lw_at_end": None}
 
-    def _opened(self, open_experiment: Callable[[], E]) -> E:
+    def _lw_opened(self, open_experiment: Callable[[], E]) -> E:
         """Return the experiment, opened at the first call; above rank zero, one whose every call does nothing."""
         if self.is_silent:
             return cast("E", DummyExperiment())
-        self._catch_up()
-        with self._lock:
+        self._lw_catch_up()
+        with self._lw_lock:
             if self._experiment is None:
                 self._experiment = open_experiment()
-            self._begin_session()
+            self._lw_begin_session()
             return cast("E", self._experiment)
 
-    def _begin_session(self) -> None:
+    def _lw_begin_session(self) -> None:
         """Let this process end with `finalize`, unless that is called before."""
-        if self._at_end is None:
+        if self._lw_at_end is None:
             # Processes that multiprocessing starts do not run atexit at their end, but these; others run both.
-            self._at_end = Finalize(None, self._end_with_process, exitpriority=20)
+            self._lw_at_end = Finalize(None, self._lw_end_with_process, exitpriority=20)
 
-    def _end_session(self) -> None:
+    def _lw_end_session(self) -> None:
         """Called by `finalize`."""
-        if self._at_end is not None:
-            self._at_end.cancel()
-            self._at_end = None
+        if self._lw_at_end is not None:
+            self._lw_at_end.cancel()
+            self._lw_at_end = None
 
-    def _end_with_process(self) -> None:
-        self._at_end = None
+    def _lw_end_with_process(self) -> None:
+        self._lw_at_end = None
         # In a process of multiprocessing the exception is still on its way; a main program's has been printed.
         error = sys.exc_info()[1] or (None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
         is_failure = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
@@ -276,9 +276,9 @@ class RunLogger(Logger):
         except Exception as failure:  # of a service, or a disk: the other loggers are to be ended, too
             warn(f"{type(self).__name__} could not be ended with the process: {type(failure).__name__}: {failure}")
 
-    def _at(self, step: int | None) -> int:
-        self._catch_up()
-        return max(self._step, 0) if step is None else int(step)
+    def _lw_at(self, step: int | None) -> int:
+        self._lw_catch_up()
+        return max(self._lw_step, 0) if step is None else int(step)
 
 
 class Lock:

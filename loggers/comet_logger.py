@@ -87,22 +87,22 @@ class CometLogger(ServiceLogger):
             x_axis=x_axis,
             log_model=log_model,
         )
-        self._project = project
-        self._start: dict[str, Any] = {
+        self._lw_project = project
+        self._lw_start: dict[str, Any] = {
             "api_key": api_key, "workspace": workspace, "project_name": project, "online": online, "mode": mode,
         }  # fmt: skip
-        self._options = {**kwargs, "offline_directory": self._save_dir}
-        self._was_begun = False
+        self._lw_options = {**kwargs, "offline_directory": self._save_dir}
+        self._lw_was_begun = False
 
     @property
     def name(self) -> str | None:
         """Name of the project; None if comet_ml's configuration defines it."""
-        return self._project
+        return self._lw_project
 
     @property
     def experiment(self) -> CometExperiment:
         """The `comet_ml` experiment; the first call begins it."""
-        return self._opened(self._begin)
+        return self._lw_opened(self._lw_begin)
 
     def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
         """Record pictures: one as `key`, several as `key/0`, `key/1`, ...
@@ -125,7 +125,7 @@ class CometLogger(ServiceLogger):
                 options["metadata"] = {**(options.get("metadata") or {}), "caption": caption}
             name = f"{key}/{number}" if len(pictures) > 1 else key
             # As a file: comet_ml first interprets an array as a path, and warns.
-            self.experiment.log_image(io.BytesIO(to_png(pixels)), name=name, step=self._at(step), **options)
+            self.experiment.log_image(io.BytesIO(to_png(pixels)), name=name, step=self._lw_at(step), **options)
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Record text, with its name as metadata.
@@ -136,7 +136,7 @@ class CometLogger(ServiceLogger):
             step: The x value; None: the last recorded step.
         """
         if not self.is_silent:
-            self.experiment.log_text(text, step=self._at(step), metadata={"name": key})
+            self.experiment.log_text(text, step=self._lw_at(step), metadata={"name": key})
 
     def log_graph(self, model: nn.Module, input_array: object = None) -> None:
         """Record the module's layers.
@@ -145,46 +145,46 @@ class CometLogger(ServiceLogger):
             model: The module.
             input_array: Not needed.
         """
-        if not (self.is_silent or self._is_resumed):
+        if not (self.is_silent or self._lw_is_resumed):
             self.experiment.set_model_graph(f"{model}")
 
     def __getstate__(self) -> dict[str, object]:
         """Leave the experiment out: the process that unpickles reopens it by its key."""
         run_id = self.version
-        return {**super().__getstate__(), "_id": run_id, "_experiment": None}
+        return {**super().__getstate__(), "_lw_id": run_id, "_experiment": None}
 
-    def _begin(self) -> CometExperiment:
+    def _lw_begin(self) -> CometExperiment:
         import comet_ml
 
         os.makedirs(self._save_dir, exist_ok=True)
-        start = {key: value for key, value in self._start.items() if value is not None}
-        if self._was_begun or self._is_resumed:
+        start = {key: value for key, value in self._lw_start.items() if value is not None}
+        if self._lw_was_begun or self._lw_is_resumed:
             start["mode"] = "get"
         experiment = comet_ml.start(
-            experiment_key=self.version, experiment_config=comet_ml.ExperimentConfig(**self._options), **start
+            experiment_key=self.version, experiment_config=comet_ml.ExperimentConfig(**self._lw_options), **start
         )
-        self._was_begun = True
+        self._lw_was_begun = True
         return experiment
 
-    def _location_of_run(self) -> dict[str, Plain]:
-        return {"workspace": self._start["workspace"], "project": self._project}
+    def _lw_location_of_run(self) -> dict[str, Plain]:
+        return {"workspace": self._lw_start["workspace"], "project": self._lw_project}
 
-    def _send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
+    def _lw_send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
         epoch = points.get("epoch")
         others = {name: value for name, value in points.items() if name != "epoch"}
         if others:
             self.experiment.log_metrics(others, step=step, epoch=None if epoch is None else int(epoch))
 
-    def _send_hyperparameters(self, flat: Mapping[str, bool | int | float | str]) -> None:
+    def _lw_send_hyperparameters(self, flat: Mapping[str, bool | int | float | str]) -> None:
         self.experiment.log_parameters(dict(flat), nested_support=False)
 
-    def _upload(self, path: str, facts: Mapping[str, Plain]) -> None:
+    def _lw_upload(self, path: str, facts: Mapping[str, Plain]) -> None:
         name = os.path.splitext(os.path.basename(path))[0]
         self.experiment.log_model(
             name, path, overwrite=True, metadata={k: v for k, v in facts.items() if v is not None}
         )
 
-    def _end(self, *, is_success: bool) -> None:
+    def _lw_end(self, *, is_success: bool) -> None:
         if self._experiment is not None:
             if not is_success:
                 self._experiment.log_other("loopwright_status", "failed")

@@ -55,13 +55,13 @@ class CSVLogger(FolderLogger):
                 f"flush_logs_every_n_steps={flush_logs_every_n_steps!r}; expected an integer from 1.",
                 fix="pass flush_logs_every_n_steps=1 to write every row at once, or a larger number.",
             )
-        self._flush_every = flush_logs_every_n_steps
-        self._flushed_step = -1
+        self._lw_flush_every = flush_logs_every_n_steps
+        self._lw_flushed_step = -1
 
     @property
     def experiment(self) -> ExperimentWriter:
         """The writer of the file, which holds the rows that are not written yet."""
-        return self._opened(lambda: ExperimentWriter(self.files_dir))
+        return self._lw_opened(lambda: ExperimentWriter(self.files_dir))
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Add one row; it reaches the disk at the next write.
@@ -75,18 +75,18 @@ class CSVLogger(FolderLogger):
         """
         if self.is_silent:
             return
-        self._send_if_due()  # before the row: where this fails, the row is logged again later
+        self._lw_send_if_due()  # before the row: where this fails, the row is logged again later
         row = scalars(metrics, prefix=self._prefix, group_separator=self.group_separator)
-        with self._lock:
-            row["step"] = chosen = self._next_step(metrics.get("step") if step is None else step)
+        with self._lw_lock:
+            row["step"] = chosen = self._lw_next_step(metrics.get("step") if step is None else step)
             writer = self.experiment
             writer.log_metrics(row)
-            if self._is_flush_due(chosen) or len(writer.metrics) >= self._flush_every:
+            if self._lw_is_flush_due(chosen) or len(writer.metrics) >= self._lw_flush_every:
                 self.save()
 
-    def _is_flush_due(self, step: int) -> bool:
+    def _lw_is_flush_due(self, step: int) -> bool:
         """Whether the row of this step is to reach the disk: the first one, and then at each interval."""
-        return step // self._flush_every != self._flushed_step // self._flush_every
+        return step // self._lw_flush_every != self._lw_flushed_step // self._lw_flush_every
 
     def log_hyperparams(self, params: object = None, *args: object, **kwargs: object) -> None:
         """Write hyperparameters to `hparams.yaml` at once, merged with those of earlier calls.
@@ -99,23 +99,23 @@ class CSVLogger(FolderLogger):
         if self.is_silent:
             return
         self.hparams.update(plain_hyperparameters(params))
-        self._write_hparams()
+        self._lw_write_hparams()
 
     def save(self) -> None:
         """Append the pending rows to the file."""
-        with self._lock:
+        with self._lw_lock:
             if not self.is_silent and self._experiment is not None and self._experiment.metrics:
                 self._experiment.save()
-                self._flushed_step = self._step
+                self._lw_flushed_step = self._lw_step
         if not self.is_silent:
-            self._send_if_due()
+            self._lw_send_if_due()
 
     def finalize(self, status: str) -> None:
         """Write the pending rows."""
         if not self.is_silent:
             self.save()
             self.send_files(is_end=True)
-            self._end_session()
+            self._lw_end_session()
 
     def state_dict(self) -> StateDict:
         """Write the pending rows durably and return where the file stands, so that a resumed run continues there."""
@@ -127,21 +127,21 @@ class CSVLogger(FolderLogger):
         return {
             "log_dir": absolute_place(self.log_dir),
             "version": self.version,
-            "step": self._step,
+            "step": self._lw_step,
             **position,
         }
 
-    def _close(self) -> None:
+    def _lw_close(self) -> None:
         self.save()
         self._experiment = None
 
-    def _recognizes(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
+    def _lw_recognizes(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
         return _holds(os.path.join(log_dir, ExperimentWriter.NAME_METRICS_FILE), state) or (
             is_same_place and state["rows"] == 0
         )
 
-    def _restore(self, state: StateDict) -> None:
-        self._step = self._flushed_step = state["step"]
+    def _lw_restore(self, state: StateDict) -> None:
+        self._lw_step = self._lw_flushed_step = state["step"]
         self._experiment = ExperimentWriter(self.files_dir, resume_from=state)
 
 

@@ -62,61 +62,61 @@ class FolderLogger(RunLogger):
         from .run_folder import RunFolder  # not imported where nothing is logged to files
 
         super().__init__(prefix)
-        self._folder = RunFolder(directory, name, version)
-        self._owns_hparams_file = False
+        self._lw_folder = RunFolder(directory, name, version)
+        self._lw_owns_hparams_file = False
 
-    def _opened(self, open_experiment: Callable[[], E]) -> E:
+    def _lw_opened(self, open_experiment: Callable[[], E]) -> E:
         if not self.is_silent:
-            self._hold()
-        return super()._opened(open_experiment)
+            self._lw_hold()
+        return super()._lw_opened(open_experiment)
 
-    def _hold(self) -> None:
+    def _lw_hold(self) -> None:
         """Keep other processes from logging into the folder while this one does.
 
         Raises:
             ConfigError: Another one does.
         """
-        if not self._folder.is_held and not self._placed().hold():
-            raise self._in_use()
+        if not self._lw_folder.is_held and not self._lw_placed().hold():
+            raise self._lw_in_use()
 
-    def _in_use(self) -> ConfigError:
+    def _lw_in_use(self) -> ConfigError:
         return ConfigError(
-            f"{type(self).__name__}: another process is logging to {self._folder.path}; rows of two runs in one folder "
-            "cannot be told apart.",
+            f"{type(self).__name__}: another process is logging to {self._lw_folder.path}; rows of two runs in one "
+            "folder cannot be told apart.",
             fix="leave version out for a new folder, pass another version or name, or wait until that process ends.",
         )
 
-    def _end_session(self) -> None:
-        super()._end_session()
-        self._folder.release()
+    def _lw_end_session(self) -> None:
+        super()._lw_end_session()
+        self._lw_folder.release()
 
     @property
     def name(self) -> str:
         """Name of the experiment, the folder over the versions; "" if there is none."""
-        return self._folder.name
+        return self._lw_folder.name
 
     @property
     def version(self) -> int | str:
         """The run's version; the first call takes the next free number unless one was given."""
-        return self._folder.version
+        return self._lw_folder.version
 
     @property
     def taken_version(self) -> int | str | None:
         """The run's version; None as long as none was taken."""
-        return self._folder.version if self._folder.is_resolved else None
+        return self._lw_folder.version if self._lw_folder.is_resolved else None
 
     def join_version(self, version: int | str) -> None:
         """Use the folder of this version: another process, rank zero or one that ended, has taken it."""
-        self._folder.continue_in(version)
+        self._lw_folder.continue_in(version)
 
     def move_to(self, version: int | str | None) -> None:
         """Finish the files so far, and start a new run: in the folder of this version, or of the next free number."""
-        self._close()
+        self._lw_close()
         self.send_files()
-        self._folder.release()
-        self._folder = self._folder.with_version(version)
-        self._is_resumed = self._owns_hparams_file = False
-        self._step = -1
+        self._lw_folder.release()
+        self._lw_folder = self._lw_folder.with_version(version)
+        self._lw_is_resumed = self._lw_owns_hparams_file = False
+        self._lw_step = -1
 
     def check_folder(self) -> None:
         """Refuse a folder that cannot be made or written to, before a training whose results it is for.
@@ -124,9 +124,9 @@ class FolderLogger(RunLogger):
         Raises:
             ConfigError: Its place is a file, there is no permission, or another process is logging there.
         """
-        if self._folder.is_resolved and self._folder.is_in_use(self._folder.version):
-            raise self._in_use()
-        folder = self._folder.path if self._folder.is_resolved else self._folder.root_dir
+        if self._lw_folder.is_resolved and self._lw_folder.is_in_use(self._lw_folder.version):
+            raise self._lw_in_use()
+        folder = self._lw_folder.path if self._lw_folder.is_resolved else self._lw_folder.root_dir
         why = why_unwritable(folder)
         if why:
             raise ConfigError(
@@ -137,28 +137,28 @@ class FolderLogger(RunLogger):
 
     def set_rank(self, rank: int) -> None:
         """Set the rank of this process, for this logger and its folder."""
-        self.known_rank = self._folder.known_rank = rank
+        self.known_rank = self._lw_folder.known_rank = rank
 
     @property
     def save_dir(self) -> str:
         """Directory that was passed."""
-        return self._folder.save_dir
+        return self._lw_folder.save_dir
 
     @property
     def root_dir(self) -> str:
         """Directory that holds all versions: `save_dir/name`."""
-        return self._placed().root_dir
+        return self._lw_placed().root_dir
 
     @property
     def log_dir(self) -> str:
         """Directory or URL of this run: `save_dir/name/version_N`."""
-        return self._in_folder(self._placed().path)
+        return self._lw_in_folder(self._lw_placed().path)
 
     @property
     def files_dir(self) -> str:
         """Directory on this machine that holds the run's files: `log_dir`, or the copy that is sent to a URL."""
         folder = self.log_dir
-        return self._folder.new_local(folder) if self.is_silent else self._folder.local(folder)
+        return self._lw_folder.new_local(folder) if self.is_silent else self._lw_folder.local(folder)
 
     def send_files(self, *, is_end: bool = False) -> None:
         """Send what is new in `files_dir` if `log_dir` is a URL; nothing happens otherwise.
@@ -169,21 +169,21 @@ class FolderLogger(RunLogger):
         Raises:
             OSError: The store did not take it; a later call sends it.
         """
-        if self._folder.remote is not None:
-            self._folder.remote.send(is_end=is_end)
+        if self._lw_folder.remote is not None:
+            self._lw_folder.remote.send(is_end=is_end)
 
-    def _send_if_due(self) -> None:
-        if self._folder.remote is not None:
-            self._folder.remote.send_if_due()
+    def _lw_send_if_due(self) -> None:
+        if self._lw_folder.remote is not None:
+            self._lw_folder.remote.send_if_due()
 
-    def _placed(self) -> RunFolder:
+    def _lw_placed(self) -> RunFolder:
         """Return the run's folder, where a subclass that defines `name` or `version` puts it."""
         kind = type(self)
-        if kind.name is not FolderLogger.name and (self.name or "") != self._folder.name:
-            self._folder = self._folder.with_name(self.name, self._folder.requested_version)
+        if kind.name is not FolderLogger.name and (self.name or "") != self._lw_folder.name:
+            self._lw_folder = self._lw_folder.with_name(self.name, self._lw_folder.requested_version)
         if kind.version is not FolderLogger.version:
-            self._folder.continue_in(self.version)
-        return self._folder
+            self._lw_folder.continue_in(self.version)
+        return self._lw_folder
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue in the folder of `state_dict`, dropping what was logged after it.
@@ -194,26 +194,28 @@ class FolderLogger(RunLogger):
         """
         if not state_dict or self.is_silent:
             return
-        self._close()
+        self._lw_close()
         recorded, version = state_dict["log_dir"], state_dict["version"]
-        log_dir = self._in_folder(self._folder.path_of(version))
-        requested = self._folder.requested_version
+        log_dir = self._lw_in_folder(self._lw_folder.path_of(version))
+        requested = self._lw_folder.requested_version
         is_same_place = real_place(log_dir) == real_place(recorded)
-        is_other_version = requested is not None and self._folder.path_of(requested) != self._folder.path_of(version)
-        is_in_use = self._folder.is_in_use(version)
+        is_other_version = requested is not None and self._lw_folder.path_of(requested) != self._lw_folder.path_of(
+            version
+        )
+        is_in_use = self._lw_folder.is_in_use(version)
         is_usable = not (is_other_version or is_in_use)
-        if is_usable and self._recognizes(self._folder.local(log_dir), state_dict, is_same_place):
-            self._folder.continue_in(version)
-            self._restore(state_dict)
-            self._is_resumed = True
-            if self._folder.remote is not None:
-                self._folder.remote.forget(self.log_dir)  # the end of the files may be dropped
+        if is_usable and self._lw_recognizes(self._lw_folder.local(log_dir), state_dict, is_same_place):
+            self._lw_folder.continue_in(version)
+            self._lw_restore(state_dict)
+            self._lw_is_resumed = True
+            if self._lw_folder.remote is not None:
+                self._lw_folder.remote.forget(self.log_dir)  # the end of the files may be dropped
             return
-        if self._folder.is_resolved:
-            self._folder.release()
-            self._folder = self._folder.fresh()
-        self._is_resumed = self._owns_hparams_file = False
-        self._step = -1
+        if self._lw_folder.is_resolved:
+            self._lw_folder.release()
+            self._lw_folder = self._lw_folder.fresh()
+        self._lw_is_resumed = self._lw_owns_hparams_file = False
+        self._lw_step = -1
         message = (
             f"{type(self).__name__} starts a new run under {self.root_dir!r}: the checkpoint's run logged to "
             f"{recorded!r}, "
@@ -244,12 +246,12 @@ class FolderLogger(RunLogger):
         from .pictures import read_pictures, to_png  # not imported where there are no pictures
 
         for number, (pixels, options) in enumerate(read_pictures(key, images, kwargs)):
-            stem = os.path.join(self._media_folder(key), f"{self._at(step)}-{number}")
+            stem = os.path.join(self._lw_media_folder(key), f"{self._lw_at(step)}-{number}")
             with open(f"{stem}.png", "wb") as file:
                 file.write(to_png(pixels))
             if options.get("caption"):
                 replace_file(f"{stem}.txt", str(options["caption"]))
-        self._send_if_due()
+        self._lw_send_if_due()
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Write text as `media/<key>/<step>.txt` in the run's folder; a second one of a step replaces the first.
@@ -265,11 +267,11 @@ class FolderLogger(RunLogger):
         if not self.is_silent:
             from ..files import replace_file
 
-            replace_file(os.path.join(self._media_folder(key), f"{self._at(step)}.txt"), text)
-            self._send_if_due()
+            replace_file(os.path.join(self._lw_media_folder(key), f"{self._lw_at(step)}.txt"), text)
+            self._lw_send_if_due()
 
-    def _media_folder(self, key: str) -> str:
-        self._hold()
+    def _lw_media_folder(self, key: str) -> str:
+        self._lw_hold()
         root = os.path.join(self.files_dir, "media")
         folder = os.path.normpath(os.path.join(root, key))
         if not folder.startswith(f"{root}{os.sep}"):
@@ -280,41 +282,41 @@ class FolderLogger(RunLogger):
         os.makedirs(folder, exist_ok=True)
         return folder
 
-    def _in_folder(self, path: str) -> str:
+    def _lw_in_folder(self, path: str) -> str:
         return path
 
     @abstractmethod
-    def _close(self) -> None:
+    def _lw_close(self) -> None:
         """Write what is pending and forget everything about the files written so far."""
 
     @abstractmethod
-    def _recognizes(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
+    def _lw_recognizes(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
         """Whether the files in this directory are those that the state was taken with."""
 
     @abstractmethod
-    def _restore(self, state: StateDict) -> None:
+    def _lw_restore(self, state: StateDict) -> None:
         """Take over the state; the files follow at the first write."""
 
-    def _next_step(self, step: int | None) -> int:
-        chosen = self._step + 1 if step is None else int(step)
-        self._step = max(self._step, chosen)
+    def _lw_next_step(self, step: int | None) -> int:
+        chosen = self._lw_step + 1 if step is None else int(step)
+        self._lw_step = max(self._lw_step, chosen)
         return chosen
 
-    def _write_hparams(self) -> None:
+    def _lw_write_hparams(self) -> None:
         from ..files import replace_file
         from .hyperparameters import to_yaml
 
-        self._hold()
+        self._lw_hold()
         text = to_yaml(self.hparams)
         path = os.path.join(self.files_dir, self.NAME_HPARAMS_FILE)
         os.makedirs(self.files_dir, exist_ok=True)
-        if not (self._owns_hparams_file or self._is_resumed) and os.path.exists(path):
+        if not (self._lw_owns_hparams_file or self._lw_is_resumed) and os.path.exists(path):
             with open(path, encoding="utf-8") as file:
                 is_different = file.read() != text
             if is_different:
                 keep_old_file(path)
         replace_file(path, text)
-        self._owns_hparams_file = True
+        self._lw_owns_hparams_file = True
         self.send_files()
 
 
@@ -326,14 +328,14 @@ def share_version(loggers: Iterable[Logger]) -> None:
     """
     shared: dict[str, tuple[RunFolder, set[type]]] = {}
     for logger in loggers:
-        if not isinstance(logger, FolderLogger) or logger._folder.requested_version is not None:
+        if not isinstance(logger, FolderLogger) or logger._lw_folder.requested_version is not None:
             continue
-        root = real_place(logger._folder.root_dir)
-        folder, kinds = shared.setdefault(root, (logger._folder, set()))
-        if type(logger) in kinds or (logger._folder.is_resolved and logger._folder is not folder):
+        root = real_place(logger._lw_folder.root_dir)
+        folder, kinds = shared.setdefault(root, (logger._lw_folder, set()))
+        if type(logger) in kinds or (logger._lw_folder.is_resolved and logger._lw_folder is not folder):
             continue
         kinds.add(type(logger))
-        logger._folder = folder
+        logger._lw_folder = folder
 
 
 def keep_old_file(path: str) -> str:

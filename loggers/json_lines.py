@@ -53,13 +53,13 @@ class JSONLinesLogger(FolderLogger):
         root_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(save_dir, name, version, prefix=prefix, root_dir=root_dir)
-        self._made_at = time.monotonic()
-        self._has_trainer_time = False
+        self._lw_made_at = time.monotonic()
+        self._lw_has_trainer_time = False
 
     @property
     def experiment(self) -> LineWriter:
         """The object that appends to the file."""
-        return self._opened(lambda: LineWriter(self.files_dir))
+        return self._lw_opened(lambda: LineWriter(self.files_dir))
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Append one line.
@@ -75,21 +75,21 @@ class JSONLinesLogger(FolderLogger):
         """
         if self.is_silent:
             return
-        self._send_if_due()  # before the line: where this fails, the line is written again later
-        with self._lock:
+        self._lw_send_if_due()  # before the line: where this fails, the line is written again later
+        with self._lw_lock:
             places = scalars({key: metrics[key] for key in _AXES if key in metrics})
             others = {key: value for key, value in metrics.items() if key not in _AXES}
             row = scalars(others, prefix=self._prefix, group_separator=self.group_separator)
-            if not self._has_trainer_time:  # without a Trainer, which knows when training began
+            if not self._lw_has_trainer_time:  # without a Trainer, which knows when training began
                 now = time.monotonic()
-                self.wall_s, self._made_at = self.wall_s + now - self._made_at, now
-            places["step"] = self._next_step(metrics.get("step") if step is None else step)
+                self.wall_s, self._lw_made_at = self.wall_s + now - self._lw_made_at, now
+            places["step"] = self._lw_next_step(metrics.get("step") if step is None else step)
             places.setdefault("wall_s", round(self.wall_s, 3))
             self.experiment.write({**{key: places[key] for key in _AXES if key in places}, **row})
 
     def log_row(self, metrics: Metrics, step: int, axes: Mapping[str, float]) -> None:
         """Append one line with the progress of training."""
-        self._has_trainer_time = True
+        self._lw_has_trainer_time = True
         self.log_metrics({"samples": int(axes.get("samples", 0)), "wall_s": round(self.wall_s, 3), **metrics}, step)
 
     def log_hyperparams(self, params: object = None, *args: object, **kwargs: object) -> None:
@@ -102,38 +102,38 @@ class JSONLinesLogger(FolderLogger):
         """
         if not self.is_silent:
             self.hparams.update(plain_hyperparameters(params))
-            self._write_hparams()
+            self._lw_write_hparams()
 
     def save(self) -> None:
         """Send what is new to a URL if it is time; a local file has every line already."""
         if not self.is_silent:
-            self._send_if_due()
+            self._lw_send_if_due()
 
     def finalize(self, status: str) -> None:
         """Send the rest to a URL; a local file has every line already."""
         if not self.is_silent:
             self.send_files(is_end=True)
-            self._end_session()
+            self._lw_end_session()
 
     def state_dict(self) -> StateDict:
         """Put the lines on disk durably and return where the file ends, so that a resumed run continues there."""
         if self.is_silent:
             return {}
-        with self._lock:
+        with self._lw_lock:
             state = {
                 "log_dir": absolute_place(self.log_dir),
                 "version": self.version,
-                "step": self._step,
+                "step": self._lw_step,
                 "wall_s": self.wall_s,
                 **self.experiment.position(),
             }
             self.send_files()
             return state
 
-    def _close(self) -> None:
+    def _lw_close(self) -> None:
         self._experiment = None
 
-    def _recognizes(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
+    def _lw_recognizes(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
         path = os.path.join(log_dir, LineWriter.NAME_METRICS_FILE)
         size: int = state["size"]
         if not size:
@@ -141,9 +141,9 @@ class JSONLinesLogger(FolderLogger):
         checksum = _checksum(path, size)
         return checksum is not None and checksum == state["checksum"]
 
-    def _restore(self, state: StateDict) -> None:
-        self._step = state["step"]
-        self.wall_s, self._made_at = state["wall_s"], time.monotonic()
+    def _lw_restore(self, state: StateDict) -> None:
+        self._lw_step = state["step"]
+        self.wall_s, self._lw_made_at = state["wall_s"], time.monotonic()
         self._experiment = LineWriter(self.files_dir, resume_from=state)
 
 

@@ -74,15 +74,15 @@ class MLFlowLogger(ServiceLogger):
         require_package("mlflow", package="mlflow-skinny", needed_for="MLFlowLogger", extra="mlflow")
         super().__init__(save_dir=save_dir, run_id=run_id, prefix=prefix, x_axis=x_axis, log_model=log_model)
         uri = tracking_uri if tracking_uri is not None else os.environ.get("MLFLOW_TRACKING_URI")
-        self._uri = uri or f"file:{os.path.abspath(self._save_dir)}"
+        self._lw_uri = uri or f"file:{os.path.abspath(self._save_dir)}"
         self._experiment_name = experiment_name
         self._run_name = run_name
-        self._tags = {key: str(value) for key, value in (tags or {}).items()}
+        self._lw_tags = {key: str(value) for key, value in (tags or {}).items()}
         self._artifact_location = artifact_location
-        self._synchronous = synchronous
-        self._client: MlflowClient | None = None
+        self._lw_synchronous = synchronous
+        self._lw_client: MlflowClient | None = None
         self._experiment_id: str | None = None
-        self._is_running = False
+        self._lw_is_running = False
 
     @property
     def name(self) -> str | None:
@@ -98,27 +98,27 @@ class MLFlowLogger(ServiceLogger):
     def experiment_id(self) -> str | None:
         """Id of the experiment; None above rank zero."""
         if not self.is_silent:
-            self._open()
+            self._lw_open()
         return self._experiment_id
 
     @property
     def run_id(self) -> str | None:
         """Id of the run, which begins now if it never has; None above rank zero. One that has ended stays ended."""
-        if not self.is_silent and self._id is None:
-            self._run()
-        return self._id
+        if not self.is_silent and self._lw_id is None:
+            self._lw_run()
+        return self._lw_id
 
     @property
     def save_dir(self) -> str | None:
         """Directory of the store; None if it is not on this machine."""
-        return self._uri.removeprefix("file:").removeprefix("//") if self._uri.startswith("file:") else None
+        return self._lw_uri.removeprefix("file:").removeprefix("//") if self._lw_uri.startswith("file:") else None
 
     @property
     @rank_zero_experiment
     def experiment(self) -> MlflowClient:
         """The `mlflow.MlflowClient`; its methods take `run_id`."""
-        self._catch_up()
-        return self._store()
+        self._lw_catch_up()
+        return self._lw_store()
 
     def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
         """Record pictures as artifacts `media/<key>/<step>-<number>.png`; captions as `.txt` beside them.
@@ -135,14 +135,14 @@ class MLFlowLogger(ServiceLogger):
         """
         if self.is_silent:
             return
-        step = self._at(step)
+        step = self._lw_at(step)
         with tempfile.TemporaryDirectory() as folder:
             for number, (pixels, options) in enumerate(read_pictures(key, images, kwargs)):
                 with open(os.path.join(folder, f"{step}-{number}.png"), "wb") as file:
                     file.write(to_png(pixels))
                 if options.get("caption"):
                     replace_file(os.path.join(folder, f"{step}-{number}.txt"), str(options["caption"]))
-            self.experiment.log_artifacts(self._run(), folder, f"media/{_clean(key)}")
+            self.experiment.log_artifacts(self._lw_run(), folder, f"media/{_clean(key)}")
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Record text as the artifact `media/<key>/<step>.txt`.
@@ -153,8 +153,8 @@ class MLFlowLogger(ServiceLogger):
             step: The x value; None: the last recorded step.
         """
         if not self.is_silent:
-            step = self._at(step)
-            self.experiment.log_text(self._run(), text, f"media/{_clean(key)}/{step}.txt")
+            step = self._lw_at(step)
+            self.experiment.log_text(self._lw_run(), text, f"media/{_clean(key)}/{step}.txt")
 
     def log_graph(self, model: nn.Module, input_array: object = None) -> None:
         """Record the module's layers as the artifact `model.txt`, once per run.
@@ -163,25 +163,25 @@ class MLFlowLogger(ServiceLogger):
             model: The module.
             input_array: Not needed.
         """
-        if not (self.is_silent or self._is_resumed):
-            self.experiment.log_text(self._run(), f"{model}\n", "model.txt")
+        if not (self.is_silent or self._lw_is_resumed):
+            self.experiment.log_text(self._lw_run(), f"{model}\n", "model.txt")
 
     def __getstate__(self) -> dict[str, object]:
         """Leave the client out: the process that unpickles creates its own and continues the run."""
-        return {**super().__getstate__(), "_client": None, "_is_running": False}
+        return {**super().__getstate__(), "_lw_client": None, "_lw_is_running": False}
 
-    def _store(self) -> MlflowClient:
-        if self._client is None:
-            self._client = _client(self._uri)
-        return self._client
+    def _lw_store(self) -> MlflowClient:
+        if self._lw_client is None:
+            self._lw_client = _client(self._lw_uri)
+        return self._lw_client
 
-    def _open(self) -> str:
+    def _lw_open(self) -> str:
         """Return the experiment's id, after creating the experiment if necessary."""
-        with self._lock:
-            if self._experiment_id is None and self._id is not None:
-                self._experiment_id = str(self._store().get_run(self._id).info.experiment_id)
+        with self._lw_lock:
+            if self._experiment_id is None and self._lw_id is not None:
+                self._experiment_id = str(self._lw_store().get_run(self._lw_id).info.experiment_id)
             if self._experiment_id is None:
-                store = self._store()
+                store = self._lw_store()
                 found = store.get_experiment_by_name(self._experiment_name)
                 if found is not None and found.lifecycle_stage == "active":
                     self._experiment_id = str(found.experiment_id)
@@ -191,54 +191,54 @@ class MLFlowLogger(ServiceLogger):
                     )
             return self._experiment_id
 
-    def _run(self) -> str:
+    def _lw_run(self) -> str:
         """Return the run's id, after starting or continuing the run if necessary."""
-        with self._lock:
-            if self._id is None:
-                run = self._store().create_run(self._open(), tags=self._tags, run_name=self._run_name)
-                self._id = str(run.info.run_id)
-            elif not self._is_running:
-                self._open()
-                self._store().update_run(self._id, status="RUNNING")
-            self._is_running = True
-            self._begin_session()
-            return self._id
+        with self._lw_lock:
+            if self._lw_id is None:
+                run = self._lw_store().create_run(self._lw_open(), tags=self._lw_tags, run_name=self._run_name)
+                self._lw_id = str(run.info.run_id)
+            elif not self._lw_is_running:
+                self._lw_open()
+                self._lw_store().update_run(self._lw_id, status="RUNNING")
+            self._lw_is_running = True
+            self._lw_begin_session()
+            return self._lw_id
 
     @property
-    def _sent_file(self) -> str | None:
+    def _lw_sent_file(self) -> str | None:
         return None  # the store keeps the steps
 
-    def _sent_by_others(self) -> dict[str, int]:
-        store, run_id = self._store(), str(self._id)
+    def _lw_sent_by_others(self) -> dict[str, int]:
+        store, run_id = self._lw_store(), str(self._lw_id)
         names = store.get_run(run_id).data.metrics
         histories = {name: store.get_metric_history(run_id, name) for name in names}
         return {name: max(point.step for point in points) for name, points in histories.items() if points}
 
-    def _location_of_run(self) -> dict[str, Plain]:
-        return {"tracking_uri": self._uri, "experiment_name": self._experiment_name}
+    def _lw_location_of_run(self) -> dict[str, Plain]:
+        return {"tracking_uri": self._lw_uri, "experiment_name": self._experiment_name}
 
-    def _accepted(self, name: str) -> str:
+    def _lw_accepted(self, name: str) -> str:
         clean = _clean(name)
         if len(clean) <= _LONGEST_NAME:
             return clean
         return f"{clean[: _LONGEST_NAME - 9]}_{zlib.crc32(name.encode()):08x}"
 
-    def _send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
+    def _lw_send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
         sent = [Metric(name, float(value), now_ms, step) for name, value in points.items()]
-        client, run_id = self.experiment, self._run()
+        client, run_id = self.experiment, self._lw_run()
         for first in range(0, len(sent), _MOST_METRICS):
-            client.log_batch(run_id, metrics=sent[first : first + _MOST_METRICS], synchronous=self._synchronous)
+            client.log_batch(run_id, metrics=sent[first : first + _MOST_METRICS], synchronous=self._lw_synchronous)
 
-    def _send_hyperparameters(self, flat: Mapping[str, bool | int | float | str]) -> None:
+    def _lw_send_hyperparameters(self, flat: Mapping[str, bool | int | float | str]) -> None:
         from mlflow.entities import Param
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
-        client, run_id = self.experiment, self._run()
+        client, run_id = self.experiment, self._lw_run()
         known = client.get_run(run_id).data.params  # the store accepts a name once
-        texts = {self._known_as(name): str(value) for name, value in flat.items()}
+        texts = {self._lw_known_as(name): str(value) for name, value in flat.items()}
         long = [name for name, text in texts.items() if len(text) > MAX_PARAM_VAL_LENGTH]
         if long:
             warn(
@@ -251,8 +251,8 @@ class MLFlowLogger(ServiceLogger):
         for first in range(0, len(sent), _MOST_PARAMS):
             client.log_batch(run_id, params=sent[first : first + _MOST_PARAMS])
 
-    def _upload(self, path: str, facts: Mapping[str, Plain]) -> None:
-        client, run_id = self.experiment, self._run()
+    def _lw_upload(self, path: str, facts: Mapping[str, Plain]) -> None:
+        client, run_id = self.experiment, self._lw_run()
         stem = os.path.splitext(os.path.basename(path))[0]
         with tempfile.TemporaryDirectory() as folder:
             replace_file(os.path.join(folder, "metadata.yaml"), to_yaml(facts))
@@ -264,10 +264,10 @@ class MLFlowLogger(ServiceLogger):
         else:
             client.log_artifact(run_id, path, f"checkpoints/{stem}")
 
-    def _end(self, *, is_success: bool) -> None:
-        if self._is_running:
-            self._store().set_terminated(str(self._id), "FINISHED" if is_success else "FAILED")
-            self._is_running = False
+    def _lw_end(self, *, is_success: bool) -> None:
+        if self._lw_is_running:
+            self._lw_store().set_terminated(str(self._lw_id), "FINISHED" if is_success else "FAILED")
+            self._lw_is_running = False
 
 
 def _clean(name: str) -> str:

@@ -74,13 +74,13 @@ class ServiceLogger(RunLogger):
         super().__init__(prefix or "")
         self.x_axis = x_axis
         self._save_dir = directory
-        self._requested_id = self._id = run_id
-        self._may_have_earlier = run_id is not None
-        self._names: dict[str, str] = {}  # name -> as the service knows it
+        self._lw_requested_id = self._lw_id = run_id
+        self._lw_may_have_earlier = run_id is not None
+        self._lw_names: dict[str, str] = {}  # name -> as the service knows it
         self._log_model = log_model
-        self._sent: dict[str, int] = {}  # name -> last step
-        self._sent_before: dict[str, int] = {}  # by the process that a resumed run continues
-        self._uploaded: dict[str, float] = {}  # path -> time of change
+        self._lw_sent: dict[str, int] = {}  # name -> last step
+        self._lw_sent_before: dict[str, int] = {}  # by the process that a resumed run continues
+        self._lw_uploaded: dict[str, float] = {}  # path -> time of change
         self._checkpoint_callback: object = None
 
     @property
@@ -94,9 +94,9 @@ class ServiceLogger(RunLogger):
 
         Where the service takes ids of ours (`id_bytes`), one is chosen at the first call on rank zero.
         """
-        if self._id is None and self.id_bytes and not self.is_silent:
-            self._id = secrets.token_hex(self.id_bytes)  # not from the generators that a training uses
-        return self._id
+        if self._lw_id is None and self.id_bytes and not self.is_silent:
+            self._lw_id = secrets.token_hex(self.id_bytes)  # not from the generators that a training uses
+        return self._lw_id
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Record one point per metric.
@@ -109,12 +109,12 @@ class ServiceLogger(RunLogger):
             ConfigError: A value is not a number; the message names its key. Nothing is recorded.
         """
         if not self.is_silent:
-            self._record(metrics, self._step + 1 if step is None else int(step), {})
+            self._lw_record(metrics, self._lw_step + 1 if step is None else int(step), {})
 
     def log_row(self, metrics: Metrics, step: int, axes: Mapping[str, float]) -> None:
         """Record one row of the Trainer."""
         if not self.is_silent:
-            self._record(metrics, self._place(step, axes), {"trainer/global_step": step})
+            self._lw_record(metrics, self._lw_place(step, axes), {"trainer/global_step": step})
 
     def log_hyperparams(self, params: object, *args: object, **kwargs: object) -> None:
         """Record hyperparameters, nested names joined by "/"; known ones are not sent again.
@@ -126,12 +126,12 @@ class ServiceLogger(RunLogger):
         """
         if self.is_silent:
             return
-        self._catch_up()
+        self._lw_catch_up()
         before = flatten(self.hparams)
         self.hparams.update(plain_hyperparameters(params))
         changed = {key: value for key, value in flatten(self.hparams).items() if before.get(key) != value}
         if changed:
-            self._send_hyperparameters(changed)
+            self._lw_send_hyperparameters(changed)
 
     def after_save_checkpoint(self, checkpoint_callback: object) -> None:
         """Upload checkpoints, now or at the end, according to `log_model`.
@@ -142,7 +142,7 @@ class ServiceLogger(RunLogger):
         if self._log_model and not self.is_silent:
             self._checkpoint_callback = checkpoint_callback
             if self._log_model == "all" or getattr(checkpoint_callback, "save_top_k", 1) == -1:
-                self._upload_checkpoints()
+                self._lw_upload_checkpoints()
 
     def finalize(self, status: str) -> None:
         """Upload checkpoints according to `log_model`, and end the run; a later record reopens it.
@@ -152,24 +152,24 @@ class ServiceLogger(RunLogger):
         """
         if self.is_silent:
             return
-        with self._lock:
+        with self._lw_lock:
             if self._checkpoint_callback is not None and status != "failed":
-                self._upload_checkpoints()
+                self._lw_upload_checkpoints()
             self._checkpoint_callback = None
-            self._end(is_success=status != "failed")
-            self._end_session()
+            self._lw_end(is_success=status != "failed")
+            self._lw_end_session()
 
     def state_dict(self) -> StateDict:
         """Return the run's id and the last step of each name."""
-        if self.is_silent or self._id is None:
+        if self.is_silent or self._lw_id is None:
             return {}
         return {
-            "id": self._id,
-            "step": self._step,
+            "id": self._lw_id,
+            "step": self._lw_step,
             "wall_s": self.wall_s,
-            "sent": dict(self._sent),
-            "names": {name: known for name, known in self._names.items() if known != self._accepted(name)},
-            **self._location_of_run(),
+            "sent": dict(self._lw_sent),
+            "names": {name: known for name, known in self._lw_names.items() if known != self._lw_accepted(name)},
+            **self._lw_location_of_run(),
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -177,119 +177,121 @@ class ServiceLogger(RunLogger):
         if not state_dict or self.is_silent:
             return
         run_id: str = state_dict["id"]
-        place = {key: state_dict.get(key) for key in self._location_of_run()}
-        if (self._requested_id is not None and self._requested_id != run_id) or place != self._location_of_run():
+        place = {key: state_dict.get(key) for key in self._lw_location_of_run()}
+        if (
+            self._lw_requested_id is not None and self._lw_requested_id != run_id
+        ) or place != self._lw_location_of_run():
             _log.info(
                 "%s begins a new run: its id or location differs from that of the checkpoint's run %r",
                 type(self).__name__, run_id,
             )  # fmt: skip
             return
-        with self._lock:
-            if self._id != run_id:
-                self._end(is_success=True)
-            earlier = self._sent if self._id == run_id else {}
-            self._id = run_id
-            self._is_resumed = True
-            self._may_have_earlier = False
-            self._names.update(state_dict.get("names", {}))
-            self._step = state_dict["step"]
+        with self._lw_lock:
+            if self._lw_id != run_id:
+                self._lw_end(is_success=True)
+            earlier = self._lw_sent if self._lw_id == run_id else {}
+            self._lw_id = run_id
+            self._lw_is_resumed = True
+            self._lw_may_have_earlier = False
+            self._lw_names.update(state_dict.get("names", {}))
+            self._lw_step = state_dict["step"]
             self.wall_s = state_dict["wall_s"]
-            self._sent = dict(state_dict["sent"])
-            for sent in (earlier, self._sent_by_others()):
+            self._lw_sent = dict(state_dict["sent"])
+            for sent in (earlier, self._lw_sent_by_others()):
                 for name, step in sent.items():
-                    self._sent[name] = max(step, self._sent.get(name, step))
-            self._sent_before = dict(self._sent)
+                    self._lw_sent[name] = max(step, self._lw_sent.get(name, step))
+            self._lw_sent_before = dict(self._lw_sent)
 
-    def _record(self, metrics: Metrics, step: int, extra: Mapping[str, int]) -> None:
-        with self._lock:
+    def _lw_record(self, metrics: Metrics, step: int, extra: Mapping[str, int]) -> None:
+        with self._lw_lock:
             numbers = scalars(metrics, prefix=self._prefix, group_separator=self.group_separator)
-            points = {self._known_as(name): value for name, value in numbers.items()}
-            if self._may_have_earlier:
-                self._pass_over_earlier(points, step)
-            before = self._sent_before
+            points = {self._lw_known_as(name): value for name, value in numbers.items()}
+            if self._lw_may_have_earlier:
+                self._lw_pass_over_earlier(points, step)
+            before = self._lw_sent_before
             if before:
                 points = {name: value for name, value in points.items() if step > before.get(name, step - 1)}
-            self._step = max(self._step, step)
+            self._lw_step = max(self._lw_step, step)
             if points:
-                self._sent.update(dict.fromkeys(points, step))
-                self._note_sent()
-                self._send(points, step, extra)
+                self._lw_sent.update(dict.fromkeys(points, step))
+                self._lw_note_sent()
+                self._lw_send(points, step, extra)
 
-    def _pass_over_earlier(self, names: Iterable[str], step: int) -> None:
+    def _lw_pass_over_earlier(self, names: Iterable[str], step: int) -> None:
         """Send none of the steps that an earlier process has sent to the run of an id that was passed."""
-        self._may_have_earlier = False
-        self._sent = self._sent_by_others()
-        self._sent_before = dict(self._sent)
-        if any(step <= self._sent.get(name, step - 1) for name in names):
+        self._lw_may_have_earlier = False
+        self._lw_sent = self._lw_sent_by_others()
+        self._lw_sent_before = dict(self._lw_sent)
+        if any(step <= self._lw_sent.get(name, step - 1) for name in names):
             warn(
-                f"{type(self).__name__}: the run {self._id!r} has points up to step {max(self._sent.values())} from an "
-                "earlier process. Points of these steps are not sent again; pass another id for a run of its own."
+                f"{type(self).__name__}: the run {self._lw_id!r} has points up to step {max(self._lw_sent.values())} "
+                "from an earlier process. Points of these steps are not sent again; pass another id for a new run."
             )
 
     @property
-    def _sent_file(self) -> str | None:
+    def _lw_sent_file(self) -> str | None:
         """File with the last step of each name, for the process after a crash; None if the service keeps them."""
-        return None if self._id is None else os.path.join(self._save_dir, f"{self._id}.sent.json")
+        return None if self._lw_id is None else os.path.join(self._save_dir, f"{self._lw_id}.sent.json")
 
-    def _note_sent(self) -> None:
+    def _lw_note_sent(self) -> None:
         # Before the points go out: after a crash in between they are missing, where otherwise they would come twice.
-        path = self._sent_file
+        path = self._lw_sent_file
         if path is not None:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            replace_file(path, json.dumps(self._sent))
+            replace_file(path, json.dumps(self._lw_sent))
 
-    def _sent_by_others(self) -> dict[str, int]:
+    def _lw_sent_by_others(self) -> dict[str, int]:
         """Return the last step of each name in this run, whichever process sent it."""
-        path = self._sent_file
+        path = self._lw_sent_file
         if path is None or not os.path.exists(path):
             return {}
         with open(path, encoding="utf-8") as file:
             sent: dict[str, int] = json.load(file)
         return sent
 
-    def _known_as(self, name: str) -> str:
+    def _lw_known_as(self, name: str) -> str:
         """Return the name that a metric or hyperparameter has at the service: one that no other name has."""
-        known = self._names.get(name)
+        known = self._lw_names.get(name)
         if known is None:
-            known = self._accepted(name)
-            other = next((one for one, taken in self._names.items() if taken == known), None)
+            known = self._lw_accepted(name)
+            other = next((one for one, taken in self._lw_names.items() if taken == known), None)
             if other is not None:
                 known = f"{known}_{zlib.crc32(name.encode()):08x}"
                 warn(
                     f"{type(self).__name__}: {name!r} is recorded as {known!r}; {other!r} has its name at the service."
                 )
-            self._names[name] = known
+            self._lw_names[name] = known
         return known
 
-    def _accepted(self, name: str) -> str:
+    def _lw_accepted(self, name: str) -> str:
         """Return the name with what the service accepts."""
         return name
 
-    def _upload_checkpoints(self) -> None:
+    def _lw_upload_checkpoints(self) -> None:
         for path, facts in checkpoints_of(self._checkpoint_callback).items():
             changed = os.path.getmtime(path)
-            if self._uploaded.get(path) != changed:
-                self._upload(path, facts)
-                self._uploaded[path] = changed
+            if self._lw_uploaded.get(path) != changed:
+                self._lw_upload(path, facts)
+                self._lw_uploaded[path] = changed
 
     @abstractmethod
-    def _location_of_run(self) -> dict[str, Plain]:
+    def _lw_location_of_run(self) -> dict[str, Plain]:
         """Return what identifies the run beside its id, such as the project."""
 
     @abstractmethod
-    def _send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
+    def _lw_send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
         """Send points of one x."""
 
     @abstractmethod
-    def _send_hyperparameters(self, flat: Mapping[str, bool | int | float | str]) -> None:
+    def _lw_send_hyperparameters(self, flat: Mapping[str, bool | int | float | str]) -> None:
         """Send hyperparameters that the run does not have yet."""
 
     @abstractmethod
-    def _upload(self, path: str, facts: Mapping[str, Plain]) -> None:
+    def _lw_upload(self, path: str, facts: Mapping[str, Plain]) -> None:
         """Upload a checkpoint: a file or a folder."""
 
     @abstractmethod
-    def _end(self, *, is_success: bool) -> None:
+    def _lw_end(self, *, is_success: bool) -> None:
         """End the run at the service, if it was begun here."""
 
 

@@ -85,16 +85,16 @@ class TensorBoardLogger(FolderLogger):
         if find_spec("tensorboard") is None:  # looks the package up without importing it
             raise MissingDependency("tensorboard", needed_for="TensorBoardLogger")
         self._sub_dir = None if sub_dir is None else os.path.expandvars(os.path.expanduser(os.fspath(sub_dir)))
-        self._options = kwargs
+        self._lw_options = kwargs
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
-        self._known_files: dict[str, int] | None = None  # of the checkpoint: None if nothing is to be dropped
-        self._pending: list[tuple[dict[str, bool | int | float | str], dict[str, int | float], int | None]] = []
-        self._has_hparams = False
-        self._has_graph = False
-        self._synced: dict[str, int] = {}
-        self._made_s = time.time()
-        self._is_begun = False
+        self._lw_known_files: dict[str, int] | None = None  # of the checkpoint: None if nothing is to be dropped
+        self._lw_pending: list[tuple[dict[str, bool | int | float | str], dict[str, int | float], int | None]] = []
+        self._lw_has_hparams = False
+        self._lw_has_graph = False
+        self._lw_synced: dict[str, int] = {}
+        self._lw_made_s = time.time()
+        self._lw_is_begun = False
 
     @property
     def sub_dir(self) -> str | None:
@@ -104,7 +104,7 @@ class TensorBoardLogger(FolderLogger):
     @property
     def experiment(self) -> SummaryWriter:
         """The `torch.utils.tensorboard.SummaryWriter`; the first call imports TensorBoard and opens the event file."""
-        return self._opened(self._open)
+        return self._lw_opened(self._lw_open)
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Write one point per metric.
@@ -119,13 +119,13 @@ class TensorBoardLogger(FolderLogger):
         """
         if self.is_silent:
             return
-        self._send_if_due()  # before the points: where this fails, they are written again later
+        self._lw_send_if_due()  # before the points: where this fails, they are written again later
         points = scalars(metrics, prefix=self._prefix, group_separator=self.group_separator)
-        chosen = self._next_step(step)
+        chosen = self._lw_next_step(step)
         if not points:
             return
         writer = self.experiment
-        self._write_pending()
+        self._lw_write_pending()
         for tag, value in points.items():
             writer.add_scalar(tag, value, chosen)
 
@@ -148,19 +148,19 @@ class TensorBoardLogger(FolderLogger):
             return
         before = flatten(self.hparams)
         self.hparams.update(plain_hyperparameters(params))
-        self._write_hparams()
+        self._lw_write_hparams()
         flat = flatten(self.hparams)
         if metrics is None:
             # A resumed or second fit repeats its hyperparameters; a second point of hp_metric would go back to step 0.
-            if not flat or (self._has_hparams and (flat == before or not before)):
+            if not flat or (self._lw_has_hparams and (flat == before or not before)):
                 return
-            metrics = {"hp_metric": -1} if self._default_hp_metric and not self._has_hparams else {}
+            metrics = {"hp_metric": -1} if self._default_hp_metric and not self._lw_has_hparams else {}
         elif not isinstance(metrics, Mapping):
             metrics = {"hp_metric": metrics}
-        self._pending.append((flat, scalars(metrics), step))
-        self._has_hparams = True
+        self._lw_pending.append((flat, scalars(metrics), step))
+        self._lw_has_hparams = True
         if self._experiment is not None:
-            self._write_pending()
+            self._lw_write_pending()
 
     def log_graph(self, model: nn.Module, input_array: object = None) -> None:
         """Write the model's graph, if the logger was made with `log_graph=True`; once per run.
@@ -175,7 +175,7 @@ class TensorBoardLogger(FolderLogger):
         Raises:
             ConfigError: There is no input, or it is neither a tensor nor a tuple.
         """
-        if not self._log_graph or self._has_graph or self.is_silent:
+        if not self._log_graph or self._lw_has_graph or self.is_silent:
             return
         inputs = getattr(model, "example_input_array", None) if input_array is None else input_array
         if not isinstance(inputs, (torch.Tensor, tuple)):
@@ -183,12 +183,12 @@ class TensorBoardLogger(FolderLogger):
                 f"log_graph=True needs an input for the model, a tensor or a tuple; got {type(inputs).__name__}.",
                 fix="set self.example_input_array in the module, or make the logger with log_graph=False.",
             )
-        self._has_graph = True
+        self._lw_has_graph = True
         if any(is_sharded(parameter) for parameter in model.parameters()):
             # Tracing takes one process, and running a sharded module takes all of them.
             _log.warning("log_graph=True: no graph is written of a module that is sharded")
             return
-        self._trace(model, inputs)
+        self._lw_trace(model, inputs)
 
     def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
         """Write pictures: one as `key`, several as `key/0`, `key/1`, ...
@@ -207,9 +207,9 @@ class TensorBoardLogger(FolderLogger):
         pictures = read_pictures(key, images, kwargs)
         for number, (pixels, options) in enumerate(pictures):
             tag = f"{key}/{number}" if len(pictures) > 1 else key
-            self.experiment.add_image(tag, pixels, self._at(step), dataformats="HWC")
+            self.experiment.add_image(tag, pixels, self._lw_at(step), dataformats="HWC")
             if options.get("caption"):
-                self.experiment.add_text(f"{tag}/caption", str(options["caption"]), self._at(step))
+                self.experiment.add_text(f"{tag}/caption", str(options["caption"]), self._lw_at(step))
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Write text, which TensorBoard shows as Markdown.
@@ -220,14 +220,14 @@ class TensorBoardLogger(FolderLogger):
             step: The x value; None: the last recorded step.
         """
         if not self.is_silent:
-            self.experiment.add_text(key, text, self._at(step))
+            self.experiment.add_text(key, text, self._lw_at(step))
 
     def save(self) -> None:
         """Flush to disk; does nothing, and imports nothing, before the first metric."""
         if self._experiment is not None:
             self._experiment.flush()
-            self._send_if_due()
-            self._begin_next_file()
+            self._lw_send_if_due()
+            self._lw_begin_next_file()
 
     def finalize(self, status: str) -> None:
         """Write pending hyperparameters and how the run ended, and close the event file; a later metric opens another.
@@ -235,36 +235,36 @@ class TensorBoardLogger(FolderLogger):
         Args:
             status: "success", "finished" or "failed"; TensorBoard's HPARAMS page shows it.
         """
-        if self.is_silent or (self._experiment is None and not self._pending):
-            self._end_session()
+        if self.is_silent or (self._experiment is None and not self._lw_pending):
+            self._lw_end_session()
             return
         writer = self.experiment
-        self._write_pending()
-        if self._has_hparams:
+        self._lw_write_pending()
+        if self._lw_has_hparams:
             _add_session_end(writer, is_success=status != "failed")
         writer.close()
         self._experiment = None
         self.send_files(is_end=True)
-        self._end_session()
+        self._lw_end_session()
 
     def state_dict(self) -> StateDict:
         """Write pending values durably and return the positions in the event files, where a resumed run continues."""
         if self.is_silent:
             return {}
-        if self._known_files is None:
+        if self._lw_known_files is None:
             self.save()
             files = _event_files(self.files_dir)
-            self._sync(files)
+            self._lw_sync(files)
             self.send_files()
         else:
-            files = self._known_files  # resumed, and nothing was written yet
+            files = self._lw_known_files  # resumed, and nothing was written yet
         return {
             "log_dir": absolute_place(self.log_dir),
             "version": self.version,
-            "step": self._step,
+            "step": self._lw_step,
             "files": dict(files),
-            "has_hparams": self._has_hparams and not self._pending,
-            "has_graph": self._has_graph,
+            "has_hparams": self._lw_has_hparams and not self._lw_pending,
+            "has_graph": self._lw_has_graph,
             **({"wall_s": self.wall_s} if self.x_axis == "time" else {}),
         }
 
@@ -274,43 +274,43 @@ class TensorBoardLogger(FolderLogger):
             self._experiment.flush()
         return {**super().__getstate__(), "_experiment": None}
 
-    def _in_folder(self, path: str) -> str:
+    def _lw_in_folder(self, path: str) -> str:
         return os.path.join(path, self._sub_dir) if self._sub_dir else path
 
-    def _close(self) -> None:
+    def _lw_close(self) -> None:
         if self._experiment is not None:
             self._experiment.close()
         self._experiment = None
-        self._known_files = None
-        self._has_hparams = self._has_graph = self._is_begun = False
+        self._lw_known_files = None
+        self._lw_has_hparams = self._lw_has_graph = self._lw_is_begun = False
 
-    def _recognizes(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
+    def _lw_recognizes(self, log_dir: str, state: StateDict, is_same_place: bool) -> bool:
         files: dict[str, int] = state["files"]
         found = _event_files(log_dir)
         return all(found.get(name, -1) >= size for name, size in files.items()) and (is_same_place or bool(files))
 
-    def _restore(self, state: StateDict) -> None:
-        self._step = state["step"]
-        self._known_files = dict(state["files"])
-        self._has_hparams = state["has_hparams"]
-        self._has_graph = state["has_graph"]
+    def _lw_restore(self, state: StateDict) -> None:
+        self._lw_step = state["step"]
+        self._lw_known_files = dict(state["files"])
+        self._lw_has_hparams = state["has_hparams"]
+        self._lw_has_graph = state["has_graph"]
         self.wall_s = state.get("wall_s", 0.0)
-        self._pending.clear()
+        self._lw_pending.clear()
 
-    def _open(self) -> SummaryWriter:
+    def _lw_open(self) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
 
-        options = dict(self._options)
-        self._options.pop("purge_step", None)  # only once: the file that a later fit opens has nothing to purge
-        if self._known_files is not None:
-            _drop_later_events(self.files_dir, self._known_files)
-            self._known_files = None
-            if self._step >= 0:
+        options = dict(self._lw_options)
+        self._lw_options.pop("purge_step", None)  # only once: the file that a later fit opens has nothing to purge
+        if self._lw_known_files is not None:
+            _drop_later_events(self.files_dir, self._lw_known_files)
+            self._lw_known_files = None
+            if self._lw_step >= 0:
                 # The files have no later points any more; this tells a TensorBoard that shows them to forget them.
-                options["purge_step"] = self._step + 1
-        elif not self._is_begun:
-            keep_old_files(self.files_dir, _event_files(self.files_dir, changed_before_s=self._made_s))
-        self._is_begun = True
+                options["purge_step"] = self._lw_step + 1
+        elif not self._lw_is_begun:
+            keep_old_files(self.files_dir, _event_files(self.files_dir, changed_before_s=self._lw_made_s))
+        self._lw_is_begun = True
         os.makedirs(self.files_dir, exist_ok=True)
         before = _event_files(self.files_dir)
         while True:
@@ -323,36 +323,36 @@ class TensorBoardLogger(FolderLogger):
                 os.remove(os.path.join(self.files_dir, name))
             time.sleep(1.0 - time.time() % 1.0)
 
-    def _begin_next_file(self) -> None:
+    def _lw_begin_next_file(self) -> None:
         """End an event file that has become large where each sending repeats the full file: at a URL."""
-        if self._folder.remote is None:
+        if self._lw_folder.remote is None:
             return
         files = _event_files(self.files_dir)
         if files and files[max(files)] > _MOST_SENT_AGAIN:
             self._experiment.close()
             self._experiment = None
 
-    def _sync(self, files: dict[str, int]) -> None:
+    def _lw_sync(self, files: dict[str, int]) -> None:
         for name, size in files.items():
-            if self._synced.get(name) != size:
+            if self._lw_synced.get(name) != size:
                 with open(os.path.join(self.files_dir, name), "r+b") as file:
                     os.fsync(file.fileno())  # the checkpoint that holds this position must not outlive the points
-        self._synced = dict(files)
+        self._lw_synced = dict(files)
 
-    def _write_pending(self) -> None:
-        if self._pending:
+    def _lw_write_pending(self) -> None:
+        if self._lw_pending:
             from torch.utils.tensorboard.summary import hparams
 
             writer: Any = self.experiment  # Any: torch leaves SummaryWriter's attributes untyped
-            for params, metrics, step in self._pending:
+            for params, metrics, step in self._lw_pending:
                 experiment, session_start, _ = hparams(params, metrics)
                 for summary in (experiment, session_start):
                     writer.file_writer.add_summary(summary, 0)
                 for tag, value in metrics.items():
                     writer.add_scalar(tag, value, step or 0)
-            self._pending.clear()
+            self._lw_pending.clear()
 
-    def _trace(self, model: torch.nn.Module, inputs: torch.Tensor | tuple[object, ...]) -> None:
+    def _lw_trace(self, model: torch.nn.Module, inputs: torch.Tensor | tuple[object, ...]) -> None:
         parameter = next(model.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         moved = _to(inputs, device)

@@ -90,14 +90,14 @@ class WandbLogger(ServiceLogger):
         )
         self._project = project or os.environ.get("WANDB_PROJECT", self.default_project)
         self._checkpoint_name = checkpoint_name
-        self._add_file_policy = add_file_policy
-        self._options: dict[str, Any] = {"name": name, "project": self._project, "reinit": "create_new", **kwargs}
+        self._lw_add_file_policy = add_file_policy
+        self._lw_options: dict[str, Any] = {"name": name, "project": self._project, "reinit": "create_new", **kwargs}
         if offline:
-            self._options["mode"] = "offline"
+            self._lw_options["mode"] = "offline"
         if anonymous is not None:
-            self._options["anonymous"] = "allow" if anonymous is True else anonymous or None
+            self._lw_options["anonymous"] = "allow" if anonymous is True else anonymous or None
         self._experiment = experiment
-        self._is_own = experiment is None
+        self._lw_is_own = experiment is None
 
     @property
     def name(self) -> str:
@@ -107,7 +107,7 @@ class WandbLogger(ServiceLogger):
     @property
     def experiment(self) -> wandb.Run:
         """The `wandb.Run`; the first call begins it."""
-        return self._opened(self._begin)
+        return self._lw_opened(self._lw_begin)
 
     def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
         """Record pictures under one name.
@@ -126,7 +126,7 @@ class WandbLogger(ServiceLogger):
         import wandb
 
         pictures = [wandb.Image(pixels, **options) for pixels, options in read_pictures(key, images, kwargs)]
-        self._log_media({key: pictures}, step)
+        self._lw_log_media({key: pictures}, step)
 
     def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: object) -> None:
         """Record sounds under one name.
@@ -143,7 +143,7 @@ class WandbLogger(ServiceLogger):
         if not self.is_silent:
             import wandb
 
-            self._log_media({key: _made(wandb.Audio, "log_audio", key, audios, kwargs)}, step)
+            self._lw_log_media({key: _made(wandb.Audio, "log_audio", key, audios, kwargs)}, step)
 
     def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: object) -> None:
         """Record videos under one name.
@@ -160,7 +160,7 @@ class WandbLogger(ServiceLogger):
         if not self.is_silent:
             import wandb
 
-            self._log_media({key: _made(wandb.Video, "log_video", key, videos, kwargs)}, step)
+            self._lw_log_media({key: _made(wandb.Video, "log_video", key, videos, kwargs)}, step)
 
     def log_table(
         self,
@@ -182,7 +182,7 @@ class WandbLogger(ServiceLogger):
         if not self.is_silent:
             import wandb
 
-            self._log_media({key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
+            self._lw_log_media({key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
 
     def log_text(
         self,
@@ -270,52 +270,52 @@ class WandbLogger(ServiceLogger):
     def __getstate__(self) -> dict[str, object]:
         """Leave the run out: the process that unpickles reopens it by its id."""
         run_id = self.version
-        return {**super().__getstate__(), "_id": run_id, "_experiment": None, "_is_own": True}
+        return {**super().__getstate__(), "_lw_id": run_id, "_experiment": None, "_lw_is_own": True}
 
-    def _begin(self) -> wandb.Run:
+    def _lw_begin(self) -> wandb.Run:
         import wandb
 
-        if wandb.run is not None and self._requested_id in (None, wandb.run.id):
+        if wandb.run is not None and self._lw_requested_id in (None, wandb.run.id):
             _log.info("WandbLogger uses the run %s, which the program has begun, and does not end it", wandb.run.id)
-            self._is_own = False
-            if self._id not in (None, wandb.run.id):
-                self._sent, self._sent_before = {}, {}
-            run, self._id = wandb.run, wandb.run.id
+            self._lw_is_own = False
+            if self._lw_id not in (None, wandb.run.id):
+                self._lw_sent, self._lw_sent_before = {}, {}
+            run, self._lw_id = wandb.run, wandb.run.id
         else:
             os.makedirs(self._save_dir, exist_ok=True)
-            self._is_own = True
+            self._lw_is_own = True
             _wait_for_a_new_folder(os.path.join(self._save_dir, "wandb"), str(self.version))
-            run = wandb.init(dir=self._save_dir, id=self.version, resume="allow", **self._options)
+            run = wandb.init(dir=self._save_dir, id=self.version, resume="allow", **self._lw_options)
         # With sync_tensorboard another writer owns wandb's own step, and rules for axes do not hold.
         if not getattr(run.settings, "sync_tensorboard", False):
-            run.define_metric(self._x_name)
-            run.define_metric("*", step_metric=self._x_name, step_sync=True)
+            run.define_metric(self._lw_x_name)
+            run.define_metric("*", step_metric=self._lw_x_name, step_sync=True)
         return run
 
     @property
-    def _x_name(self) -> str:
+    def _lw_x_name(self) -> str:
         if self.x_axis in ("step", "samples", "time"):
             return {"step": "trainer/global_step", "samples": "trainer/samples", "time": "trainer/seconds"}[self.x_axis]
         return f"{self._prefix}{self.LOGGER_JOIN_CHAR}{self.x_axis}" if self._prefix else self.x_axis
 
     @property
-    def _sent_file(self) -> str | None:
-        return None if self._id is None else os.path.join(self._save_dir, "wandb", f"{self._id}.sent.json")
+    def _lw_sent_file(self) -> str | None:
+        return None if self._lw_id is None else os.path.join(self._save_dir, "wandb", f"{self._lw_id}.sent.json")
 
-    def _location_of_run(self) -> dict[str, Plain]:
+    def _lw_location_of_run(self) -> dict[str, Plain]:
         return {"project": self._project}
 
-    def _send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
-        self.experiment.log({**points, **extra, self._x_name: step})
+    def _lw_send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
+        self.experiment.log({**points, **extra, self._lw_x_name: step})
 
-    def _log_media(self, media: dict[str, object], step: int | None) -> None:
-        self.experiment.log({**media, self._x_name: self._at(step)})
+    def _lw_log_media(self, media: dict[str, object], step: int | None) -> None:
+        self.experiment.log({**media, self._lw_x_name: self._lw_at(step)})
 
-    def _send_hyperparameters(self, flat: Mapping[str, bool | int | float | str]) -> None:
+    def _lw_send_hyperparameters(self, flat: Mapping[str, bool | int | float | str]) -> None:
         config: Any = self.experiment.config  # Any: wandb does not annotate it
         config.update(self.hparams, allow_val_change=True)
 
-    def _upload(self, path: str, facts: Mapping[str, Plain]) -> None:
+    def _lw_upload(self, path: str, facts: Mapping[str, Plain]) -> None:
         import wandb
 
         name = self._checkpoint_name or f"model-{self.version}"
@@ -323,12 +323,12 @@ class WandbLogger(ServiceLogger):
         if os.path.isdir(path):
             artifact.add_dir(path, name="model.ckpt")
         else:
-            artifact.add_file(path, name="model.ckpt", policy=self._add_file_policy)  # type: ignore[arg-type]
+            artifact.add_file(path, name="model.ckpt", policy=self._lw_add_file_policy)  # type: ignore[arg-type]
         aliases = ["latest"] if facts["is_last"] else []
         self.experiment.log_artifact(artifact, aliases=[*aliases, *(["best"] if facts["is_best"] else [])])
 
-    def _end(self, *, is_success: bool) -> None:
-        if self._experiment is not None and self._is_own:
+    def _lw_end(self, *, is_success: bool) -> None:
+        if self._experiment is not None and self._lw_is_own:
             self._experiment.finish(exit_code=0 if is_success else 1)
             self._experiment = None
 

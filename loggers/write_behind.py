@@ -51,7 +51,7 @@ class WriteQueue(ABC):
         ConfigError: `capacity` is not an integer from 1, or `patience_s` is not above 0.
     """
 
-    _caught: type[BaseException] = Exception
+    _lw_caught: type[BaseException] = Exception
 
     def __init__(
         self,
@@ -69,25 +69,25 @@ class WriteQueue(ABC):
             )
         self.capacity = capacity
         self.patience_s = patience_s
-        self._perform = perform
-        self._pauses_s = tuple(pauses_s)
-        self._changed = threading.Condition()
-        self._process = os.getpid()
-        self._reset()
+        self._lw_perform = perform
+        self._lw_pauses_s = tuple(pauses_s)
+        self._lw_changed = threading.Condition()
+        self._lw_process = os.getpid()
+        self._lw_reset()
 
-    def _reset(self) -> None:
-        self._waiting = Pending(self.capacity)
-        self._aside = Pending(self.capacity)
-        self._news: list[tuple[bool, str]] = []
-        self._failures = 0  # of the first write
-        self._has_rejected = False
+    def _lw_reset(self) -> None:
+        self._lw_waiting = Pending(self.capacity)
+        self._lw_aside = Pending(self.capacity)
+        self._lw_news: list[tuple[bool, str]] = []
+        self._lw_failures = 0  # of the first write
+        self._lw_has_rejected = False
 
     def __len__(self) -> int:
         """Return how many writes are not done yet."""
-        return len(self._waiting)
+        return len(self._lw_waiting)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.capacity, self.patience_s, self._perform, self._pauses_s))
+        return (_rebuild, (type(self), self.capacity, self.patience_s, self._lw_perform, self._lw_pauses_s))
 
     @abstractmethod
     def put(self, write: object) -> None:
@@ -111,8 +111,8 @@ class WriteQueue(ABC):
 
     def news(self) -> list[tuple[bool, str]]:
         """Return news since the last call: whether each is about a failure, and its text."""
-        with self._here():
-            news, self._news = self._news, []
+        with self._lw_here():
+            news, self._lw_news = self._lw_news, []
         return news
 
     def try_now(self, action: Callable[[], object]) -> BaseException | None:
@@ -121,71 +121,71 @@ class WriteQueue(ABC):
         Returns:
             What it raised, if that may pass; else None, and what it raised is in `news`.
         """
-        failure = self._do(action)
+        failure = self._lw_do(action)
         if failure is not None and _is_lasting(failure):
-            with self._here():
-                self._report(True, f"failed: {_named(failure)}")
+            with self._lw_here():
+                self._lw_report(True, f"failed: {_named(failure)}")
             return None
         return failure
 
-    def _do(self, write: object) -> BaseException | None:
+    def _lw_do(self, write: object) -> BaseException | None:
         """Perform a write; returns what it raised."""
         try:
-            write() if callable(write) else self._perform(write)
+            write() if callable(write) else self._lw_perform(write)
         # Loggers are other people's code and services: anything may come.
-        except self._caught as error:
+        except self._lw_caught as error:
             return error
         return None
 
-    def _note(self, failure: BaseException | None) -> bool:
+    def _lw_note(self, failure: BaseException | None) -> bool:
         """Take the first write away if it is done or hopeless; with the lock held. Returns whether it is."""
         if failure is None:
-            self._waiting.pop()
-            if self._failures:
-                self._report(False, f"works again after {self._failures} failed tries; nothing was lost")
-            self._failures = 0
+            self._lw_waiting.pop()
+            if self._lw_failures:
+                self._lw_report(False, f"works again after {self._lw_failures} failed tries; nothing was lost")
+            self._lw_failures = 0
             return True
         if _is_lasting(failure):
-            self._aside.append(self._waiting.pop())
-            self._failures = 0
-            if not self._has_rejected:
-                self._has_rejected = True
-                self._report(True, f"failed, and what it did not take is set aside: {_named(failure)}")
+            self._lw_aside.append(self._lw_waiting.pop())
+            self._lw_failures = 0
+            if not self._lw_has_rejected:
+                self._lw_has_rejected = True
+                self._lw_report(True, f"failed, and what it did not take is set aside: {_named(failure)}")
             return True
-        self._failures += 1
-        if self._failures == _MOST_TRIES and callable(self._waiting.first()):
+        self._lw_failures += 1
+        if self._lw_failures == _MOST_TRIES and callable(self._lw_waiting.first()):
             # A picture, say: rows do not wait for it any longer.
-            self._waiting.pop()
-            self._report(
-                True, f"failed {self._failures} times, and something else than a row is left out: {_named(failure)}"
+            self._lw_waiting.pop()
+            self._lw_report(
+                True, f"failed {self._lw_failures} times, and something else than a row is left out: {_named(failure)}"
             )
-            self._failures = 0
+            self._lw_failures = 0
             return True
-        if self._failures == 1:
-            self._report(True, f"failed, and is tried again while its rows wait: {_named(failure)}")
+        if self._lw_failures == 1:
+            self._lw_report(True, f"failed, and is tried again while its rows wait: {_named(failure)}")
         return False
 
-    def _report(self, is_failure: bool, text: str) -> None:
-        self._news.append((is_failure, text))
+    def _lw_report(self, is_failure: bool, text: str) -> None:
+        self._lw_news.append((is_failure, text))
 
-    def _pause_s(self) -> float:
-        return self._pauses_s[min(self._failures, len(self._pauses_s)) - 1]
+    def _lw_pause_s(self) -> float:
+        return self._lw_pauses_s[min(self._lw_failures, len(self._lw_pauses_s)) - 1]
 
-    def _take_undone(self) -> list[object]:
-        undone = [queue.pop() for queue in (self._aside, self._waiting) for _ in range(len(queue))]
-        self._aside.clear()
-        self._waiting.clear()
-        self._failures = 0
+    def _lw_take_undone(self) -> list[object]:
+        undone = [queue.pop() for queue in (self._lw_aside, self._lw_waiting) for _ in range(len(queue))]
+        self._lw_aside.clear()
+        self._lw_waiting.clear()
+        self._lw_failures = 0
         return undone
 
-    def _here(self) -> threading.Condition:
+    def _lw_here(self) -> threading.Condition:
         # A fork copies the queue, and not the thread, which may have held the lock at that moment: it starts again.
         # What waits is written by the process that put it in.
-        if self._process != os.getpid():
-            self._process = os.getpid()
-            self._changed = threading.Condition()
-            self._reset()
-        return self._changed
+        if self._lw_process != os.getpid():
+            self._lw_process = os.getpid()
+            self._lw_changed = threading.Condition()
+            self._lw_reset()
+        return self._lw_changed
 
 
 def _is_lasting(failure: BaseException) -> bool:
@@ -214,61 +214,61 @@ class WriteBehind(WriteQueue):
     The thread starts with the first write and ends with `close`; a later `put` starts another.
     """
 
-    _caught = BaseException  # in the thread no other code would see it
+    _lw_caught = BaseException  # in the thread no other code would see it
 
-    def _reset(self) -> None:
-        super()._reset()
-        self._thread: threading.Thread | None = None
-        self._at_end: Finalize | None = None
-        self._busy_since: float | None = None
-        self._is_hanging = False
-        self._must_hurry = False
-        self._done = 0  # writes that are done or set aside
-        self._tries = 0
+    def _lw_reset(self) -> None:
+        super()._lw_reset()
+        self._lw_thread: threading.Thread | None = None
+        self._lw_at_end: Finalize | None = None
+        self._lw_busy_since: float | None = None
+        self._lw_is_hanging = False
+        self._lw_must_hurry = False
+        self._lw_done = 0  # writes that are done or set aside
+        self._lw_tries = 0
 
     def put(self, write: object) -> None:
         """Let something be written after what waits already; returns at once."""
-        with self._here():
-            self._waiting.append(write)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="write-behind", daemon=True)
-                self._thread.start()
+        with self._lw_here():
+            self._lw_waiting.append(write)
+            if self._lw_thread is None:
+                self._lw_thread = threading.Thread(target=self._lw_work, name="write-behind", daemon=True)
+                self._lw_thread.start()
                 # A daemon, so that a hung service does not keep the process; what waits is written all the same.
-                self._at_end = Finalize(None, self.close, exitpriority=30)
-            self._look_for_hang()
-            self._changed.notify_all()
+                self._lw_at_end = Finalize(None, self.close, exitpriority=30)
+            self._lw_look_for_hang()
+            self._lw_changed.notify_all()
 
     def settle(self) -> bool:
         """Return whether all is written: False where the first write fails again, or does not end in time.
 
         On the queue's own thread it returns at once: what came before is done.
         """
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self._lw_thread:
             return True
-        with self._here():
-            while len(self._waiting):
-                self._look_for_hang()
-                if self._is_hanging:
+        with self._lw_here():
+            while len(self._lw_waiting):
+                self._lw_look_for_hang()
+                if self._lw_is_hanging:
                     return False
-                failures, done, tries = self._failures, self._done, self._tries
-                self._must_hurry = failures > 0
-                self._changed.notify_all()
-                self._changed.wait_for(
-                    lambda done=done, tries=tries: self._done != done or self._tries != tries,  # type: ignore[misc]
-                    self._left_s(),
+                failures, done, tries = self._lw_failures, self._lw_done, self._lw_tries
+                self._lw_must_hurry = failures > 0
+                self._lw_changed.notify_all()
+                self._lw_changed.wait_for(
+                    lambda done=done, tries=tries: self._lw_done != done or self._lw_tries != tries,  # type: ignore[misc]
+                    self._lw_left_s(),
                 )
-                if self._failures > failures:
+                if self._lw_failures > failures:
                     return False
             return True
 
     def close(self, pauses_s: Sequence[float] = _LAST_PAUSES_S) -> list[Any]:
         """End the thread, after some last tries, and return what could not be written; see `WriteQueue.close`."""
-        with self._here():
-            if self._is_hanging:  # once more the patience for one write: then it may be over
-                self._is_hanging, self._busy_since = False, time.monotonic()
+        with self._lw_here():
+            if self._lw_is_hanging:  # once more the patience for one write: then it may be over
+                self._lw_is_hanging, self._lw_busy_since = False, time.monotonic()
         is_written = self.settle()
         for pause_s in pauses_s:
-            if is_written or self._is_hanging:
+            if is_written or self._lw_is_hanging:
                 break
             time.sleep(pause_s)
             is_written = self.settle()
@@ -276,78 +276,78 @@ class WriteBehind(WriteQueue):
 
     def abandon(self) -> list[Any]:
         """End the thread, and return what is not written; a write that hangs is among it, and left alone."""
-        with self._here():
-            thread, self._thread = self._thread, None
-            undone = self._take_undone()
-            is_idle = self._busy_since is None
-            self._busy_since, self._is_hanging = None, False
-            self._changed.notify_all()
+        with self._lw_here():
+            thread, self._lw_thread = self._lw_thread, None
+            undone = self._lw_take_undone()
+            is_idle = self._lw_busy_since is None
+            self._lw_busy_since, self._lw_is_hanging = None, False
+            self._lw_changed.notify_all()
         if thread is not None:
-            if self._at_end is not None:
-                self._at_end.cancel()
+            if self._lw_at_end is not None:
+                self._lw_at_end.cancel()
             if is_idle and thread is not threading.current_thread():
                 thread.join()
         return undone
 
-    def _work(self) -> None:
+    def _lw_work(self) -> None:
         mine = threading.current_thread()
         while True:
-            with self._changed:
-                while not len(self._waiting):
-                    if self._thread is not mine:
+            with self._lw_changed:
+                while not len(self._lw_waiting):
+                    if self._lw_thread is not mine:
                         return
-                    self._changed.wait()
-                if self._thread is not mine:
+                    self._lw_changed.wait()
+                if self._lw_thread is not mine:
                     return
-                write = self._waiting.first()
-                self._busy_since = time.monotonic()
-            failure = self._do(write)
-            with self._changed:
-                if self._thread is not mine:  # abandoned meanwhile: the waiting writes belong to another thread
+                write = self._lw_waiting.first()
+                self._lw_busy_since = time.monotonic()
+            failure = self._lw_do(write)
+            with self._lw_changed:
+                if self._lw_thread is not mine:  # abandoned meanwhile: the waiting writes belong to another thread
                     return
-                self._busy_since = None
-                if self._is_hanging:
-                    self._is_hanging = False
-                    self._report(False, "has ended the write that took long; nothing was lost")
-                self._tries += 1
-                self._done += self._note(failure)
-                self._changed.notify_all()
-                if self._failures:
-                    self._changed.wait_for(
-                        lambda: self._must_hurry or self._thread is not mine, timeout=self._pause_s()
+                self._lw_busy_since = None
+                if self._lw_is_hanging:
+                    self._lw_is_hanging = False
+                    self._lw_report(False, "has ended the write that took long; nothing was lost")
+                self._lw_tries += 1
+                self._lw_done += self._lw_note(failure)
+                self._lw_changed.notify_all()
+                if self._lw_failures:
+                    self._lw_changed.wait_for(
+                        lambda: self._lw_must_hurry or self._lw_thread is not mine, timeout=self._lw_pause_s()
                     )
-                self._must_hurry = False
+                self._lw_must_hurry = False
 
-    def _left_s(self) -> float:
-        return max(0.001, self.patience_s - (time.monotonic() - (self._busy_since or time.monotonic())))
+    def _lw_left_s(self) -> float:
+        return max(0.001, self.patience_s - (time.monotonic() - (self._lw_busy_since or time.monotonic())))
 
-    def _look_for_hang(self) -> None:
-        since = self._busy_since
-        if since is not None and not self._is_hanging and time.monotonic() - since >= self.patience_s:
-            self._is_hanging = True
-            self._report(True, f"has not ended a write within {self.patience_s:g} s; its rows wait meanwhile")
+    def _lw_look_for_hang(self) -> None:
+        since = self._lw_busy_since
+        if since is not None and not self._lw_is_hanging and time.monotonic() - since >= self.patience_s:
+            self._lw_is_hanging = True
+            self._lw_report(True, f"has not ended a write within {self.patience_s:g} s; its rows wait meanwhile")
 
 
 class WriteInPlace(WriteQueue):
     """Write on the caller's thread, at `put` and `settle`; after a failure `put` tries again when its pause is over."""
 
-    def _reset(self) -> None:
-        super()._reset()
+    def _lw_reset(self) -> None:
+        super()._lw_reset()
         self._next_try = 0.0
 
     def put(self, write: object) -> None:
         """Write what waits, and this; where that fails, let it wait."""
-        self._here()
-        self._waiting.append(write)
-        if not self._failures or time.monotonic() >= self._next_try:
+        self._lw_here()
+        self._lw_waiting.append(write)
+        if not self._lw_failures or time.monotonic() >= self._next_try:
             self.settle()
 
     def settle(self) -> bool:
         """Try to write what waits; return whether all is written."""
-        self._here()
-        while len(self._waiting):
-            if not self._note(self._do(self._waiting.first())):
-                self._next_try = time.monotonic() + self._pause_s()
+        self._lw_here()
+        while len(self._lw_waiting):
+            if not self._lw_note(self._lw_do(self._lw_waiting.first())):
+                self._next_try = time.monotonic() + self._lw_pause_s()
                 return False
         return True
 
@@ -359,4 +359,4 @@ class WriteInPlace(WriteQueue):
                 break
             time.sleep(pause_s)
             is_written = self.settle()
-        return self._take_undone()
+        return self._lw_take_undone()

@@ -55,8 +55,8 @@ class AdvancedProfiler(Profiler):
         self.line_count_restriction = line_count_restriction
         self.dump_stats = dump_stats
         self.profiled_actions: dict[str, cProfile.Profile] = {}
-        self._open: list[str] = []  # the innermost last
-        self._is_over = False
+        self._lw_open: list[str] = []  # the innermost last
+        self._lw_is_over = False
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Begin a run; what an earlier, ended run recorded is forgotten.
@@ -67,9 +67,9 @@ class AdvancedProfiler(Profiler):
             log_dir: The run's log directory.
         """
         super().setup(stage, local_rank, log_dir)
-        if self._is_over:
+        if self._lw_is_over:
             self.profiled_actions = {}
-            self._is_over = False
+            self._lw_is_over = False
 
     def teardown(self, stage: str | None = None) -> None:
         """End a run: no profile is active any more; what was recorded stays readable until the next `setup`.
@@ -77,10 +77,10 @@ class AdvancedProfiler(Profiler):
         Args:
             stage: "fit", "validate", "test" or "predict".
         """
-        if self._open:
-            self.profiled_actions[self._open[-1]].disable()
-            self._open.clear()
-        self._is_over = True
+        if self._lw_open:
+            self.profiled_actions[self._lw_open[-1]].disable()
+            self._lw_open.clear()
+        self._lw_is_over = True
 
     def start(self, action_name: str) -> None:
         """Note that an activity begins, inside the one that is open.
@@ -91,11 +91,11 @@ class AdvancedProfiler(Profiler):
         Raises:
             ConfigError: Another tool profiles this process, and this Python allows only one.
         """
-        if self._open:
-            self.profiled_actions[self._open[-1]].disable()
+        if self._lw_open:
+            self.profiled_actions[self._lw_open[-1]].disable()
         profile = self.profiled_actions.setdefault(action_name, cProfile.Profile())
-        self._open.append(action_name)
-        self._enable(profile)
+        self._lw_open.append(action_name)
+        self._lw_enable(profile)
 
     def stop(self, action_name: str) -> None:
         """Note that the activity that began last under this name ends.
@@ -106,24 +106,24 @@ class AdvancedProfiler(Profiler):
         Raises:
             ConfigError: No activity of this name is open.
         """
-        if action_name not in self._open:
+        if action_name not in self._lw_open:
             raise ConfigError(
-                f"profiler.stop({action_name!r}) without a start{nearest(action_name, self._open)}; open are: "
-                f"{self._open}.",
+                f"profiler.stop({action_name!r}) without a start{nearest(action_name, self._lw_open)}; open are: "
+                f"{self._lw_open}.",
                 fix="call start first, or use `with profiler.profile(name):`, which does both.",
             )
-        self.profiled_actions[self._open[-1]].disable()
-        last = len(self._open) - 1 - self._open[::-1].index(action_name)
-        del self._open[last]
-        if self._open:
-            self._enable(self.profiled_actions[self._open[-1]])
+        self.profiled_actions[self._lw_open[-1]].disable()
+        last = len(self._lw_open) - 1 - self._lw_open[::-1].index(action_name)
+        del self._lw_open[last]
+        if self._lw_open:
+            self._lw_enable(self.profiled_actions[self._lw_open[-1]])
 
     def summary(self) -> str:
         """Return the functions of each activity by cumulative time, activities in the order of their first start."""
         parts = []
         for name, profile in self.profiled_actions.items():
             out = io.StringIO()
-            stats = self._stats(profile, out)
+            stats = self._lw_stats(profile, out)
             if stats is not None:
                 stats.strip_dirs().sort_stats("cumulative").print_stats(self.line_count_restriction)
                 parts.append(f"Profile stats for: {name}\n{out.getvalue().strip()}\n")
@@ -133,7 +133,7 @@ class AdvancedProfiler(Profiler):
         """Write the report and, with `dump_stats`, a file for each activity; ends the run."""
         if self.dump_stats:
             for name, profile in self.profiled_actions.items():
-                stats = self._stats(profile, io.StringIO())
+                stats = self._lw_stats(profile, io.StringIO())
                 path = self.path_of("prof", name)
                 if stats is not None and path is not None:
                     with only_describes(f"The profiler's file {path}"):
@@ -141,7 +141,7 @@ class AdvancedProfiler(Profiler):
                         stats.dump_stats(path)
         super().describe()
 
-    def _enable(self, profile: cProfile.Profile) -> None:
+    def _lw_enable(self, profile: cProfile.Profile) -> None:
         try:
             profile.enable()
         except ValueError as error:  # from Python 3.12 on
@@ -151,7 +151,7 @@ class AdvancedProfiler(Profiler):
             ) from error
 
     @staticmethod
-    def _stats(profile: cProfile.Profile, out: io.StringIO) -> pstats.Stats | None:
+    def _lw_stats(profile: cProfile.Profile, out: io.StringIO) -> pstats.Stats | None:
         """Return the statistics; None if nothing was called, which pstats refuses."""
         profile.create_stats()
         return pstats.Stats(profile, stream=out) if profile.stats else None

@@ -54,25 +54,25 @@ class Profiler:
                 f"{type(self).__name__}: dirpath={os.fspath(dirpath)!r} is a URL, and reports are local files.",
                 fix="pass a local directory, or leave dirpath out: reports are then sent with the logs to their URL.",
             )
-        self._dirpath = dirpath
+        self._lw_dirpath = dirpath
         self.filename = filename
         self.steps = None if steps is None else _read_steps(steps)
         self.ranks = None if ranks is None else _read_ranks(ranks)
         # With neither of the two, profile() is as short as it can be.
-        self._is_choosing = self.steps is not None or self.ranks is not None
-        self._steps_seen = 0
+        self._lw_is_choosing = self.steps is not None or self.ranks is not None
+        self._lw_steps_seen = 0
         self._stage: str | None = None
         self._local_rank: int | None = None
-        self._log_dir: str | None = None
+        self._lw_log_dir: str | None = None
 
     @property
     def dirpath(self) -> str | os.PathLike[str] | None:
         """Directory of the report file: the one given, else the run's log directory; None without either."""
-        return self._dirpath if self._dirpath is not None else self._log_dir
+        return self._lw_dirpath if self._lw_dirpath is not None else self._lw_log_dir
 
     @dirpath.setter
     def dirpath(self, dirpath: str | os.PathLike[str] | None) -> None:
-        self._dirpath = dirpath
+        self._lw_dirpath = dirpath
 
     @property
     def local_rank(self) -> int:
@@ -101,19 +101,19 @@ class Profiler:
         Args:
             action_name: Name of the activity; also what `with ... as` gives.
         """
-        if self._is_choosing and not self._is_chosen(action_name):
+        if self._lw_is_choosing and not self._lw_is_chosen(action_name):
             return nullcontext(action_name)
         return _Activity(self, action_name)
 
-    def _is_chosen(self, action_name: str) -> bool:
+    def _lw_is_chosen(self, action_name: str) -> bool:
         """Whether the activity is to be profiled. Called once for each activity, before it."""
         if self.ranks is not None and self.local_rank not in self.ranks:
             return False
         if self.steps is None:
             return True
         if self.is_step(action_name):
-            self._steps_seen += 1
-        now = self._steps_seen - 1
+            self._lw_steps_seen += 1
+        now = self._lw_steps_seen - 1
         return self.steps[0] <= now <= self.steps[1]
 
     def is_step(self, action_name: str) -> bool:
@@ -148,8 +148,8 @@ class Profiler:
         """
         self._stage = stage
         self._local_rank = local_rank
-        self._log_dir = None if log_dir is None or is_url(log_dir) else log_dir
-        self._steps_seen = 0
+        self._lw_log_dir = None if log_dir is None or is_url(log_dir) else log_dir
+        self._lw_steps_seen = 0
 
     def teardown(self, stage: str | None = None) -> None:
         """End a run; what was recorded stays readable until the next `setup`.
@@ -165,7 +165,7 @@ class Profiler:
         A file that is there already is added to. Ends the run (`teardown`).
         """
         report = self.summary()
-        path = self._report_path()
+        path = self._lw_report_path()
         if report and path is not None:
             from ..files import only_describes
 
@@ -177,7 +177,7 @@ class Profiler:
             _log.info("%s", report)
         self.teardown(self._stage)
 
-    def _report_path(self) -> str | None:
+    def _lw_report_path(self) -> str | None:
         return None if self.filename is None else self.path_of("txt")
 
     def path_of(self, extension: str, *names: str) -> str | None:

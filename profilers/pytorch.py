@@ -106,7 +106,7 @@ class PyTorchProfiler(Profiler):
     ) -> None:
         super().__init__(dirpath, filename, steps=steps, ranks=ranks)
         window, self.steps = self.steps, None  # a window needs a step to warm up, which Profiler would leave out
-        self._is_choosing = self.ranks is not None
+        self._lw_is_choosing = self.ranks is not None
         has_cuda = torch.cuda.is_available()
         sort_by_key = sort_by_key or ("cuda_time_total" if has_cuda else "cpu_time_total")
         _check(
@@ -135,15 +135,15 @@ class PyTorchProfiler(Profiler):
             profiler_kwargs.setdefault("record_shapes", True)
         if memory_timeline or "memory" in sort_by_key:
             profiler_kwargs.setdefault("profile_memory", True)
-        self._window = window if window is not None else (2, 4)
-        self.schedule = schedule if schedule is not None else self._action_at
+        self._lw_window = window if window is not None else (2, 4)
+        self.schedule = schedule if schedule is not None else self._lw_action_at
         self.averages: dict[str, Any] = {}
-        self._tables: dict[str, str] = {}
-        self._counts: dict[str, int] = {}
-        self._module: nn.Module | None = None
-        self._session: Session | None = None
-        self._is_evaluating = False
-        self._nvtx: AbstractContextManager[object] | None = None
+        self._lw_tables: dict[str, str] = {}
+        self._lw_counts: dict[str, int] = {}
+        self._lw_module: nn.Module | None = None
+        self._lw_session: Session | None = None
+        self._lw_is_evaluating = False
+        self._lw_nvtx: AbstractContextManager[object] | None = None
 
     def watch(self, module: nn.Module) -> None:
         """Know the module whose parts the trace names.
@@ -151,7 +151,7 @@ class PyTorchProfiler(Profiler):
         Args:
             module: The user's module.
         """
-        self._module = module
+        self._lw_module = module
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Begin a run; what an earlier one recorded is forgotten.
@@ -162,7 +162,7 @@ class PyTorchProfiler(Profiler):
             log_dir: The run's log directory.
         """
         super().setup(stage, local_rank, log_dir)
-        self.averages, self._tables, self._counts = {}, {}, {}
+        self.averages, self._lw_tables, self._lw_counts = {}, {}, {}
 
     def teardown(self, stage: str | None = None) -> None:
         """End a run: no profile is active any more. A window that had begun to record is finished as it is.
@@ -170,12 +170,12 @@ class PyTorchProfiler(Profiler):
         Args:
             stage: "fit", "validate", "test" or "predict".
         """
-        self._finish_session()
-        self._module = None
-        self._is_evaluating = False
-        if self._nvtx is not None:
-            self._nvtx.__exit__(None, None, None)
-            self._nvtx = None
+        self._lw_finish_session()
+        self._lw_module = None
+        self._lw_is_evaluating = False
+        if self._lw_nvtx is not None:
+            self._lw_nvtx.__exit__(None, None, None)
+            self._lw_nvtx = None
 
     def start(self, action_name: str) -> None:
         """Note that an activity begins; a step may begin a window.
@@ -184,19 +184,19 @@ class PyTorchProfiler(Profiler):
             action_name: Name of the activity.
         """
         if self.emit_nvtx:
-            if self._nvtx is None:
-                self._nvtx = torch.autograd.profiler.emit_nvtx()
-                self._nvtx.__enter__()
+            if self._lw_nvtx is None:
+                self._lw_nvtx = torch.autograd.profiler.emit_nvtx()
+                self._lw_nvtx.__enter__()
             torch.cuda.nvtx.range_push(action_name)
             return
-        self._is_evaluating = self._is_evaluating or action_name == _EVALUATION
-        kind = self._kind_of(action_name)
-        if kind is not None and self._session is None:
-            number = self._counts.setdefault(kind, 0)
-            if self._action(number) is not ProfilerAction.NONE:
-                self._session = Session(self, kind, number)
-        if self._session is not None:
-            self._session.enter(action_name)
+        self._lw_is_evaluating = self._lw_is_evaluating or action_name == _EVALUATION
+        kind = self._lw_kind_of(action_name)
+        if kind is not None and self._lw_session is None:
+            number = self._lw_counts.setdefault(kind, 0)
+            if self._lw_action(number) is not ProfilerAction.NONE:
+                self._lw_session = Session(self, kind, number)
+        if self._lw_session is not None:
+            self._lw_session.enter(action_name)
 
     def stop(self, action_name: str) -> None:
         """Note that an activity ends; a step may end a window.
@@ -205,62 +205,62 @@ class PyTorchProfiler(Profiler):
             action_name: Name of the activity.
         """
         if self.emit_nvtx:
-            if self._nvtx is not None:
+            if self._lw_nvtx is not None:
                 torch.cuda.nvtx.range_pop()
             return
-        session, kind = self._session, self._kind_of(action_name)
+        session, kind = self._lw_session, self._lw_kind_of(action_name)
         if session is not None:
             session.leave(action_name)
         if action_name == _EVALUATION:
-            self._is_evaluating = False
+            self._lw_is_evaluating = False
             if session is not None and session.kind != "train":
-                self._finish_session()  # or training would continue inside of it
+                self._lw_finish_session()  # or training would continue inside of it
         if kind is None or (session is not None and session.kind != kind):
             return  # steps of another kind within a window belong to it, and are not counted
-        number = self._counts.get(kind, 0)
-        self._counts[kind] = number + 1
+        number = self._lw_counts.get(kind, 0)
+        self._lw_counts[kind] = number + 1
         if session is not None:
-            is_last = self._action(number) is ProfilerAction.RECORD_AND_SAVE
-            if is_last or self._action(number + 1) is ProfilerAction.NONE:
-                self._finish_session()
+            is_last = self._lw_action(number) is ProfilerAction.RECORD_AND_SAVE
+            if is_last or self._lw_action(number + 1) is ProfilerAction.NONE:
+                self._lw_finish_session()
             else:
                 session.profile.step()
 
     def summary(self) -> str:
         """Return the table of each kind of step, of its last window. Finishes a window that is being recorded."""
-        self._finish_session()
+        self._lw_finish_session()
         if self.emit_nvtx:
             return ""
-        parts = [f"{kind} steps\n{table}" for kind, table in self._tables.items()]
-        if not parts and self._counts:
-            seen = ", ".join(f"{count} {kind}" for kind, count in self._counts.items())
+        parts = [f"{kind} steps\n{table}" for kind, table in self._lw_tables.items()]
+        if not parts and self._lw_counts:
+            seen = ", ".join(f"{count} {kind}" for kind, count in self._lw_counts.items())
             parts = [
-                f"nothing was recorded: there were {seen} steps, and the window begins at step {self._window[0]}. "
+                f"nothing was recorded: there were {seen} steps, and the window begins at step {self._lw_window[0]}. "
                 'Pass steps="0-2" to record from the first step on.'
             ]
         return "\n".join([f"{(self._stage or '').upper()} Profiler Report".strip(), *parts]) if parts else ""
 
     # --- windows -----------------------------------------------------------------------------------------------------
 
-    def _kind_of(self, action_name: str) -> str | None:
+    def _lw_kind_of(self, action_name: str) -> str | None:
         """Return the kind of step that the activity is; None if it is not a step."""
         if action_name == self.STEP_ACTION:
             return "train"
-        if self._stage == "fit" and not self._is_evaluating:
+        if self._stage == "fit" and not self._lw_is_evaluating:
             return None  # the trial validation before training
         function = action_name.rpartition(".")[2]
         is_step = function in self.STEP_FUNCTIONS and function != "training_step"
         return function.removesuffix("_step") if is_step else None
 
-    def _action_at(self, number: int) -> ProfilerAction:
-        first, last = self._window
+    def _lw_action_at(self, number: int) -> ProfilerAction:
+        first, last = self._lw_window
         if number < first - 1 or number > last:
             return ProfilerAction.NONE
         if number < first:
             return ProfilerAction.WARMUP
         return ProfilerAction.RECORD if number < last else ProfilerAction.RECORD_AND_SAVE
 
-    def _action(self, number: int) -> ProfilerAction:
+    def _lw_action(self, number: int) -> ProfilerAction:
         action = self.schedule(number)
         if not isinstance(action, ProfilerAction):
             raise ConfigError(
@@ -269,8 +269,8 @@ class PyTorchProfiler(Profiler):
             )
         return action
 
-    def _finish_session(self) -> None:
-        session, self._session = self._session, None
+    def _lw_finish_session(self) -> None:
+        session, self._lw_session = self._lw_session, None
         if session is not None:
             session.finish()
 
@@ -279,18 +279,18 @@ class PyTorchProfiler(Profiler):
         recorded = session.profile
         averages = self.averages[session.kind] = recorded.key_averages(group_by_input_shape=self.group_by_input_shapes)
         options = {"sort_by": _RENAMED.get(self.sort_by_key, self.sort_by_key), "row_limit": self.row_limit}
-        self._tables[session.kind] = averages.table(**{**options, **self.table_kwargs})
+        self._lw_tables[session.kind] = averages.table(**{**options, **self.table_kwargs})
         path = self.path_of(f"{session.first}.pt.trace.json", session.kind)
         if path is None and (self.export_to_chrome or self.memory_timeline or self.export_to_flame_graph):
             _log.warning("PyTorchProfiler writes no files: it has no dirpath, and there is no log directory")
         elif path is not None:
             with only_describes(f"The profiler's trace {path}"):
                 os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-                self._write(recorded, path)
+                self._lw_write(recorded, path)
         if self.on_trace_ready is not None:
             self.on_trace_ready(recorded)
 
-    def _write(self, recorded: Any, path: str) -> None:
+    def _lw_write(self, recorded: Any, path: str) -> None:
         stem = path.removesuffix(".pt.trace.json")
         if self.export_to_flame_graph:
             recorded.export_stacks(f"{stem}.stack", self.metric)
@@ -307,7 +307,7 @@ class PyTorchProfiler(Profiler):
 
     def name_modules(self, stack: ExitStack) -> None:
         """Let the trace name the parts of the module until the stack is closed."""
-        module = self._module
+        module = self._lw_module
         if module is None or not self.record_module_names:
             return
         compiled = compiled_parts(module)
@@ -325,7 +325,7 @@ class PyTorchProfiler(Profiler):
         return f"[module]{type(module).__name__}: {path}"
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_session": None, "_nvtx": None, "_module": None, "averages": {}}
+        return {**self.__dict__, "_lw_session": None, "_lw_nvtx": None, "_lw_module": None, "averages": {}}
 
 
 class Session:

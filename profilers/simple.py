@@ -69,26 +69,26 @@ class SimpleProfiler(Profiler):
     ) -> None:
         super().__init__(dirpath, filename, steps=steps, ranks=ranks)
         self.extended = extended
-        self._clock = perf_counter_ns
-        self._is_over = False
-        self._reset()
+        self._lw_clock = perf_counter_ns
+        self._lw_is_over = False
+        self._lw_reset()
 
-    def _reset(self) -> None:
-        self._root = _Activity("")
-        self._open: list[tuple[_Activity, int]] = []  # the innermost last, with its start in nanoseconds
-        self._durations: dict[str, deque[float]] = {}
-        self._first_ns: int | None = None
-        self._last_event_ns = 0
+    def _lw_reset(self) -> None:
+        self._lw_root = _Activity("")
+        self._lw_open: list[tuple[_Activity, int]] = []  # the innermost last, with its start in nanoseconds
+        self._lw_durations: dict[str, deque[float]] = {}
+        self._lw_first_ns: int | None = None
+        self._lw_last_event_ns = 0
 
     @property
     def recorded_durations(self) -> dict[str, list[float]]:
         """Name of each activity to its durations in seconds: the last `MAX_DURATIONS` of them, oldest first."""
-        return {name: list(durations) for name, durations in self._durations.items()}
+        return {name: list(durations) for name, durations in self._lw_durations.items()}
 
     @property
     def current_actions(self) -> dict[str, float]:
         """Name of each open activity to its start, in seconds of `time.perf_counter`."""
-        return {activity.name: start / _NS_PER_S for activity, start in self._open}
+        return {activity.name: start / _NS_PER_S for activity, start in self._lw_open}
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Begin a run; what an earlier, ended run recorded is forgotten.
@@ -99,9 +99,9 @@ class SimpleProfiler(Profiler):
             log_dir: The run's log directory.
         """
         super().setup(stage, local_rank, log_dir)
-        if self._is_over:
-            self._reset()
-            self._is_over = False
+        if self._lw_is_over:
+            self._lw_reset()
+            self._lw_is_over = False
 
     def teardown(self, stage: str | None = None) -> None:
         """End a run; what was recorded stays readable until the next `setup`.
@@ -109,7 +109,7 @@ class SimpleProfiler(Profiler):
         Args:
             stage: "fit", "validate", "test" or "predict".
         """
-        self._is_over = True
+        self._lw_is_over = True
 
     def start(self, action_name: str) -> None:
         """Note that an activity begins, inside the one that is open.
@@ -117,14 +117,14 @@ class SimpleProfiler(Profiler):
         Args:
             action_name: Name of the activity. It may be open already.
         """
-        now = self._tick()
-        outer = self._open[-1][0] if self._open else self._root
+        now = self._lw_tick()
+        outer = self._lw_open[-1][0] if self._lw_open else self._lw_root
         if outer.name == action_name:
             activity = outer  # a call inside a call: one row, so that recursion does not grow the table
         else:
             activity = outer.inside.get(action_name) or outer.inside.setdefault(action_name, _Activity(action_name))
         activity.num_open += 1
-        self._open.append((activity, now))
+        self._lw_open.append((activity, now))
 
     def stop(self, action_name: str) -> None:
         """Note that the activity that began last under this name ends; others may still be open inside.
@@ -135,49 +135,49 @@ class SimpleProfiler(Profiler):
         Raises:
             ConfigError: No activity of this name is open.
         """
-        now = self._tick()
-        for index in range(len(self._open) - 1, -1, -1):
-            activity, start = self._open[index]
+        now = self._lw_tick()
+        for index in range(len(self._lw_open) - 1, -1, -1):
+            activity, start = self._lw_open[index]
             if activity.name == action_name:
                 break
         else:
-            names = [activity.name for activity, _ in self._open]
+            names = [activity.name for activity, _ in self._lw_open]
             raise ConfigError(
                 f"profiler.stop({action_name!r}) without a start{nearest(action_name, names)}; open are: {names}.",
                 fix="call start first, or use `with profiler.profile(name):`, which does both.",
             )
-        del self._open[index]
+        del self._lw_open[index]
         duration = now - start
         activity.add(duration)
         activity.num_open -= 1
         if not activity.num_open:
             activity.total_ns += duration
-        durations = self._durations.get(action_name)
+        durations = self._lw_durations.get(action_name)
         if durations is None:
-            durations = self._durations[action_name] = deque(maxlen=self.MAX_DURATIONS)
+            durations = self._lw_durations[action_name] = deque(maxlen=self.MAX_DURATIONS)
         durations.append(duration / _NS_PER_S)
 
     def summary(self) -> str:
         """Return the table. Without a recorded activity it has a heading only."""
-        rows = list(self._rows())
-        cells = [self._heading(), *rows]
+        rows = list(self._lw_rows())
+        cells = [self._lw_heading(), *rows]
         widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
         rule = "-" * (sum(widths) + 3 * len(widths) + 1)
         lines = [f"{(self._stage or '').upper()} Profiler Report".strip(), rule, _line(cells[0], widths), rule]
         lines += [_line(row, widths) for row in rows]
         return "\n".join([*lines, rule, ""])
 
-    def _tick(self) -> int:
+    def _lw_tick(self) -> int:
         # The time since the last event belongs to the innermost open activity, in whatever order activities end.
-        now = self._clock()
-        if self._open:
-            self._open[-1][0].self_ns += now - self._last_event_ns
-        elif self._first_ns is None:
-            self._first_ns = now
-        self._last_event_ns = now
+        now = self._lw_clock()
+        if self._lw_open:
+            self._lw_open[-1][0].self_ns += now - self._lw_last_event_ns
+        elif self._lw_first_ns is None:
+            self._lw_first_ns = now
+        self._lw_last_event_ns = now
         return now
 
-    def _heading(self) -> list[str]:
+    def _lw_heading(self) -> list[str]:
         if not self.extended:
             return ["Action", "Mean duration (s)", "Total time (s)"]
         return [
@@ -191,18 +191,18 @@ class SimpleProfiler(Profiler):
             "Self %",
         ]
 
-    def _rows(self) -> Iterator[list[str]]:
-        if self._first_ns is None:
+    def _lw_rows(self) -> Iterator[list[str]]:
+        if self._lw_first_ns is None:
             return
-        wall = self._last_event_ns - self._first_ns
-        yield self._row("Total", None, wall, wall, None)
+        wall = self._lw_last_event_ns - self._lw_first_ns
+        yield self._lw_row("Total", None, wall, wall, None)
         named = 0
-        for depth, activity in _walk(self._root, 0):
+        for depth, activity in _walk(self._lw_root, 0):
             named += activity.self_ns
-            yield self._row("  " * depth + activity.name, activity, activity.total_ns, wall, activity.self_ns)
-        yield self._row(_UNNAMED, None, wall - named, wall, wall - named)
+            yield self._lw_row("  " * depth + activity.name, activity, activity.total_ns, wall, activity.self_ns)
+        yield self._lw_row(_UNNAMED, None, wall - named, wall, wall - named)
 
-    def _row(
+    def _lw_row(
         self, label: str, activity: _Activity | None, total_ns: int, wall_ns: int, self_ns: int | None
     ) -> list[str]:
         def seconds(value: float | None) -> str:

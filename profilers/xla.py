@@ -34,13 +34,13 @@ class XLAProfiler(Profiler):
         if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
             raise ConfigError(f"XLAProfiler: port={port!r} is not a port.", fix="pass a number from 1 to 65535.")
         try:
-            self._xla: Any = import_module("torch_xla.debug.profiler")
+            self._lw_xla: Any = import_module("torch_xla.debug.profiler")
         except ImportError as error:
             raise MissingDependency("torch_xla", needed_for="profiler='xla'", extra="xla") from error
         self.port = port
-        self._server: object = None
-        self._open: list[tuple[str, AbstractContextManager[object]]] = []
-        self._steps: dict[str, int] = {}
+        self._lw_server: object = None
+        self._lw_open: list[tuple[str, AbstractContextManager[object]]] = []
+        self._lw_steps: dict[str, int] = {}
 
     def start(self, action_name: str) -> None:
         """Name what follows, if it is a step or a backward pass.
@@ -52,16 +52,16 @@ class XLAProfiler(Profiler):
         is_step = function in self.STEP_FUNCTIONS or action_name == self.STEP_ACTION
         if function not in self.RECORD_FUNCTIONS and not is_step:
             return
-        if self._server is None:
-            self._server = self._xla.start_server(self.port)
+        if self._lw_server is None:
+            self._lw_server = self._lw_xla.start_server(self.port)
         if is_step:
-            number = self._steps.get(function, 0)
-            self._steps[function] = number + 1
-            context = self._xla.StepTrace(function, step_num=number)
+            number = self._lw_steps.get(function, 0)
+            self._lw_steps[function] = number + 1
+            context = self._lw_xla.StepTrace(function, step_num=number)
         else:
-            context = self._xla.Trace(function)
+            context = self._lw_xla.Trace(function)
         context.__enter__()
-        self._open.append((action_name, context))
+        self._lw_open.append((action_name, context))
 
     def stop(self, action_name: str) -> None:
         """End the name, if the activity has one.
@@ -69,13 +69,13 @@ class XLAProfiler(Profiler):
         Args:
             action_name: Name of the activity.
         """
-        for index in range(len(self._open) - 1, -1, -1):
-            if self._open[index][0] == action_name:
-                self._open.pop(index)[1].__exit__(None, None, None)
+        for index in range(len(self._lw_open) - 1, -1, -1):
+            if self._lw_open[index][0] == action_name:
+                self._lw_open.pop(index)[1].__exit__(None, None, None)
                 return
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_xla": None, "_server": None, "_open": []}
+        return {**self.__dict__, "_lw_xla": None, "_lw_server": None, "_lw_open": []}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state, _xla=import_module("torch_xla.debug.profiler"))

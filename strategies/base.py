@@ -124,10 +124,10 @@ class Strategy(Capabilities):
     # On the class, so that a subclass whose __init__ does not call ours works.
     _accelerator: Accelerator | None = None
     _checkpoint_io: CheckpointPlugin | None = None
-    _precision: Precision | None = None
-    _device: torch.device | None = None
+    _lw_precision: Precision | None = None
+    _lw_device: torch.device | None = None
     # Choices of Fabric where the user made none; replaced entirely when another Fabric takes the strategy.
-    _filled: Mapping[str, Any] = {}
+    _lw_filled: Mapping[str, Any] = {}
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Strategy(Capabilities):
             )
         self._accelerator = accelerator
         self._checkpoint_io = checkpoint_io
-        self._precision = precision if precision is not None else precision_plugin
+        self._lw_precision = precision if precision is not None else precision_plugin
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -160,14 +160,14 @@ class Strategy(Capabilities):
     @property
     def device(self) -> torch.device:
         """The device of this process; the CPU until one is set."""
-        if self._device is not None:
-            return self._device
-        device: torch.device = self._filled.get("device", CPU)
+        if self._lw_device is not None:
+            return self._lw_device
+        device: torch.device = self._lw_filled.get("device", CPU)
         return device
 
     @device.setter
     def device(self, device: torch.device) -> None:
-        self._device = device
+        self._lw_device = device
 
     root_device = device
 
@@ -212,7 +212,7 @@ class Strategy(Capabilities):
     @property
     def accelerator(self) -> Accelerator | None:
         """The kind of device; None until Fabric sets it."""
-        return self._accelerator if self._accelerator is not None else self._filled.get("accelerator")
+        return self._accelerator if self._accelerator is not None else self._lw_filled.get("accelerator")
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator) -> None:
@@ -221,14 +221,14 @@ class Strategy(Capabilities):
     @property
     def precision(self) -> Precision:
         """The precision; full precision until one is set."""
-        if self._precision is not None:
-            return self._precision
-        precision: Precision = self._filled.get("precision", _FULL_PRECISION)
+        if self._lw_precision is not None:
+            return self._lw_precision
+        precision: Precision = self._lw_filled.get("precision", _FULL_PRECISION)
         return precision
 
     @precision.setter
     def precision(self, precision: Precision) -> None:
-        self._precision = precision
+        self._lw_precision = precision
 
     precision_plugin = precision
 
@@ -237,9 +237,9 @@ class Strategy(Capabilities):
         """What reads and writes checkpoints; None until Fabric sets it."""
         if self._checkpoint_io is not None:
             return self._checkpoint_io
-        if self._filled.get("checkpoint_io") is None and "make_checkpoint_io" in self._filled:
-            self._filled = {**self._filled, "checkpoint_io": self._filled["make_checkpoint_io"]()}
-        return self._filled.get("checkpoint_io")
+        if self._lw_filled.get("checkpoint_io") is None and "make_checkpoint_io" in self._lw_filled:
+            self._lw_filled = {**self._lw_filled, "checkpoint_io": self._lw_filled["make_checkpoint_io"]()}
+        return self._lw_filled.get("checkpoint_io")
 
     @checkpoint_io.setter
     def checkpoint_io(self, checkpoint_io: CheckpointPlugin | None) -> None:
@@ -250,8 +250,8 @@ class Strategy(Capabilities):
         """What the user gave to the constructor, or set on the strategy."""
         return Given(
             accelerator=self._accelerator,
-            device=self._device,
-            precision=self._precision,
+            device=self._lw_device,
+            precision=self._lw_precision,
             checkpoint_io=self._checkpoint_io,
         )
 
@@ -262,7 +262,7 @@ class Strategy(Capabilities):
             choices: accelerator, device, precision, parallel_devices, cluster_environment, and checkpoint_io or, for
                 when there is none, make_checkpoint_io, a function that is called when one is needed.
         """
-        self._filled = choices
+        self._lw_filled = choices
 
     # -- before the launch; called by Fabric and Trainer ---------------------------------------------------------
 
@@ -334,7 +334,7 @@ class Strategy(Capabilities):
 
     def teardown(self) -> None:
         """Finish pending saves of the checkpoint IO, and release devices and connections, after a run."""
-        checkpoint_io = self._checkpoint_io or self._filled.get("checkpoint_io")  # one that was not used is not made
+        checkpoint_io = self._checkpoint_io or self._lw_filled.get("checkpoint_io")  # one that was not used is not made
         if checkpoint_io is not None and hasattr(checkpoint_io, "teardown"):
             checkpoint_io.teardown()
         self.precision.teardown()

@@ -44,9 +44,9 @@ class ParallelStrategy(Strategy):
     start_method: str | None = "popen"
 
     # On the class, so that a subclass whose __init__ does not call ours works.
-    _given_devices: list[torch.device] | None = None
-    _given_cluster: Cluster | None = None
-    _topology: Topology | None = None  # fixed once the processes are connected
+    _lw_given_devices: list[torch.device] | None = None
+    _lw_given_cluster: Cluster | None = None
+    _lw_topology: Topology | None = None  # fixed once the processes are connected
 
     def __init__(
         self,
@@ -65,39 +65,39 @@ class ParallelStrategy(Strategy):
     @property
     def parallel_devices(self) -> list[torch.device] | None:
         """The devices of this node's processes: the user's, else Fabric's; None without either."""
-        if self._given_devices is not None:
-            return self._given_devices
-        return self._filled.get("parallel_devices")
+        if self._lw_given_devices is not None:
+            return self._lw_given_devices
+        return self._lw_filled.get("parallel_devices")
 
     @parallel_devices.setter
     def parallel_devices(self, devices: Sequence[torch.device] | None) -> None:
-        self._given_devices = None if devices is None else list(devices)
+        self._lw_given_devices = None if devices is None else list(devices)
 
     @property
     def cluster_environment(self) -> Cluster | None:
         """The cluster environment: the user's, else Fabric's; None without either."""
-        if self._given_cluster is not None:
-            return self._given_cluster
-        return self._filled.get("cluster_environment")
+        if self._lw_given_cluster is not None:
+            return self._lw_given_cluster
+        return self._lw_filled.get("cluster_environment")
 
     @cluster_environment.setter
     def cluster_environment(self, cluster: Cluster | None) -> None:
-        self._given_cluster = cluster
+        self._lw_given_cluster = cluster
 
     @property
     def given(self) -> Given:
         """The arguments of the constructor, or what the user set on the strategy."""
-        devices = self._given_devices
+        devices = self._lw_given_devices
         return replace(
             super().given,
             parallel_devices=None if devices is None else tuple(devices),
-            cluster_environment=self._given_cluster,
+            cluster_environment=self._lw_given_cluster,
         )
 
     def fill(self, **choices: object) -> None:
         """Set the objects that Fabric chose; see `Strategy.fill`."""
         super().fill(**choices)
-        self._topology = None
+        self._lw_topology = None
 
     @property
     def cluster(self) -> Cluster | None:
@@ -107,8 +107,8 @@ class ParallelStrategy(Strategy):
     @property
     def topology(self) -> Topology:
         """Ranks and sizes, from the cluster environment; without one, from the process group."""
-        if self._topology is not None:
-            return self._topology
+        if self._lw_topology is not None:
+            return self._lw_topology
         cluster = self.cluster
         if cluster is not None:
             rank, size = cluster.global_rank(), cluster.world_size()
@@ -126,8 +126,8 @@ class ParallelStrategy(Strategy):
         Raises:
             ConfigError: There are fewer devices than processes on this node.
         """
-        if self._device is not None:
-            return self._device
+        if self._lw_device is not None:
+            return self._lw_device
         devices = self.parallel_devices
         if not devices:
             return CPU
@@ -145,7 +145,7 @@ class ParallelStrategy(Strategy):
 
     @device.setter
     def device(self, device: torch.device) -> None:
-        self._device = device
+        self._lw_device = device
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
@@ -164,8 +164,8 @@ class ParallelStrategy(Strategy):
         """Make the device current and connect the processes. Called once in every process."""
         super().setup_environment()
         self.setup_distributed()
-        self._topology = None
-        self._topology = self.topology
+        self._lw_topology = None
+        self._lw_topology = self.topology
 
     def setup_distributed(self) -> None:
         """Connect the processes; a subclass implements it."""

@@ -49,7 +49,7 @@ class SingleDeviceStrategy(Strategy):
         super().__init__(accelerator, checkpoint_io, precision_plugin, precision=precision)
         if device is not None:
             try:
-                self._device = _with_index(torch.device(device))
+                self._lw_device = _with_index(torch.device(device))
             except (RuntimeError, TypeError) as error:
                 raise ConfigError(
                     f"Expected a device of torch for SingleDeviceStrategy, got device={device!r}: {error}",

@@ -46,43 +46,43 @@ class Averaging(Callback):
     def __init__(self, device: str | torch.device | int | None) -> None:
         self.device = None if device is None else torch.device(device)
         # After `load_state_dict`, tensors may still be in a file until a module determines the part that is needed.
-        self._average: dict[str, Tensor] = {}
-        self._is_borrowed = False  # the memory is that of the state that was loaded
-        self._raw: dict[str, Tensor] | None = None  # the trained values while the module holds the average
-        self._source: nn.Module | None = None
-        self._aliases: dict[str, str] = {}
+        self._lw_average: dict[str, Tensor] = {}
+        self._lw_is_borrowed = False  # the memory is that of the state that was loaded
+        self._lw_raw: dict[str, Tensor] | None = None  # the trained values while the module holds the average
+        self._lw_source: nn.Module | None = None
+        self._lw_aliases: dict[str, str] = {}
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Restore the trained weights."""
-        self._swap_out(pl_module)
+        self._lw_swap_out(pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Keep the trained weights in the checkpoint if the module holds the average."""
-        keep_trained(checkpoint, self._raw, self._aliases)
+        keep_trained(checkpoint, self._lw_raw, self._lw_aliases)
 
-    def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
+    def _lw_copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Start the average as a copy of the weights, in a dtype that small changes are not lost in."""
-        self._average = {
+        self._lw_average = {
             name: tensor.detach().to(device=self.device or tensor.device, dtype=kept_dtype(tensor), copy=True)
             for name, tensor in tensors.items()
         }
 
-    def _place(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    def _lw_place(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         """Move the average to its device, sharded as the module's tensors are.
 
         Raises:
             CheckpointError: The average has other names or shapes than the module.
         """
-        self._source, self._aliases = module, tied_names(module)
-        if self._average:
-            check_fit(self._average, tensors, owner=type(self).__name__)
+        self._lw_source, self._lw_aliases = module, tied_names(module)
+        if self._lw_average:
+            check_fit(self._lw_average, tensors, owner=type(self).__name__)
             for name, tensor in tensors.items():
-                self._average[name] = placed(self._average[name], tensor, self.device, copy=self._is_borrowed)
-            self._is_borrowed = False
+                self._lw_average[name] = placed(self._lw_average[name], tensor, self.device, copy=self._lw_is_borrowed)
+            self._lw_is_borrowed = False
 
-    def _swap_out(self, module: nn.Module) -> None:
-        if self._raw is not None:
-            raw, self._raw = self._raw, None
+    def _lw_swap_out(self, module: nn.Module) -> None:
+        if self._lw_raw is not None:
+            raw, self._lw_raw = self._lw_raw, None
             write(raw, tensors_of(module), owner=type(self).__name__)
 
 
@@ -114,18 +114,18 @@ class StepAveraging(Averaging):
     def __init__(self, device: str | torch.device | int | None, use_buffers: bool) -> None:
         super().__init__(device)
         self.use_buffers = use_buffers
-        self._seen_step: int | None = None
+        self._lw_seen_step: int | None = None
         # What an update touches, collected once per run.
-        self._averaged: list[_Group] = []
-        self._copied: list[tuple[Tensor, Tensor]] = []
+        self._lw_averaged: list[_Group] = []
+        self._lw_copied: list[tuple[Tensor, Tensor]] = []
 
     # --- defined by a subclass ---------------------------------------------------------------------------------------
 
-    def _note_step(self, trainer: Trainer, module: nn.Module) -> None:
+    def _lw_note_step(self, trainer: Trainer, module: nn.Module) -> None:
         """Record a completed step, and update if one is due."""
         raise NotImplementedError
 
-    def _is_evaluated(self) -> bool:
+    def _lw_is_evaluated(self) -> bool:
         """Whether evaluation currently uses the average."""
         raise NotImplementedError
 
@@ -133,90 +133,90 @@ class StepAveraging(Averaging):
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Continue from the checkpoint: if it was saved before its step's update, update now."""
-        if self._seen_step is not None and self._seen_step < trainer.global_step:
-            self._note_step(trainer, pl_module)
-        self._seen_step = trainer.global_step
+        if self._lw_seen_step is not None and self._lw_seen_step < trainer.global_step:
+            self._lw_note_step(trainer, pl_module)
+        self._lw_seen_step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Request an update after a step that was not skipped."""
-        if trainer.global_step != self._seen_step:
-            self._note_step(trainer, pl_module)
+        if trainer.global_step != self._lw_seen_step:
+            self._lw_note_step(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Validate with the average."""
-        self._swap_in(trainer, pl_module)
+        self._lw_swap_in(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Restore the trained weights."""
-        self._swap_out(pl_module)
+        self._lw_swap_out(pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Test with the average."""
-        self._swap_in(trainer, pl_module)
+        self._lw_swap_in(trainer, pl_module)
 
     def on_test_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Restore the trained weights."""
-        self._swap_out(pl_module)
+        self._lw_swap_out(pl_module)
 
     def on_predict_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Predict with the average."""
-        self._swap_in(trainer, pl_module)
+        self._lw_swap_in(trainer, pl_module)
 
     def on_predict_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Restore the trained weights."""
-        self._swap_out(pl_module)
+        self._lw_swap_out(pl_module)
 
     # --- the average -------------------------------------------------------------------------------------------------
 
-    def _begin_average(self, module: nn.Module) -> None:
-        self._copy_weights(tensors_of(module))
-        self._bind(module)
+    def _lw_begin_average(self, module: nn.Module) -> None:
+        self._lw_copy_weights(tensors_of(module))
+        self._lw_bind(module)
 
-    def _bind(self, module: nn.Module) -> None:
+    def _lw_bind(self, module: nn.Module) -> None:
         """Place the average beside the module, and group this rank's tensors as an update treats them.
 
         Raises:
             CheckpointError: The average has other names or shapes than the module.
         """
         tensors = tensors_of(module)
-        self._place(module, tensors)
+        self._lw_place(module, tensors)
         parameters = {clean_name(name) for name, _ in module.named_parameters()}
-        self._copied = []
+        self._lw_copied = []
         groups: dict[tuple[torch.device, torch.dtype], _Group] = {}
-        for name, tensor in tensors.items() if self._average else ():
-            source, average = part_of(tensor.detach()), part_of(self._average[name])
+        for name, tensor in tensors.items() if self._lw_average else ():
+            source, average = part_of(tensor.detach()), part_of(self._lw_average[name])
             is_number = tensor.is_floating_point() or tensor.is_complex()
             if not (is_number and (name in parameters or self.use_buffers)):
-                self._copied.append((source, average))
+                self._lw_copied.append((source, average))
                 continue
             group = groups.setdefault((average.device, average.dtype), _Group())
             group.sources.append(source)
             group.averages.append(average)
             group.is_near &= source.device == average.device and source.dtype == average.dtype
-        self._averaged = list(groups.values())
+        self._lw_averaged = list(groups.values())
 
-    def _copy_others(self) -> None:
+    def _lw_copy_others(self) -> None:
         """Copy what is not averaged."""
-        for source, average in self._copied:
+        for source, average in self._lw_copied:
             average.copy_(source)
 
-    def _swap_in(self, trainer: Trainer, module: nn.Module) -> None:
-        if not self._is_evaluated() or self._raw is not None:
+    def _lw_swap_in(self, trainer: Trainer, module: nn.Module) -> None:
+        if not self._lw_is_evaluated() or self._lw_raw is not None:
             return
-        if self._source is not module:
-            self._bind(module)
+        if self._lw_source is not module:
+            self._lw_bind(module)
         if trainer.ranks_answer:
-            self._share_buffers(trainer, module)
+            self._lw_share_buffers(trainer, module)
         tensors = tensors_of(module)
-        self._raw = clones_of(tensors)
-        write(self._average, tensors, owner=type(self).__name__)
+        self._lw_raw = clones_of(tensors)
+        write(self._lw_average, tensors, owner=type(self).__name__)
 
-    def _share_buffers(self, trainer: Trainer, module: nn.Module) -> None:
+    def _lw_share_buffers(self, trainer: Trainer, module: nn.Module) -> None:
         """Use rank 0's averages of buffers, as checkpoints do: each rank's come from its own data."""
         parameters = {clean_name(name) for name, _ in module.named_parameters()}
-        own = {name: average for name, average in self._average.items() if name not in parameters}
+        own = {name: average for name, average in self._lw_average.items() if name not in parameters}
         if own:
             received = from_rank_zero(trainer, lambda: {name: average.cpu() for name, average in own.items()})
             for name, average in own.items():

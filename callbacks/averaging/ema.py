@@ -73,7 +73,7 @@ class EMA(StepAveraging):
         self.evaluate_with = evaluate_with
 
         self.num_updates = 0
-        self._has_stepped = False  # in this run
+        self._lw_has_stepped = False  # in this run
 
     # --- what users call -------------------------------------------------------------------------------------------
 
@@ -91,9 +91,9 @@ class EMA(StepAveraging):
         Raises:
             ModuleError: There was no update yet.
         """
-        self._require_updates("shadow_state_dict()")
-        state = {name: as_whole(tensor) for name, tensor in self._average.items()}
-        return state | {alias: state[name] for alias, name in self._aliases.items() if name in state}
+        self._lw_require_updates("shadow_state_dict()")
+        state = {name: as_whole(tensor) for name, tensor in self._lw_average.items()}
+        return state | {alias: state[name] for alias, name in self._lw_aliases.items() if name in state}
 
     def copy_to(self, module: nn.Module) -> None:
         """Write the average into a module with the same parameters and buffers.
@@ -102,16 +102,16 @@ class EMA(StepAveraging):
             ModuleError: There was no update yet.
             CheckpointError: The module has other names or shapes.
         """
-        self._require_updates("copy_to()")
-        write(self._average, tensors_of(module), owner="EMA")
+        self._lw_require_updates("copy_to()")
+        write(self._lw_average, tensors_of(module), owner="EMA")
 
     @contextmanager
     def applied(self, module: nn.Module) -> Iterator[nn.Module]:
         """Let the module hold the average inside the `with` block, and its own values again after it."""
-        self._require_updates("applied()")
+        self._lw_require_updates("applied()")
         tensors = tensors_of(module)
         raw = clones_of(tensors)
-        write(self._average, tensors, owner="EMA")
+        write(self._lw_average, tensors, owner="EMA")
         try:
             yield module
         finally:
@@ -121,51 +121,51 @@ class EMA(StepAveraging):
 
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Find the module's tensors; a loaded average is checked against them and moved beside them."""
-        self._bind(pl_module)
-        self._has_stepped = False
+        self._lw_bind(pl_module)
+        self._lw_has_stepped = False
 
     def forget_run(self) -> None:
         """Reset the average."""
-        self._average, self.num_updates, self._seen_step, self._source = {}, 0, None, None
+        self._lw_average, self.num_updates, self._lw_seen_step, self._lw_source = {}, 0, None, None
 
     def state_dict(self) -> StateDict:
         """Return the average, the number of updates and the last step that was seen."""
-        seen_step = -1 if self._seen_step is None else self._seen_step
-        return {"shadow": in_memory(self._average), "num_updates": self.num_updates, "seen_step": seen_step}
+        seen_step = -1 if self._lw_seen_step is None else self._lw_seen_step
+        return {"shadow": in_memory(self._lw_average), "num_updates": self.num_updates, "seen_step": seen_step}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the average; it is moved to its device when the run starts."""
-        self._average, self._is_borrowed = dict(state_dict["shadow"]), True
+        self._lw_average, self._lw_is_borrowed = dict(state_dict["shadow"]), True
         self.num_updates = int(state_dict["num_updates"])
         seen_step = int(state_dict["seen_step"])
-        self._seen_step = None if seen_step < 0 else seen_step
-        self._source = None
+        self._lw_seen_step = None if seen_step < 0 else seen_step
+        self._lw_source = None
 
     # --- the average -----------------------------------------------------------------------------------------------
 
-    def _note_step(self, trainer: Trainer, module: nn.Module) -> None:
-        self._seen_step = step = trainer.global_step
+    def _lw_note_step(self, trainer: Trainer, module: nn.Module) -> None:
+        self._lw_seen_step = step = trainer.global_step
         if self.should_update(step - 1, trainer.current_epoch):
-            self._update(module)
+            self._lw_update(module)
 
     @torch.no_grad()
-    def _update(self, module: nn.Module) -> None:
-        if not self._has_stepped and self._average:
-            self._bind(module)  # torch before 2.13 moves shards that it pads to other memory in the first forward
-        self._has_stepped = True
-        if not self._average:
-            self._begin_average(module)
+    def _lw_update(self, module: nn.Module) -> None:
+        if not self._lw_has_stepped and self._lw_average:
+            self._lw_bind(module)  # torch before 2.13 moves shards that it pads to other memory in the first forward
+        self._lw_has_stepped = True
+        if not self._lw_average:
+            self._lw_begin_average(module)
             self.num_updates = 1
             return
-        for group in self._averaged:
+        for group in self._lw_averaged:
             torch._foreach_lerp_(group.averages, group.near(), 1.0 - self.decay)
-        self._copy_others()
+        self._lw_copy_others()
         self.num_updates += 1
 
-    def _is_evaluated(self) -> bool:
+    def _lw_is_evaluated(self) -> bool:
         return self.evaluate_with and self.num_updates > 0
 
-    def _require_updates(self, what: str) -> None:
+    def _lw_require_updates(self, what: str) -> None:
         if not self.num_updates:
             raise ModuleError(
                 f"EMA.{what}: the average was not updated yet.",

@@ -97,9 +97,9 @@ class StochasticWeightAveraging(Averaging):
         self.n_averaged = 0
         self._avg_fn: AvgFn = avg_fn or self.avg_fn
         self._max_epochs: int | None = None
-        self._began_at = -1
-        self._latest_epoch = -1
-        self._start_lrs: list[float] = []
+        self._lw_began_at = -1
+        self._lw_latest_epoch = -1
+        self._lw_start_lrs: list[float] = []
 
     @property
     def state_key(self) -> str:
@@ -135,21 +135,21 @@ class StochasticWeightAveraging(Averaging):
         """Check the run; a loaded average is checked against the module and moved to its device."""
         limit = trainer.fit_loop.epoch_limit
         self._max_epochs = None if limit == -1 else limit
-        self._check(trainer, pl_module)
-        if self._source is not None and self._source is not pl_module:
-            self._average, self.n_averaged, self._began_at, self._latest_epoch = {}, 0, -1, -1
-        self._place(pl_module, _parameters(pl_module))
-        if self._began_at >= 0:
-            self._rest_schedules(trainer)
+        self._lw_check(trainer, pl_module)
+        if self._lw_source is not None and self._lw_source is not pl_module:
+            self._lw_average, self.n_averaged, self._lw_began_at, self._lw_latest_epoch = {}, 0, -1, -1
+        self._lw_place(pl_module, _parameters(pl_module))
+        if self._lw_began_at >= 0:
+            self._lw_rest_schedules(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Begin when it is time, and set the epoch's learning rates."""
         epoch = trainer.current_epoch
         # Averaging that has begun continues, although a later fit with more epochs would begin later.
-        if epoch > self.swa_end or (self._began_at < 0 and epoch < self.swa_start):
+        if epoch > self.swa_end or (self._lw_began_at < 0 and epoch < self.swa_start):
             return
         optimizer = trainer.optimizers[0]
-        if self._began_at < 0:
+        if self._lw_began_at < 0:
             if epoch > self.swa_start:
                 _log.warning(
                     "StochasticWeightAveraging begins in epoch %d although it was to begin in epoch %d: the checkpoint "
@@ -157,60 +157,66 @@ class StochasticWeightAveraging(Averaging):
                     epoch,
                     self.swa_start,
                 )
-            self._began_at, self._latest_epoch = epoch, epoch - 1
-            self._start_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-            self._rest_schedules(trainer)
-            self._update(pl_module)
-        self._set_rates(optimizer, epoch - self._began_at)
+            self._lw_began_at, self._lw_latest_epoch = epoch, epoch - 1
+            self._lw_start_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+            self._lw_rest_schedules(trainer)
+            self._lw_update(pl_module)
+        self._lw_set_rates(optimizer, epoch - self._lw_began_at)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Average the weights at the end of an epoch, not where a limit only interrupts it."""
         epoch = trainer.current_epoch
-        if self._began_at < 0 or trainer.progress.epoch_paused or not self._latest_epoch < epoch <= self.swa_end:
+        if self._lw_began_at < 0 or trainer.progress.epoch_paused or not self._lw_latest_epoch < epoch <= self.swa_end:
             return
-        self._latest_epoch = epoch
-        self._update(pl_module)
+        self._lw_latest_epoch = epoch
+        self._lw_update(pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Write the average into the module. Checkpoints that are still due in this run hold the trained weights."""
         if not self.n_averaged:
             return
-        self._raw = clones_of(tensors_of(pl_module))
-        write(self._average, _parameters(pl_module), owner="StochasticWeightAveraging")
+        self._lw_raw = clones_of(tensors_of(pl_module))
+        write(self._lw_average, _parameters(pl_module), owner="StochasticWeightAveraging")
         norms = _running_norms(pl_module)
         if norms:
             renew_running_statistics(trainer, pl_module, norms)
 
     def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Release the trained weights: the module now holds the average."""
-        self._raw = None
+        self._lw_raw = None
 
     def forget_run(self) -> None:
         """Reset the average."""
-        self._average, self.n_averaged, self._began_at, self._latest_epoch, self._source = {}, 0, -1, -1, None
+        self._lw_average, self.n_averaged, self._lw_began_at, self._lw_latest_epoch, self._lw_source = (
+            {},
+            0,
+            -1,
+            -1,
+            None,
+        )
 
     def state_dict(self) -> StateDict:
         """Return the average, what it is made of, and the rates that annealing began with."""
         return {
-            "average": in_memory(self._average),
+            "average": in_memory(self._lw_average),
             "n_averaged": self.n_averaged,
-            "began_at": self._began_at,
-            "latest_update_epoch": self._latest_epoch,
-            "start_lrs": list(self._start_lrs),
+            "began_at": self._lw_began_at,
+            "latest_update_epoch": self._lw_latest_epoch,
+            "start_lrs": list(self._lw_start_lrs),
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the average; it is moved to its device when fit starts."""
-        self._average, self._is_borrowed = dict(state_dict["average"]), True
+        self._lw_average, self._lw_is_borrowed = dict(state_dict["average"]), True
         self.n_averaged = int(state_dict["n_averaged"])
-        self._began_at = int(state_dict["began_at"])
-        self._latest_epoch = int(state_dict["latest_update_epoch"])
-        self._start_lrs = [float(rate) for rate in state_dict["start_lrs"]]
-        self._source = None
+        self._lw_began_at = int(state_dict["began_at"])
+        self._lw_latest_epoch = int(state_dict["latest_update_epoch"])
+        self._lw_start_lrs = [float(rate) for rate in state_dict["start_lrs"]]
+        self._lw_source = None
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
-    def _check(self, trainer: Trainer, module: nn.Module) -> None:
+    def _lw_check(self, trainer: Trainer, module: nn.Module) -> None:
         refuse_engines(trainer, owner="StochasticWeightAveraging")
         problems = []
         if len(trainer.optimizers) != 1:
@@ -235,19 +241,19 @@ class StochasticWeightAveraging(Averaging):
 
     # --- the rates -------------------------------------------------------------------------------------------------
 
-    def _rest_schedules(self, trainer: Trainer) -> None:
+    def _lw_rest_schedules(self, trainer: Trainer) -> None:
         """Pause the module's own schedules; they keep their state for checkpoints."""
         for config in trainer.lr_scheduler_configs:
             config.frequency = sys.maxsize
 
-    def _set_rates(self, optimizer: Optimizer, epochs: int) -> None:
+    def _lw_set_rates(self, optimizer: Optimizer, epochs: int) -> None:
         """Set the rates of an epoch, given how many lie between it and the first one."""
         part = min(1.0, epochs / self.annealing_epochs) if self.annealing_epochs else 1.0
         if self.annealing_strategy == "cos":
             part = (1 - math.cos(math.pi * part)) / 2
-        targets = self.swa_lrs if isinstance(self.swa_lrs, list | tuple) else [self.swa_lrs] * len(self._start_lrs)
+        targets = self.swa_lrs if isinstance(self.swa_lrs, list | tuple) else [self.swa_lrs] * len(self._lw_start_lrs)
         # Groups that were added since then (by a fine-tuning callback) have no beginning, and keep their rates.
-        for group, start, target in zip(optimizer.param_groups, self._start_lrs, targets, strict=False):
+        for group, start, target in zip(optimizer.param_groups, self._lw_start_lrs, targets, strict=False):
             rate = target * part + start * (1 - part)
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
@@ -257,15 +263,15 @@ class StochasticWeightAveraging(Averaging):
     # --- the average -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _update(self, module: nn.Module) -> None:
+    def _lw_update(self, module: nn.Module) -> None:
         parameters = _parameters(module)
         if not self.n_averaged:
-            self._copy_weights(parameters)
+            self._lw_copy_weights(parameters)
         else:
-            check_fit(self._average, parameters, owner="StochasticWeightAveraging")
+            check_fit(self._lw_average, parameters, owner="StochasticWeightAveraging")
             count = torch.tensor(self.n_averaged)
             for name, tensor in parameters.items():
-                average = part_of(self._average[name])
+                average = part_of(self._lw_average[name])
                 average.copy_(self._avg_fn(average, part_of(tensor.detach()).to(average), count))
         self.n_averaged += 1
 

@@ -71,12 +71,12 @@ class WeightAveraging(StepAveraging):
             raise ConfigError(f"{name}: {'; '.join(problems)}.", fix="pass one of avg_fn and multi_avg_fn, or neither.")
         super().__init__(device, use_buffers)
         self.n_averaged = 0
-        self._avg_fn: AvgFn | None = given.get("avg_fn")
-        self._multi_avg_fn: MultiAvgFn = given.get("multi_avg_fn") or get_swa_multi_avg_fn()
-        self._is_mean = not given
-        self._latest_epoch = -1
-        self._is_due = False  # the update of the epoch that ends
-        self._is_final = False  # training is over, and the module is the average
+        self._lw_avg_fn: AvgFn | None = given.get("avg_fn")
+        self._lw_multi_avg_fn: MultiAvgFn = given.get("multi_avg_fn") or get_swa_multi_avg_fn()
+        self._lw_is_mean = not given
+        self._lw_latest_epoch = -1
+        self._lw_is_due = False  # the update of the epoch that ends
+        self._lw_is_final = False  # training is over, and the module is the average
 
     @property
     def state_key(self) -> str:
@@ -100,11 +100,11 @@ class WeightAveraging(StepAveraging):
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Find the module's tensors; a loaded average is checked against them and moved beside them."""
         refuse_engines(trainer, owner=type(self).__name__)
-        if self._source is not None and self._source is not pl_module:
-            self._average, self.n_averaged, self._seen_step, self._latest_epoch = {}, 0, None, -1
-            self._is_due = False
-        self._is_final = False
-        self._bind(pl_module)
+        if self._lw_source is not None and self._lw_source is not pl_module:
+            self._lw_average, self.n_averaged, self._lw_seen_step, self._lw_latest_epoch = {}, 0, None, -1
+            self._lw_is_due = False
+        self._lw_is_final = False
+        self._lw_bind(pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Request an update at the end of an epoch, unless a limit only interrupts it.
@@ -112,69 +112,75 @@ class WeightAveraging(StepAveraging):
         It comes after the checkpoints, which bear the score of a validation that has seen the average as it is now.
         """
         epoch = trainer.current_epoch
-        if trainer.progress.epoch_paused or epoch <= self._latest_epoch:
+        if trainer.progress.epoch_paused or epoch <= self._lw_latest_epoch:
             return
-        self._latest_epoch = epoch
+        self._lw_latest_epoch = epoch
         if self.should_update(epoch_idx=epoch):
-            self._is_due = True
-            trainer.after_epoch_end(lambda: self._update_if_due(pl_module))
+            self._lw_is_due = True
+            trainer.after_epoch_end(lambda: self._lw_update_if_due(pl_module))
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Continue from the checkpoint; an update that was due is made now."""
         super().on_train_start(trainer, pl_module)
-        self._update_if_due(pl_module)
+        self._lw_update_if_due(pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Write the average into the module. Checkpoints that are still due in this run hold the trained weights."""
-        self._swap_in(trainer, pl_module)
+        self._lw_swap_in(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Release the trained weights: the module now holds the average."""
-        if stage == "fit" and self._raw is not None:
-            self._raw, self._is_final = None, True
+        if stage == "fit" and self._lw_raw is not None:
+            self._lw_raw, self._lw_is_final = None, True
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Take the average out of a checkpoint of Lightning, whose "state_dict" it is."""
         if "averaging_state" not in checkpoint or "current_model_state" not in checkpoint:
             return
-        self._average = clones_of(tensors_of(pl_module))  # loaded from "state_dict" just now
+        self._lw_average = clones_of(tensors_of(pl_module))  # loaded from "state_dict" just now
         self.n_averaged = int(checkpoint["averaging_state"]["n_averaged"])
-        self._seen_step, self._source = int(checkpoint["global_step"]), None
+        self._lw_seen_step, self._lw_source = int(checkpoint["global_step"]), None
         trainer.strategy.load_module_state_dict(pl_module, checkpoint["current_model_state"])
 
     def forget_run(self) -> None:
         """Reset the average."""
-        self._average, self.n_averaged, self._seen_step, self._latest_epoch, self._source = {}, 0, None, -1, None
+        self._lw_average, self.n_averaged, self._lw_seen_step, self._lw_latest_epoch, self._lw_source = (
+            {},
+            0,
+            None,
+            -1,
+            None,
+        )
 
     def state_dict(self) -> StateDict:
         """Return the average, the number of updates, and the last step and epoch that were seen."""
         return {
-            "average": in_memory(self._average),
+            "average": in_memory(self._lw_average),
             "n_averaged": self.n_averaged,
-            "latest_update_step": -1 if self._seen_step is None else self._seen_step,
-            "latest_update_epoch": self._latest_epoch,
-            "is_due": self._is_due,
+            "latest_update_step": -1 if self._lw_seen_step is None else self._lw_seen_step,
+            "latest_update_epoch": self._lw_latest_epoch,
+            "is_due": self._lw_is_due,
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the average; it is moved to its device when the run starts."""
-        self._average, self._is_borrowed = dict(state_dict["average"]), True
+        self._lw_average, self._lw_is_borrowed = dict(state_dict["average"]), True
         self.n_averaged = int(state_dict["n_averaged"])
         step = int(state_dict["latest_update_step"])
-        self._seen_step = None if step < 0 else step
-        self._latest_epoch = int(state_dict["latest_update_epoch"])
-        self._is_due = bool(state_dict.get("is_due", False))
-        self._source, self._is_final = None, False
+        self._lw_seen_step = None if step < 0 else step
+        self._lw_latest_epoch = int(state_dict["latest_update_epoch"])
+        self._lw_is_due = bool(state_dict.get("is_due", False))
+        self._lw_source, self._lw_is_final = None, False
 
     # --- the average -----------------------------------------------------------------------------------------------
 
-    def _swap_in(self, trainer: Trainer, module: nn.Module) -> None:
+    def _lw_swap_in(self, trainer: Trainer, module: nn.Module) -> None:
         is_own = type(self).should_update not in (WeightAveraging.should_update, EMAWeightAveraging.should_update)
         if is_own and trainer.ranks_answer:
-            self._compare_updates(trainer)
-        super()._swap_in(trainer, module)
+            self._lw_compare_updates(trainer)
+        super()._lw_swap_in(trainer, module)
 
-    def _compare_updates(self, trainer: Trainer) -> None:
+    def _lw_compare_updates(self, trainer: Trainer) -> None:
         """Refuse averages with different numbers of updates on the ranks; on every rank."""
         counts = trainer.strategy.gather_objects(self.n_averaged)
         if len(set(counts)) > 1:
@@ -184,35 +190,35 @@ class WeightAveraging(StepAveraging):
                 fix="decide by step_idx and epoch_idx, or by what all ranks have alike, never by chance or a clock.",
             )
 
-    def _note_step(self, trainer: Trainer, module: nn.Module) -> None:
-        self._seen_step = step = trainer.global_step
+    def _lw_note_step(self, trainer: Trainer, module: nn.Module) -> None:
+        self._lw_seen_step = step = trainer.global_step
         if self.should_update(step_idx=step - 1):
-            self._update(module)
+            self._lw_update(module)
 
-    def _update_if_due(self, module: nn.Module) -> None:
-        if self._is_due:
-            self._is_due = False
-            self._update(module)
+    def _lw_update_if_due(self, module: nn.Module) -> None:
+        if self._lw_is_due:
+            self._lw_is_due = False
+            self._lw_update(module)
 
     @torch.no_grad()
-    def _update(self, module: nn.Module) -> None:
+    def _lw_update(self, module: nn.Module) -> None:
         if not self.n_averaged:
-            self._begin_average(module)
+            self._lw_begin_average(module)
             self.n_averaged = 1
             return
         # Users' functions get a tensor, as from torch; its own mean would read it, and takes a number as well.
-        count = self.n_averaged if self._is_mean else torch.tensor(self.n_averaged)
-        for group in self._averaged:
-            if self._avg_fn is None:
-                self._multi_avg_fn(group.averages, group.near(), count)
+        count = self.n_averaged if self._lw_is_mean else torch.tensor(self.n_averaged)
+        for group in self._lw_averaged:
+            if self._lw_avg_fn is None:
+                self._lw_multi_avg_fn(group.averages, group.near(), count)
                 continue
             for source, average in zip(group.near(), group.averages, strict=True):
-                average.copy_(self._avg_fn(average, source, torch.as_tensor(count)))
-        self._copy_others()
+                average.copy_(self._lw_avg_fn(average, source, torch.as_tensor(count)))
+        self._lw_copy_others()
         self.n_averaged += 1
 
-    def _is_evaluated(self) -> bool:
-        return self.n_averaged > 0 and not self._is_final
+    def _lw_is_evaluated(self) -> bool:
+        return self.n_averaged > 0 and not self._lw_is_final
 
 
 class EMAWeightAveraging(WeightAveraging):

@@ -79,9 +79,9 @@ class ModelCheckpoint(Checkpoint):
     CHECKPOINT_NAME_LAST = "last"
     FILE_EXTENSION = ".ckpt"
     STARTING_VERSION = 1
-    _top_k_type = TopK  # what keeps the scores
-    _number_format = ".6g"  # of metrics in names
-    _updates_last_alone = True  # whether `last` is written where no better checkpoint is
+    _lw_top_k_type = TopK  # what keeps the scores
+    _lw_number_format = ".6g"  # of metrics in names
+    _lw_updates_last_alone = True  # whether `last` is written where no better checkpoint is
 
     def __init__(
         self,
@@ -131,23 +131,23 @@ class ModelCheckpoint(Checkpoint):
             train_time_interval=train_time_interval,
         )
 
-        self._state = CheckpointState(self._top_k_type(save_top_k, mode))
+        self._lw_state = CheckpointState(self._lw_top_k_type(save_top_k, mode))
 
         # This run's.
-        self._loading_in: str | None = None
-        self._loaded_dirpath: str | None = None
-        self._continues_last = False
-        self._may_remove_resumed = False
-        self._overwritable: set[str] = set()
-        self._at_epoch_end = True
-        self._is_training = False
-        self._start_step = 0
-        self._written_step = -1  # global_step of the newest file of this run
-        self._validated = False
-        self._reported: set[str] = set()  # missing metrics that a line has named
-        self._interval: TimeInterval | None = None
+        self._lw_loading_in: str | None = None
+        self._lw_loaded_dirpath: str | None = None
+        self._lw_continues_last = False
+        self._lw_may_remove_resumed = False
+        self._lw_overwritable: set[str] = set()
+        self._lw_at_epoch_end = True
+        self._lw_is_training = False
+        self._lw_start_step = 0
+        self._lw_written_step = -1  # global_step of the newest file of this run
+        self._lw_validated = False
+        self._lw_reported: set[str] = set()  # missing metrics that a line has named
+        self._lw_interval: TimeInterval | None = None
         if train_time_interval is not None:
-            self._interval = TimeInterval(train_time_interval)
+            self._lw_interval = TimeInterval(train_time_interval)
 
     # --- what users read -------------------------------------------------------------------------------------------
 
@@ -165,11 +165,11 @@ class ModelCheckpoint(Checkpoint):
     @property
     def dirpath(self) -> str | None:
         """Directory of the checkpoints; None until fit starts, if it was not given. It may be assigned before fit."""
-        return self._dirpath
+        return self._lw_dirpath
 
     @dirpath.setter
     def dirpath(self, dirpath: str | os.PathLike[str] | None) -> None:
-        self._dirpath = self._given_dirpath = None if dirpath is None else files.normalized(dirpath)
+        self._lw_dirpath = self._lw_given_dirpath = None if dirpath is None else files.normalized(dirpath)
 
     @property
     def every_n_epochs(self) -> int:
@@ -179,46 +179,46 @@ class ModelCheckpoint(Checkpoint):
     @property
     def best_model_path(self) -> str:
         """Path of the best checkpoint, without monitor the newest; empty if there is none."""
-        return self._state.best_path
+        return self._lw_state.best_path
 
     @property
     def best_model_score(self) -> Tensor | None:
         """Score of the best checkpoint: shape (), on the CPU; None without monitor."""
-        score = self._state.best_score
+        score = self._lw_state.best_score
         return None if score is None else score_tensor(score)
 
     @property
     def last_model_path(self) -> str:
         """Path of `last`; empty if there is none."""
-        return self._state.last_path
+        return self._lw_state.last_path
 
     @property
     def current_score(self) -> Tensor | None:
         """Score of the latest checkpoint that was considered: shape (), on the CPU; None without monitor."""
-        score = self._state.current_score
+        score = self._lw_state.current_score
         return None if score is None else score_tensor(score)
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
         """Path -> score (shape (), on the CPU) of the kept checkpoints."""
-        return {path: score_tensor(score) for path, score in self._state.top_k.scores.items()}
+        return {path: score_tensor(score) for path, score in self._lw_state.top_k.scores.items()}
 
     @property
     def kth_best_model_path(self) -> str:
         """The worst of the kept ones, which the next better one would replace; empty while fewer than k are kept."""
-        return self._state.top_k.kth_path if self.save_top_k != -1 else self._state.top_k.worst_path
+        return self._lw_state.top_k.kth_path if self.save_top_k != -1 else self._lw_state.top_k.worst_path
 
     @property
     def kth_value(self) -> Tensor:
         """Score that has to be beaten: shape (), on the CPU; the worst there is while fewer than k are kept."""
-        top_k = self._state.top_k
+        top_k = self._lw_state.top_k
         return score_tensor(top_k.scores[top_k.kth_path] if top_k.kth_path else top_k.worst_score)
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | float | None = None) -> bool:
         """Whether a checkpoint with this score would be kept; all ranks decide alike."""
         if current is None:
             return False
-        return bool(trainer.strategy.reduce_boolean_decision(self._state.top_k.accepts(float(current))))
+        return bool(trainer.strategy.reduce_boolean_decision(self._lw_state.top_k.accepts(float(current))))
 
     def file_exists(self, filepath: str, trainer: Trainer) -> bool:
         """Whether rank zero sees something under this name."""
@@ -248,7 +248,7 @@ class ModelCheckpoint(Checkpoint):
             metrics,
             insert_names=self.auto_insert_metric_name,
             equals=self.CHECKPOINT_EQUALS_CHAR,
-            number_format=self._number_format,
+            number_format=self._lw_number_format,
         )
         parts = [part for part in (prefix, name, None if ver is None else f"v{ver}") if part]
         name = self.CHECKPOINT_JOIN_CHAR.join(parts) + self.FILE_EXTENSION
@@ -258,7 +258,7 @@ class ModelCheckpoint(Checkpoint):
         """Write path and score of the kept checkpoints; None: to best_k_models.yaml beside them."""
         path = os.fspath(filepath) if filepath else os.path.join(self.dirpath or "", "best_k_models.yaml")
         with open(path, "w", encoding="utf-8") as file:
-            rows = [f"{json.dumps(path)}: {score}\n" for path, score in self._state.top_k.scores.items()]
+            rows = [f"{json.dumps(path)}: {score}\n" for path, score in self._lw_state.top_k.scores.items()]
             file.writelines(rows or ["{}\n"])
 
     def find_last(self, trainer: Trainer) -> list[str]:
@@ -267,10 +267,10 @@ class ModelCheckpoint(Checkpoint):
         All in `dirpath` if it was given, else those of all versions of the first logger, because a restarted run opens
         a new version. Unfinished files are left out. Damaged ones are not: the caller verifies.
         """
-        self._continues_last = True
+        self._lw_continues_last = True
 
         def find() -> list[str]:
-            folders = [self._given_dirpath] if self._given_dirpath else files.default_dirpaths(trainer)
+            folders = [self._lw_given_dirpath] if self._lw_given_dirpath else files.default_dirpaths(trainer)
             return files.newest_first(files.find_checkpoints(folders, self.FILE_EXTENSION))
 
         return from_rank_zero(trainer, find)
@@ -279,51 +279,51 @@ class ModelCheckpoint(Checkpoint):
 
     def forget_run(self) -> None:
         """Start with an empty state; the files of the other run stay."""
-        self._state = CheckpointState(self._top_k_type(self.save_top_k, self.mode))
-        self._loaded_dirpath = None
+        self._lw_state = CheckpointState(self._lw_top_k_type(self.save_top_k, self.mode))
+        self._lw_loaded_dirpath = None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Record the purpose for which the state is loaded."""
-        self._loading_in = trainer.state.fn
+        self._lw_loading_in = trainer.state.fn
 
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Determine the directory; the loggers know their version by now."""
 
         def decide() -> tuple[str, CheckpointState]:
-            dirpath = self._given_dirpath or files.normalized(files.default_dirpath(trainer))
+            dirpath = self._lw_given_dirpath or files.normalized(files.default_dirpath(trainer))
             if not trainer.fast_dev_run:
                 files.check_dirpath(dirpath)
                 files.write_trial(dirpath)
-            return dirpath, self._state
+            return dirpath, self._lw_state
 
         # The state, too: a rank that failed alone does not know the result of the last background save.
-        dirpath, self._state = from_rank_zero(trainer, decide)
-        self._compare_folders(dirpath)
-        self._dirpath = dirpath
+        dirpath, self._lw_state = from_rank_zero(trainer, decide)
+        self._lw_compare_folders(dirpath)
+        self._lw_dirpath = dirpath
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Check the settings, remove what a killed run left over, start the clock."""
-        self._at_epoch_end = self._resolve_at_epoch_end(trainer)
-        self._is_training = True
-        self._start_step = trainer.global_step
-        self._written_step = -1
-        self._validated = False
-        if self._interval is not None:
-            self._interval.begin(trainer)
+        self._lw_at_epoch_end = self._lw_resolve_at_epoch_end(trainer)
+        self._lw_is_training = True
+        self._lw_start_step = trainer.global_step
+        self._lw_written_step = -1
+        self._lw_validated = False
+        if self._lw_interval is not None:
+            self._lw_interval.begin(trainer)
         if trainer.fast_dev_run or self.dirpath is None:
             return
-        self._overwritable = from_rank_zero(trainer, lambda: self._prepare_folder(trainer))
-        self._state.pending_removals = []
+        self._lw_overwritable = from_rank_zero(trainer, lambda: self._lw_prepare_folder(trainer))
+        self._lw_state.pending_removals = []
         # A file that was named in ckpt_path may be named again; "last" will find a newer one.
-        self._may_remove_resumed, self._continues_last = self._continues_last, False
+        self._lw_may_remove_resumed, self._lw_continues_last = self._lw_continues_last, False
 
-    def _prepare_folder(self, trainer: Trainer) -> set[str]:
+    def _lw_prepare_folder(self, trainer: Trainer) -> set[str]:
         """Check the directory and remove leftovers of a killed run; return the files that may be overwritten."""
-        self._warn_of_settings(trainer)
+        self._lw_warn_of_settings(trainer)
         files.remove_unfinished(str(self.dirpath))
-        removal = self._removal(trainer)
+        removal = self._lw_removal(trainer)
         removal.remove_leftovers()
-        if not (self._continues_last and removal.resumed_path):
+        if not (self._lw_continues_last and removal.resumed_path):
             return set()
         if self.save_last:
             removal.complete_last(trainer.global_step, is_link=self.save_last == "link")
@@ -333,73 +333,73 @@ class ModelCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Save if a step or time interval has passed."""
-        interval = self._interval
+        interval = self._lw_interval
         if self._every_n_train_steps:
             step = trainer.global_step
             if not step or step % self._every_n_train_steps:
                 return
         elif interval is None:
             return
-        if not trainer.at_step_boundary or self._is_inert(trainer):
+        if not trainer.at_step_boundary or self._lw_is_inert(trainer):
             return
         if interval is not None:
             if not interval.is_over(trainer):
                 return
             interval.begin(trainer)
-        self._trigger(trainer, strict=False)
+        self._lw_trigger(trainer, strict=False)
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Save if saves follow validations, or if a save waits for this validation's metrics."""
-        if self._is_inert(trainer):
+        if self._lw_is_inert(trainer):
             return
-        self._validated = True
+        self._lw_validated = True
         # A metric of training may follow at the end of the epoch.
-        strict = not any(map(trainer.may_log_at_epoch_end, self._score_metrics()))
-        if not self._at_epoch_end and self._is_epoch_due(trainer):
-            self._trigger(trainer, strict=strict)
-        elif self._state.is_waiting:
-            self._save_if_fresh(trainer, strict=strict)
-        elif self._at_epoch_end and self._is_epoch_due(trainer) and self._is_scored_by(trainer):
+        strict = not any(map(trainer.may_log_at_epoch_end, self._lw_score_metrics()))
+        if not self._lw_at_epoch_end and self._lw_is_epoch_due(trainer):
+            self._lw_trigger(trainer, strict=strict)
+        elif self._lw_state.is_waiting:
+            self._lw_save_if_fresh(trainer, strict=strict)
+        elif self._lw_at_epoch_end and self._lw_is_epoch_due(trainer) and self._lw_is_scored_by(trainer):
             trainer.saving.keep_validated()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Save if saves follow epochs, or if a save waits for metrics of the epoch."""
-        if self._is_inert(trainer):
+        if self._lw_is_inert(trainer):
             return
-        strict = self._validated or not trainer.enable_validation
-        if self._at_epoch_end and self._is_epoch_due(trainer):
-            self._trigger(trainer, strict=strict)
-        elif self._state.is_waiting:
-            self._save_if_fresh(trainer, strict=strict)
+        strict = self._lw_validated or not trainer.enable_validation
+        if self._lw_at_epoch_end and self._lw_is_epoch_due(trainer):
+            self._lw_trigger(trainer, strict=strict)
+        elif self._lw_state.is_waiting:
+            self._lw_save_if_fresh(trainer, strict=strict)
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Update `last` at the end of training."""
-        self._is_training = False
+        self._lw_is_training = False
         # A resumed run that had no step left may have been killed right before it wrote `last`.
-        is_behind = 0 <= self._state.last_step < trainer.global_step
-        if self._is_inert(trainer) or (trainer.global_step == self._start_step and not is_behind):
+        is_behind = 0 <= self._lw_state.last_step < trainer.global_step
+        if self._lw_is_inert(trainer) or (trainer.global_step == self._lw_start_step and not is_behind):
             return
-        if self._state.is_waiting and trainer.is_global_zero:
+        if self._lw_state.is_waiting and trainer.is_global_zero:
             _log.warning(
                 "ModelCheckpoint: the checkpoint that was due at step %d is not written, because training ended before "
                 "a value of %s was computed at a later validation or epoch end.",
-                self._state.triggered_step,
-                ", ".join(map(repr, self._score_metrics())),
+                self._lw_state.triggered_step,
+                ", ".join(map(repr, self._lw_score_metrics())),
             )
-        is_wanted = self._updates_last_alone or self._written_step < 0
-        if self.save_last and is_wanted and self._state.last_step != trainer.global_step:
-            self._write_last_alone(trainer)
-        self._finish_before(trainer)
+        is_wanted = self._lw_updates_last_alone or self._lw_written_step < 0
+        if self.save_last and is_wanted and self._lw_state.last_step != trainer.global_step:
+            self._lw_write_last_alone(trainer)
+        self._lw_finish_before(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Save the current state; no other checkpoint is removed or overwritten."""
-        was_training, self._is_training = self._is_training, False
-        if not self.save_on_exception or not was_training or self._is_inert(trainer):
+        was_training, self._lw_is_training = self._lw_is_training, False
+        if not self.save_on_exception or not was_training or self._lw_is_inert(trainer):
             return
         if not (trainer.ranks_answer or trainer.is_global_zero):
             return  # after an error the ranks cannot synchronize: rank 0 saves its own state
         step = trainer.global_step
-        if step in (self._start_step, self._written_step) or isinstance(exception, CheckpointError):
+        if step in (self._lw_start_step, self._lw_written_step) or isinstance(exception, CheckpointError):
             return
         if trainer.strategy.shards_parameters and trainer.world_size > 1 and not trainer.ranks_answer:
             _log.warning(
@@ -408,17 +408,17 @@ class ModelCheckpoint(Checkpoint):
                 type(exception).__name__,
             )
             return
-        if not self._is_finite(trainer, pl_module):
+        if not self._lw_is_finite(trainer, pl_module):
             _log.warning("ModelCheckpoint: nothing is saved on %s: weights are not finite.", type(exception).__name__)
             return
-        self._synchronize(trainer)
-        is_stale = bool(self._stale_metrics(trainer, self._needed_metrics()))
+        self._lw_synchronize(trainer)
+        is_stale = bool(self._lw_stale_metrics(trainer, self._lw_needed_metrics()))
         template = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}" if is_stale else None
-        path = self._free_path(trainer, self._metrics(trainer), template, own="")
-        self._written_step = step
+        path = self._lw_free_path(trainer, self._lw_metrics(trainer), template, own="")
+        self._lw_written_step = step
         try:
             trainer.save_checkpoint(path, self.save_weights_only)
-            self._finish_before(trainer)
+            self._lw_finish_before(trainer)
         except (CheckpointError, OSError, RuntimeError):
             _log.exception("ModelCheckpoint: the checkpoint on %s could not be saved.", type(exception).__name__)
             return
@@ -427,7 +427,7 @@ class ModelCheckpoint(Checkpoint):
         extra = ONLY_LOGS if isinstance(exception, KeyboardInterrupt | StopBySignal) else None
         _log.warning("ModelCheckpoint: saved %s on %s.%s", path, type(exception).__name__, lost, extra=extra)
 
-    def _is_finite(self, trainer: Trainer, module: Any) -> bool:
+    def _lw_is_finite(self, trainer: Trainer, module: Any) -> bool:
         """Whether all weights are finite; on every rank, if the ranks respond."""
         own = trainer.strategy.local_shards(list(module.parameters()))
         is_finite = all(bool(part.isfinite().all()) for part in own)
@@ -435,30 +435,30 @@ class ModelCheckpoint(Checkpoint):
 
     def state_dict(self) -> StateDict:
         """Return the checkpoint state; while a checkpoint is written, it names that checkpoint already."""
-        return {"monitor": self.monitor, "dirpath": self.dirpath, **self._state.state_dict()}
+        return {"monitor": self.monitor, "dirpath": self.dirpath, **self._lw_state.state_dict()}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the checkpoint state. In validation and test, the state of this callback's own training is kept."""
-        loading_in, self._loading_in = self._loading_in, None
+        loading_in, self._lw_loading_in = self._lw_loading_in, None
         if loading_in not in (None, "fit"):
             if not self.best_model_path:
-                self._state.load_state_dict(state_dict)
-                self._state.keep_best_path_only()
+                self._lw_state.load_state_dict(state_dict)
+                self._lw_state.keep_best_path_only()
             return
-        self._state.load_state_dict(state_dict)
-        self._loaded_dirpath = state_dict.get("dirpath")
-        if self._given_dirpath is not None:
-            self._compare_folders(self._given_dirpath)
+        self._lw_state.load_state_dict(state_dict)
+        self._lw_loaded_dirpath = state_dict.get("dirpath")
+        if self._lw_given_dirpath is not None:
+            self._lw_compare_folders(self._lw_given_dirpath)
 
     # --- when ------------------------------------------------------------------------------------------------------
 
-    def _is_inert(self, trainer: Trainer) -> bool:
+    def _lw_is_inert(self, trainer: Trainer) -> bool:
         return bool(trainer.fast_dev_run) or trainer.state.fn != "fit" or trainer.sanity_checking
 
-    def _is_epoch_due(self, trainer: Trainer) -> bool:
+    def _lw_is_epoch_due(self, trainer: Trainer) -> bool:
         return self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
 
-    def _resolve_at_epoch_end(self, trainer: Trainer) -> bool:
+    def _lw_resolve_at_epoch_end(self, trainer: Trainer) -> bool:
         if self._save_on_train_epoch_end is not None:
             return self._save_on_train_epoch_end
         if not trainer.enable_validation:
@@ -466,63 +466,63 @@ class ModelCheckpoint(Checkpoint):
         interval = 1.0 if trainer.val_check_interval is None else trainer.val_check_interval
         return isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
-    def _trigger(self, trainer: Trainer, *, strict: bool) -> None:
+    def _lw_trigger(self, trainer: Trainer, *, strict: bool) -> None:
         """Save now, or write `last` and wait for the metrics."""
         at = trainer.global_step
-        if at == self._state.triggered_step and (at or not trainer.progress.total_batches):
+        if at == self._lw_state.triggered_step and (at or not trainer.progress.total_batches):
             return  # nothing was trained since; batches of a module that counts no steps may have changed it
-        self._state.triggered_step = trainer.global_step
-        self._state.is_waiting = True
-        if not self._save_if_fresh(trainer, strict=strict) and self.save_last and self._updates_last_alone:
-            self._write_last_alone(trainer)
+        self._lw_state.triggered_step = trainer.global_step
+        self._lw_state.is_waiting = True
+        if not self._lw_save_if_fresh(trainer, strict=strict) and self.save_last and self._lw_updates_last_alone:
+            self._lw_write_last_alone(trainer)
 
-    def _save_if_fresh(self, trainer: Trainer, *, strict: bool) -> bool:
+    def _lw_save_if_fresh(self, trainer: Trainer, *, strict: bool) -> bool:
         """Save unless the score is older than this step. `strict`: a missing score is an error."""
-        self._synchronize(trainer)
-        if not self._is_fresh(trainer, strict=strict):
+        self._lw_synchronize(trainer)
+        if not self._lw_is_fresh(trainer, strict=strict):
             return False
-        self._state.is_waiting = False
-        self._state.triggered_step = trainer.global_step
-        self._save(trainer)
+        self._lw_state.is_waiting = False
+        self._lw_state.triggered_step = trainer.global_step
+        self._lw_save(trainer)
         return True
 
-    def _is_fresh(self, trainer: Trainer, *, strict: bool) -> bool:
-        metrics, score = trainer.callback_metrics, self._score_metrics()
+    def _lw_is_fresh(self, trainer: Trainer, *, strict: bool) -> bool:
+        metrics, score = trainer.callback_metrics, self._lw_score_metrics()
         missing = [name for name in score if name not in metrics]
         if missing and strict:
-            raise missing_metric(missing, metrics, self._described())
+            raise missing_metric(missing, metrics, self._lw_described())
         # What only the name shows is worth waiting for where it comes right now, with a validation at this step.
-        wanted = self._needed_metrics() if trainer.validation_is_due else score
-        if self._stale_metrics(trainer, wanted):
-            if missing and trainer.is_global_zero and not self._reported.issuperset(missing):
+        wanted = self._lw_needed_metrics() if trainer.validation_is_due else score
+        if self._lw_stale_metrics(trainer, wanted):
+            if missing and trainer.is_global_zero and not self._lw_reported.issuperset(missing):
                 _log.info(
                     "ModelCheckpoint: the checkpoint of step %d waits until %s is logged.",
                     trainer.global_step,
                     ", ".join(map(repr, missing)),
                 )
-            self._reported.update(missing)
+            self._lw_reported.update(missing)
             return False
-        unlogged = [name for name in self._needed_metrics() if name not in metrics and name not in self._reported]
+        unlogged = [name for name in self._lw_needed_metrics() if name not in metrics and name not in self._lw_reported]
         if unlogged and trainer.is_global_zero:
-            _log.warning("%s The file name shows 0.", missing_metric(unlogged, metrics, self._described()).what)
-        self._reported.update(unlogged)
+            _log.warning("%s The file name shows 0.", missing_metric(unlogged, metrics, self._lw_described()).what)
+        self._lw_reported.update(unlogged)
         return True
 
-    def _score_metrics(self) -> list[str]:
+    def _lw_score_metrics(self) -> list[str]:
         has_score = self.save_top_k != 0 and self.monitor and self.monitor not in COUNTERS
         return [str(self.monitor)] if has_score else []
 
-    def _needed_metrics(self) -> list[str]:
+    def _lw_needed_metrics(self) -> list[str]:
         if self.save_top_k == 0:
             return []
-        return list(dict.fromkeys([*self._score_metrics(), *template_names(self.filename or "")]))
+        return list(dict.fromkeys([*self._lw_score_metrics(), *template_names(self.filename or "")]))
 
-    def _synchronize(self, trainer: Trainer) -> None:
+    def _lw_synchronize(self, trainer: Trainer) -> None:
         """Synchronize the metrics that names and scores use; on every rank."""
-        if names := [*self._needed_metrics(), *template_names(self.CHECKPOINT_NAME_LAST)]:
+        if names := [*self._lw_needed_metrics(), *template_names(self.CHECKPOINT_NAME_LAST)]:
             trainer.synchronize_metrics(*names)
 
-    def _is_scored_by(self, trainer: Trainer) -> bool:
+    def _lw_is_scored_by(self, trainer: Trainer) -> bool:
         """Whether the score belongs to the current step and weights; equal on all ranks."""
         metric, step = self.monitor, trainer.global_step
         if metric is None:
@@ -531,52 +531,52 @@ class ModelCheckpoint(Checkpoint):
             trainer, lambda: metric in trainer.callback_metrics and trainer.metric_step(metric) == step
         )
 
-    def _stale_metrics(self, trainer: Trainer, names: list[str]) -> list[str]:
+    def _lw_stale_metrics(self, trainer: Trainer, names: list[str]) -> list[str]:
         step, metrics = trainer.global_step, trainer.callback_metrics
         return [name for name in names if name not in metrics or trainer.metric_step(name) not in (None, step)]
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
-    def _save(self, trainer: Trainer) -> None:
-        metrics = self._metrics(trainer)
+    def _lw_save(self, trainer: Trainer) -> None:
+        metrics = self._lw_metrics(trainer)
         score = None
         if self.monitor is not None:
             # Waits for the device, once per checkpoint.
-            score = self._state.top_k.cleaned(float(metrics[self.monitor]))
-            self._state.current_score = score
+            score = self._lw_state.top_k.cleaned(float(metrics[self.monitor]))
+            self._lw_state.current_score = score
         is_kept = self.save_top_k != 0 and (score is None or self.check_monitor_top_k(trainer, score))
-        is_last_due = self._is_last_due(is_kept=is_kept)
+        is_last_due = self._lw_is_last_due(is_kept=is_kept)
         if is_kept or is_last_due:
-            self._finish_before(trainer)
-        last_path = self._plan_last(trainer) if is_last_due else ""
-        path = self._write_kept(trainer, metrics, score, last_path) if is_kept else None
+            self._lw_finish_before(trainer)
+        last_path = self._lw_plan_last(trainer) if is_last_due else ""
+        path = self._lw_write_kept(trainer, metrics, score, last_path) if is_kept else None
         if is_last_due:
-            self._write_last(trainer, last_path, path)
-        trainer.when_saved(lambda: self._remove_pending(trainer))
+            self._lw_write_last(trainer, last_path, path)
+        trainer.when_saved(lambda: self._lw_remove_pending(trainer))
 
-    def _is_last_due(self, *, is_kept: bool) -> bool:
-        counts_epochs = not self._every_n_train_steps and self._interval is None
-        return bool(self.save_last) and (is_kept or self._updates_last_alone or not counts_epochs)
+    def _lw_is_last_due(self, *, is_kept: bool) -> bool:
+        counts_epochs = not self._every_n_train_steps and self._lw_interval is None
+        return bool(self.save_last) and (is_kept or self._lw_updates_last_alone or not counts_epochs)
 
-    def _finish_before(self, trainer: Trainer) -> None:
+    def _lw_finish_before(self, trainer: Trainer) -> None:
         """Wait for the previous save: names and removals of a new one depend on it."""
         if trainer.saves_in_background:
-            trainer.wait_for_save(before_save=self._is_training)
+            trainer.wait_for_save(before_save=self._lw_is_training)
 
-    def _write_kept(
+    def _lw_write_kept(
         self, trainer: Trainer, metrics: Mapping[str, Tensor | float], score: float | None, last_path: str
     ) -> str:
-        before = self._state.copy()
+        before = self._lw_state.copy()
         replaced = self.best_model_path if score is None else self.kth_best_model_path
-        path = self._free_path(trainer, metrics, None, own=replaced)
-        self._state.enter(path, score, keep_all=self.save_top_k == -1)
+        path = self._lw_free_path(trainer, metrics, None, own=replaced)
+        self._lw_state.enter(path, score, keep_all=self.save_top_k == -1)
         if last_path:
-            self._state.enter_last(last_path, trainer.global_step)
+            self._lw_state.enter_last(last_path, trainer.global_step)
         # In the background, a second save would wait for the first: one takes the content to both.
         is_with_last = trainer.saves_in_background and self.save_last != "link" and last_path not in ("", path)
         trainer.saving.has_score = score is not None
         try:
-            self._write(trainer, [path, last_path] if is_with_last else [path], before)
+            self._lw_write(trainer, [path, last_path] if is_with_last else [path], before)
         finally:
             trainer.saving.has_score = False
         if self.verbose:
@@ -584,16 +584,16 @@ class ModelCheckpoint(Checkpoint):
             trainer.when_saved(lambda: _log.info("ModelCheckpoint: %s: saved %s", shown, path))
         return path
 
-    def _write_last_alone(self, trainer: Trainer) -> None:
-        self._finish_before(trainer)
-        self._synchronize(trainer)
-        self._write_last(trainer, self._plan_last(trainer), None)
-        trainer.when_saved(lambda: self._remove_pending(trainer))
+    def _lw_write_last_alone(self, trainer: Trainer) -> None:
+        self._lw_finish_before(trainer)
+        self._lw_synchronize(trainer)
+        self._lw_write_last(trainer, self._lw_plan_last(trainer), None)
+        trainer.when_saved(lambda: self._lw_remove_pending(trainer))
 
-    def _write_last(self, trainer: Trainer, path: str, kept_path: str | None) -> None:
+    def _lw_write_last(self, trainer: Trainer, path: str, kept_path: str | None) -> None:
         """Make `last` the current state: a link to the file just written if requested, else a file."""
-        before = self._state.copy()
-        self._state.enter_last(path, trainer.global_step)
+        before = self._lw_state.copy()
+        self._lw_state.enter_last(path, trainer.global_step)
         if kept_path == path:
             return  # the template itself says "last"
         if trainer.saves_in_background and kept_path is not None:
@@ -603,20 +603,20 @@ class ModelCheckpoint(Checkpoint):
         is_link_wanted = self.save_last == "link" and kept_path is not None
         if is_link_wanted and from_rank_zero(trainer, lambda: link_or_warn(str(kept_path), path)):
             return
-        self._write(trainer, [path], before)
+        self._lw_write(trainer, [path], before)
 
-    def _write(self, trainer: Trainer, paths: list[str], before: CheckpointState) -> None:
-        written_before = self._written_step
+    def _lw_write(self, trainer: Trainer, paths: list[str], before: CheckpointState) -> None:
+        written_before = self._lw_written_step
         has_own_format = type(self)._save_checkpoint is not ModelCheckpoint._save_checkpoint
         moved = make_way(trainer, paths, has_own_format=has_own_format)
 
         def take_back() -> None:  # the file does not exist: the state must not name it
-            self._state, self._written_step = before, written_before
+            self._lw_state, self._lw_written_step = before, written_before
             for path, old in moved.items():
                 if trainer.is_global_zero and not files.exists(path):
                     files.move(old, path)
 
-        self._state.pending_removals += moved.values()
+        self._lw_state.pending_removals += moved.values()
         try:
             if len(paths) == 1:
                 self._save_checkpoint(trainer, paths[0])
@@ -625,8 +625,8 @@ class ModelCheckpoint(Checkpoint):
         except BaseException:
             take_back()
             raise
-        self._written_step = trainer.global_step
-        self._overwritable.difference_update(paths)
+        self._lw_written_step = trainer.global_step
+        self._lw_overwritable.difference_update(paths)
         trainer.when_saved(lambda: notify_loggers(trainer, self, num_files=len(paths)), take_back)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
@@ -637,7 +637,7 @@ class ModelCheckpoint(Checkpoint):
         """Remove what `_save_checkpoint` wrote; on rank 0."""
         remove_or_warn(filepath, trainer.fabric.checkpoint_io)
 
-    def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
+    def _lw_metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
         """Return the values that names and scores use; with several ranks, rank 0's."""
 
         def read() -> dict[str, Tensor | float]:
@@ -645,12 +645,12 @@ class ModelCheckpoint(Checkpoint):
             metrics: dict[str, Tensor | float] = {**counts, **trainer.callback_metrics}
             if not trainer.ranks_answer:
                 return metrics
-            used = ["epoch", "step", *self._needed_metrics(), *template_names(self.CHECKPOINT_NAME_LAST)]
+            used = ["epoch", "step", *self._lw_needed_metrics(), *template_names(self.CHECKPOINT_NAME_LAST)]
             return {name: float(metrics[name]) for name in used if name in metrics}
 
         return from_rank_zero(trainer, read)
 
-    def _free_path(
+    def _lw_free_path(
         self, trainer: Trainer, metrics: Mapping[str, Tensor | float], template: str | None, *, own: str
     ) -> str:
         """Return the path of a new file, with a version if a file other than `own` has the name."""
@@ -658,54 +658,54 @@ class ModelCheckpoint(Checkpoint):
         if not self._enable_version_counter:
             return path
         version = self.STARTING_VERSION
-        while path != own and path not in self._overwritable and self.file_exists(path, trainer):
+        while path != own and path not in self._lw_overwritable and self.file_exists(path, trainer):
             path = self.format_checkpoint_name(metrics, template, ver=version)
             version += 1
         return path
 
-    def _plan_last(self, trainer: Trainer) -> str:
-        template, metrics = self.CHECKPOINT_NAME_LAST, self._metrics(trainer)
+    def _lw_plan_last(self, trainer: Trainer) -> str:
+        template, metrics = self.CHECKPOINT_NAME_LAST, self._lw_metrics(trainer)
         if any(name not in metrics for name in template_names(template)):
             template = ModelCheckpoint.CHECKPOINT_NAME_LAST  # `last` does not wait for metrics
-        return self._free_path(trainer, metrics, template, own=self.last_model_path)
+        return self._lw_free_path(trainer, metrics, template, own=self.last_model_path)
 
     # --- removing --------------------------------------------------------------------------------------------------
 
-    def _remove_pending(self, trainer: Trainer) -> None:
-        if self._state.pending_removals:  # the state is equal on all ranks
-            removal = self._removal(trainer)
+    def _lw_remove_pending(self, trainer: Trainer) -> None:
+        if self._lw_state.pending_removals:  # the state is equal on all ranks
+            removal = self._lw_removal(trainer)
             from_rank_zero(trainer, lambda: removal.remove_pending(lambda path: self._remove_checkpoint(trainer, path)))
-        self._state.pending_removals = []
+        self._lw_state.pending_removals = []
 
-    def _removal(self, trainer: Trainer) -> CheckpointRemoval:
+    def _lw_removal(self, trainer: Trainer) -> CheckpointRemoval:
         return CheckpointRemoval(
-            self._state,
+            self._lw_state,
             dirpath=str(self.dirpath),
             resumed_path=str(trainer.ckpt_path or ""),
-            may_remove_resumed=self._may_remove_resumed,
+            may_remove_resumed=self._lw_may_remove_resumed,
         )
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
-    def _compare_folders(self, dirpath: str) -> None:
+    def _lw_compare_folders(self, dirpath: str) -> None:
         """Keep only the best path of a loaded state whose files are in another directory."""
-        loaded, self._loaded_dirpath = self._loaded_dirpath, None
+        loaded, self._lw_loaded_dirpath = self._lw_loaded_dirpath, None
         if loaded is not None and loaded != dirpath:
             _log.warning(
                 "ModelCheckpoint: the state is of folder %s and this run saves to %s: only best_model_path is kept.",
                 loaded,
                 dirpath,
             )
-            self._state.keep_best_path_only()
+            self._lw_state.keep_best_path_only()
 
-    def _warn_of_settings(self, trainer: Trainer) -> None:
+    def _lw_warn_of_settings(self, trainer: Trainer) -> None:
         dirpath = str(self.dirpath)
         is_used = os.path.isdir(dirpath) and bool(os.listdir(dirpath))
         if self.save_top_k != 0 and not trainer.ckpt_path and is_used:
             _log.warning("ModelCheckpoint: the folder %s is not empty.", self.dirpath)
-        if not self._at_epoch_end and self._every_n_epochs and not trainer.enable_validation:
+        if not self._lw_at_epoch_end and self._every_n_epochs and not trainer.enable_validation:
             _log.warning("ModelCheckpoint: it saves at the end of validations, and this run has none.")
 
-    def _described(self) -> str:
+    def _lw_described(self) -> str:
         shown = {"monitor": self.monitor, "filename": self.filename}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items() if value is not None)

@@ -36,19 +36,19 @@ class DeviceStatsMonitor(Callback):
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self._cpu_stats = cpu_stats
-        self._noted: dict[str, float] = {}
-        self._noted_step = -1
-        self._is_on = False
+        self._lw_noted: dict[str, float] = {}
+        self._lw_noted_step = -1
+        self._lw_is_on = False
 
     def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Refuse a run without a logger; read everything once, so that what is missing is found now."""
         require_logger(trainer, self)
-        self._is_on = stage != "predict" and trainer.is_global_zero and bool(trainer.log_every_n_steps)
-        self._noted = {}
-        if self._is_on:
-            self._read(trainer, "setup")
+        self._lw_is_on = stage != "predict" and trainer.is_global_zero and bool(trainer.log_every_n_steps)
+        self._lw_noted = {}
+        if self._lw_is_on:
+            self._lw_read(trainer, "setup")
 
-    def _read(self, trainer: Trainer, hook: str) -> dict[str, float]:
+    def _lw_read(self, trainer: Trainer, hook: str) -> dict[str, float]:
         is_cpu = trainer.fabric.device.type == "cpu"
         stats: dict[str, float] = {}
         if not (is_cpu and self._cpu_stats is False):
@@ -60,34 +60,34 @@ class DeviceStatsMonitor(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int) -> None:
         """Note the statistics before the first batch of a step that is logged."""
-        if self._is_on and trainer.should_log and self._noted_step != trainer.global_step:
+        if self._lw_is_on and trainer.should_log and self._lw_noted_step != trainer.global_step:
             # Sent when the step is done: one that is skipped is tried again under the same number.
-            self._noted = self._read(trainer, "on_train_batch_start")
-            self._noted_step = trainer.global_step
+            self._lw_noted = self._lw_read(trainer, "on_train_batch_start")
+            self._lw_noted_step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Send what was noted, and the statistics after the step."""
-        if not self._noted or not trainer.at_step_boundary:
+        if not self._lw_noted or not trainer.at_step_boundary:
             return
-        noted, self._noted = self._noted, {}
-        if trainer.global_step > self._noted_step:
-            trainer.log_metrics({**noted, **self._read(trainer, "on_train_batch_end")}, self._noted_step)
-        self._noted_step = -1
+        noted, self._lw_noted = self._lw_noted, {}
+        if trainer.global_step > self._lw_noted_step:
+            trainer.log_metrics({**noted, **self._lw_read(trainer, "on_train_batch_end")}, self._lw_noted_step)
+        self._lw_noted_step = -1
 
-    def _evaluates_logged(self, trainer: Trainer) -> bool:
-        return self._is_on and not trainer.sanity_checking and is_evaluation_due(trainer)
+    def _lw_evaluates_logged(self, trainer: Trainer) -> bool:
+        return self._lw_is_on and not trainer.sanity_checking and is_evaluation_due(trainer)
 
-    def _evaluated(self, trainer: Trainer, hook: str) -> None:
-        if self._evaluates_logged(trainer):
-            trainer.log_metrics(self._read(trainer, hook), trainer.progress.eval_batches)
+    def _lw_evaluated(self, trainer: Trainer, hook: str) -> None:
+        if self._lw_evaluates_logged(trainer):
+            trainer.log_metrics(self._lw_read(trainer, hook), trainer.progress.eval_batches)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Log the statistics before a batch."""
-        self._evaluated(trainer, "on_validation_batch_start")
+        self._lw_evaluated(trainer, "on_validation_batch_start")
 
     def on_validation_batch_end(
         self,
@@ -99,13 +99,13 @@ class DeviceStatsMonitor(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Log the statistics after a batch."""
-        self._evaluated(trainer, "on_validation_batch_end")
+        self._lw_evaluated(trainer, "on_validation_batch_end")
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Log the statistics before a batch."""
-        self._evaluated(trainer, "on_test_batch_start")
+        self._lw_evaluated(trainer, "on_test_batch_start")
 
     def on_test_batch_end(
         self,
@@ -117,4 +117,4 @@ class DeviceStatsMonitor(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Log the statistics after a batch."""
-        self._evaluated(trainer, "on_test_batch_end")
+        self._lw_evaluated(trainer, "on_test_batch_end")

@@ -64,44 +64,44 @@ class LearningRateMonitor(Callback):
         self.lrs: dict[str, list[float]] = {}
         self.last_momentum_values: dict[str, float] = {}
         self.last_weight_decay_values: dict[str, float] = {}
-        self._watched: dict[str, list[tuple[str, Optimizer]]] = {"step": [], "epoch": []}
-        self._noted: dict[str, float] = {}
-        self._noted_step = -1
-        self._has_warned = False
+        self._lw_watched: dict[str, list[tuple[str, Optimizer]]] = {"step": [], "epoch": []}
+        self._lw_noted: dict[str, float] = {}
+        self._lw_noted_step = -1
+        self._lw_has_warned = False
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Find optimizers, schedules and their names."""
         require_logger(trainer, self)
-        self._watched = {"step": [], "epoch": []}
+        self._lw_watched = {"step": [], "epoch": []}
         for name, optimizer, interval in _named_optimizers(trainer):
-            self._watched[self.logging_interval or interval].append((name, optimizer))
+            self._lw_watched[self.logging_interval or interval].append((name, optimizer))
             for key in _group_keys(name, optimizer):
                 self.lrs.setdefault(key, [])
-        self._noted = {}
+        self._lw_noted = {}
         if not trainer.optimizers and trainer.is_global_zero:
             _log.warning("LearningRateMonitor: configure_optimizers returned no optimizer: there is nothing to log.")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Log what is counted by epochs: the rates that the epoch begins with."""
-        if self._watched["epoch"]:
-            self._send(trainer, self._values(self._watched["epoch"]), trainer.global_step)
+        if self._lw_watched["epoch"]:
+            self._lw_send(trainer, self._lw_values(self._lw_watched["epoch"]), trainer.global_step)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int) -> None:
         """Note the rates before the step, if this step is logged."""
-        if trainer.should_log and self._watched["step"]:
-            self._noted = self._values(self._watched["step"])
-            self._noted_step = trainer.global_step
+        if trainer.should_log and self._lw_watched["step"]:
+            self._lw_noted = self._lw_values(self._lw_watched["step"])
+            self._lw_noted_step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Log what was noted, once the step has been taken."""
-        if self._noted and trainer.at_step_boundary:
-            noted, self._noted = self._noted, {}
-            if trainer.global_step > self._noted_step:
-                self._send(trainer, noted, self._noted_step)
+        if self._lw_noted and trainer.at_step_boundary:
+            noted, self._lw_noted = self._lw_noted, {}
+            if trainer.global_step > self._lw_noted_step:
+                self._lw_send(trainer, noted, self._lw_noted_step)
 
-    def _values(self, watched: list[tuple[str, Optimizer]]) -> dict[str, float]:
+    def _lw_values(self, watched: list[tuple[str, Optimizer]]) -> dict[str, float]:
         values: dict[str, float] = {}
         for name, optimizer in watched:
             keys = _group_keys(name, optimizer)
@@ -110,20 +110,20 @@ class LearningRateMonitor(Callback):
             for key, group in zip(keys, optimizer.param_groups, strict=True):
                 values[key] = float(group["lr"])  # a tensor is read here, at a log boundary only
                 if self.log_momentum:
-                    values[f"{key}-momentum"] = self._momentum(group)
+                    values[f"{key}-momentum"] = self._lw_momentum(group)
                 if self.log_weight_decay:
                     values[f"{key}-weight_decay"] = float(group.get("weight_decay", 0.0))
         return values
 
-    def _momentum(self, group: dict[str, Any]) -> float:
+    def _lw_momentum(self, group: dict[str, Any]) -> float:
         if "betas" in group:
             return float(group["betas"][0])
-        if "momentum" not in group and not self._has_warned:
-            self._has_warned = True
+        if "momentum" not in group and not self._lw_has_warned:
+            self._lw_has_warned = True
             _log.warning("LearningRateMonitor: an optimizer has neither momentum nor betas; 0 is logged.")
         return float(group.get("momentum", 0.0))
 
-    def _send(self, trainer: Trainer, values: dict[str, float], step: int) -> None:
+    def _lw_send(self, trainer: Trainer, values: dict[str, float], step: int) -> None:
         for key, value in values.items():
             if key.endswith("-momentum"):
                 self.last_momentum_values[key] = value

@@ -122,34 +122,34 @@ class MemorySnapshot(Callback):
         self.dirpath = None if dirpath is None else Path(dirpath).expanduser()
         self.max_entries = max_entries
         self.report: MemoryReport | None = None
-        self._is_recording = False
+        self._lw_is_recording = False
 
     def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Let CUDA's allocator remember what it does."""
         if trainer.fabric.device.type == "cuda" and self.max_entries:
             torch.cuda.memory._record_memory_history(max_entries=self.max_entries)
-            self._is_recording = True
+            self._lw_is_recording = True
 
     def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Let it forget."""
-        self._stop()
+        self._lw_stop()
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Write the report, if memory ran out."""
         try:
             if is_out_of_memory(exception):
-                self._write(trainer, pl_module, exception)
+                self._lw_write(trainer, pl_module, exception)
         finally:
-            self._stop()
+            self._lw_stop()
 
-    def _write(self, trainer: Trainer, pl_module: nn.Module, error: BaseException) -> None:
+    def _lw_write(self, trainer: Trainer, pl_module: nn.Module, error: BaseException) -> None:
         optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in trainer.optimizers]
         self.report = report = memory_report(pl_module, optimizers, device=trainer.fabric.device, error=error)
         folder = self.dirpath or Path(trainer.local_root_dir, "memory")
         stem = folder / f"out_of_memory_rank{trainer.global_rank}_step{trainer.global_step}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if self._is_recording:
+            if self._lw_is_recording:
                 torch.cuda.memory._dump_snapshot(f"{stem}.pickle")
             Path(f"{stem}.json").write_text(json.dumps({"error": str(error), **asdict(report)}, indent=1))
             Path(f"{stem}.txt").write_text(f"{error}\n\n{report}\n")
@@ -158,10 +158,10 @@ class MemorySnapshot(Callback):
             return
         error.add_note(f"Loopwright: who held the memory stands in {stem}.txt")
 
-    def _stop(self) -> None:
-        if self._is_recording:
+    def _lw_stop(self) -> None:
+        if self._lw_is_recording:
             torch.cuda.memory._record_memory_history(enabled=None)
-            self._is_recording = False
+            self._lw_is_recording = False
 
 
 def _states(optimizers: Iterable[Optimizer], names: dict[int, str]) -> Iterator[tuple[str, Tensor]]:

@@ -71,19 +71,19 @@ class SampleLogger(Callback):
         self.images, self.text = images, text
         self.stage, self.every_n_steps = stage, every_n_steps
         self.num_samples, self.name = num_samples, name
-        self._log_steps = LogSteps()
+        self._lw_log_steps = LogSteps()
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Record the first step: a resumed run logged it already."""
-        self._log_steps.start(trainer)
+        self._lw_log_steps.start(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Make samples of a step that is due."""
         every = self.every_n_steps or trainer.log_every_n_steps
-        if self.stage == "train" and self._log_steps.is_due(trainer, every):
-            self._log(trainer, pl_module, outputs, batch)
+        if self.stage == "train" and self._lw_log_steps.is_due(trainer, every):
+            self._lw_log(trainer, pl_module, outputs, batch)
 
     def on_validation_batch_end(
         self,
@@ -96,7 +96,7 @@ class SampleLogger(Callback):
     ) -> None:
         """Make samples of the first batch."""
         if self.stage == "validation" and batch_idx == dataloader_idx == 0 and not trainer.sanity_checking:
-            self._log(trainer, pl_module, outputs, batch)
+            self._lw_log(trainer, pl_module, outputs, batch)
 
     def on_test_batch_end(
         self,
@@ -109,9 +109,9 @@ class SampleLogger(Callback):
     ) -> None:
         """Make samples of the first batch."""
         if self.stage == "test" and batch_idx == dataloader_idx == 0:
-            self._log(trainer, pl_module, outputs, batch)
+            self._lw_log(trainer, pl_module, outputs, batch)
 
-    def _log(self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch) -> None:
+    def _lw_log(self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch) -> None:
         with _undisturbed(pl_module):
             images = self.images(pl_module, outputs, batch) if self.images is not None else None
             text = self.text(pl_module, outputs, batch) if self.text is not None else None

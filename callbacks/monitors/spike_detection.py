@@ -168,9 +168,9 @@ class SpikeDetection(Callback):
         *,
         check_every_n_steps: int | None = None,
     ) -> None:
-        self._arguments = {"mode": mode, "window": window, "warmup": warmup, "atol": atol, "rtol": rtol,
+        self._lw_arguments = {"mode": mode, "window": window, "warmup": warmup, "atol": atol, "rtol": rtol,
                            "finite_only": finite_only}  # fmt: skip
-        self.detector = SpikeDetector(**self._arguments)  # type: ignore[arg-type]
+        self.detector = SpikeDetector(**self._lw_arguments)  # type: ignore[arg-type]
         if check_every_n_steps is not None and check_every_n_steps < 1:
             raise ConfigError(
                 f"SpikeDetection: check_every_n_steps={check_every_n_steps} is below 1.", fix="pass None, or 1 or more."
@@ -179,26 +179,26 @@ class SpikeDetection(Callback):
         self.check_every_n_steps = check_every_n_steps
         self.bad_batches: list[int] = []
         # What was not judged yet: the losses of this rank, on the device, and those that every rank knows.
-        self._own: list[tuple[int, Tensor]] = []
-        self._known: list[tuple[int, int, float]] = []
-        self._every = 1
-        self._trainer: Trainer | None = None
+        self._lw_own: list[tuple[int, Tensor]] = []
+        self._lw_known: list[tuple[int, int, float]] = []
+        self._lw_every = 1
+        self._lw_trainer: Trainer | None = None
 
     @property
     def state_key(self) -> str:
         """One name per set of arguments."""
-        return self._generate_state_key(**self._arguments)
+        return self._generate_state_key(**self._lw_arguments)
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Read what earlier runs have found."""
-        self._every = min(self.check_every_n_steps or trainer.log_every_n_steps or 50, _MOST_KEPT)
-        self._own = []
-        self._trainer = trainer
-        path = self._file(trainer)
+        self._lw_every = min(self.check_every_n_steps or trainer.log_every_n_steps or 50, _MOST_KEPT)
+        self._lw_own = []
+        self._lw_trainer = trainer
+        path = self._lw_file(trainer)
         found = from_rank_zero(trainer, lambda: json.loads(path.read_text()) if path.exists() else [])
         self.bad_batches = sorted({*self.bad_batches, *found})
 
-    def _file(self, trainer: Trainer) -> Path:
+    def _lw_file(self, trainer: Trainer) -> Path:
         path = self.exclude_batches_path or Path(trainer.local_root_dir)
         return path if path.suffix == ".json" else path / "skip_batches.json"
 
@@ -208,47 +208,47 @@ class SpikeDetection(Callback):
         """Keep the loss, without reading it; judge all that were kept when it is time."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         if loss is not None:
-            self._own.append((batch_idx, loss))
+            self._lw_own.append((batch_idx, loss))
         # Windows are counted, not steps: their number is the same on all ranks and grows with each.
-        if trainer.at_step_boundary and (trainer.progress.steps + trainer.progress.skipped_steps) % self._every == 0:
-            self._look(trainer)
+        if trainer.at_step_boundary and (trainer.progress.steps + trainer.progress.skipped_steps) % self._lw_every == 0:
+            self._lw_look(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Judge what is left: the numbers of batches start again."""
-        self._look(trainer)
+        self._lw_look(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Stop communicating with other ranks."""
-        self._trainer = None
+        self._lw_trainer = None
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Communicate with other ranks only if they are at the same place."""
         if not trainer.ranks_answer:
-            self._trainer = None
+            self._lw_trainer = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Judge what is left: no checkpoint is to follow a spike. One of a run that ends holds what is not judged."""
         if not trainer.interrupted:
-            self._judge_known(trainer)
+            self._lw_judge_known(trainer)
 
-    def _learn(self) -> None:
+    def _lw_learn(self) -> None:
         """Let every rank know the losses of all, in the order of their batches. One copy and one exchange."""
-        own, self._own = self._own, []
+        own, self._lw_own = self._lw_own, []
         values = torch.stack([loss.detach().double().reshape(()) for _, loss in own]).tolist() if own else []
-        trainer = self._trainer
+        trainer = self._lw_trainer
         rank = 0 if trainer is None else trainer.strategy.report_place[0]
         losses = [(number, rank, value) for (number, _), value in zip(own, values, strict=True)]
         if trainer is not None and trainer.ranks_answer:
             losses = [one for part in trainer.strategy.gather_reports(losses) for one in part]
-        self._known += sorted(losses, key=lambda one: one[:2])
+        self._lw_known += sorted(losses, key=lambda one: one[:2])
 
-    def _look(self, trainer: Trainer) -> None:
-        self._learn()
-        self._judge_known(trainer)
+    def _lw_look(self, trainer: Trainer) -> None:
+        self._lw_learn()
+        self._lw_judge_known(trainer)
 
-    def _judge_known(self, trainer: Trainer) -> None:
+    def _lw_judge_known(self, trainer: Trainer) -> None:
         """Judge, with the same result on every rank."""
-        known, self._known = self._known, []
+        known, self._lw_known = self._lw_known, []
         found = [(number, loss, mean) for number, _, loss in known
                  for mean in (self.detector.mean,) if self.detector.is_spike(loss)]  # fmt: skip
         if not found:
@@ -256,7 +256,7 @@ class SpikeDetection(Callback):
         number, loss, mean = found[0]
         numbers = {number for spike in found for number in (spike[0] - 1, spike[0]) if number >= 0}
         self.bad_batches = sorted({*self.bad_batches, *numbers})
-        path = self._file(trainer)
+        path = self._lw_file(trainer)
         if trainer.is_global_zero:
             with only_describes(f"The list of batches {path}"):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -270,20 +270,20 @@ class SpikeDetection(Callback):
 
     def forget_run(self) -> None:
         """Forget the losses and batches of another run."""
-        self.detector = SpikeDetector(**self._arguments)  # type: ignore[arg-type]
-        self.bad_batches, self._known, self._own = [], [], []
+        self.detector = SpikeDetector(**self._lw_arguments)  # type: ignore[arg-type]
+        self.bad_batches, self._lw_known, self._lw_own = [], [], []
 
     def state_dict(self) -> StateDict:
         """Return the window, what was found, and what is not judged yet. On every rank, while fit runs."""
-        self._learn()
+        self._lw_learn()
         return {
             "detector": self.detector.state_dict(),
             "bad_batches": list(self.bad_batches),
-            "pending": [list(one) for one in self._known],
+            "pending": [list(one) for one in self._lw_known],
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore what `state_dict` returned."""
         self.detector.load_state_dict(state_dict["detector"])
         self.bad_batches = list(state_dict["bad_batches"])
-        self._known = [(number, rank, loss) for number, rank, loss in state_dict["pending"]]
+        self._lw_known = [(number, rank, loss) for number, rank, loss in state_dict["pending"]]

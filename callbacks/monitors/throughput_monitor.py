@@ -55,11 +55,11 @@ class ThroughputMonitor(Callback):
         self.window_size = window_size
         self.separator = separator
         self.available_flops: int | None = None
-        self._stages: dict[str, tuple[Throughput, Counts]] = {}
-        self._log_steps = LogSteps()
-        self._resumed: dict[str, float] = {}
-        self._has_warned = False
-        self._is_on = False
+        self._lw_stages: dict[str, tuple[Throughput, Counts]] = {}
+        self._lw_log_steps = LogSteps()
+        self._lw_resumed: dict[str, float] = {}
+        self._lw_has_warned = False
+        self._lw_is_on = False
 
     @property
     def state_key(self) -> str:
@@ -70,84 +70,86 @@ class ThroughputMonitor(Callback):
         """Find the device's peak; warn of a run without a logger."""
         if not trainer.loggers and not trainer.fast_dev_run:
             warn("ThroughputMonitor has no logger to write to, and does nothing: pass Trainer(logger=...)")
-        self._is_on = trainer.is_global_zero and bool(trainer.loggers) and bool(trainer.log_every_n_steps)
+        self._lw_is_on = trainer.is_global_zero and bool(trainer.loggers) and bool(trainer.log_every_n_steps)
         precision = trainer.precision_plugin
         self.available_flops = get_available_flops(trainer.fabric.device, precision.policy.compute_dtype)
-        self._stages = {}
+        self._lw_stages = {}
 
     # --- one stage -------------------------------------------------------------------------------------------------
 
-    def _start(self, trainer: Trainer, stage: str, elapsed_s: float = 0.0) -> None:
-        if self._is_on:
+    def _lw_start(self, trainer: Trainer, stage: str, elapsed_s: float = 0.0) -> None:
+        if self._lw_is_on:
             size = trainer.world_size
             copies = size // trainer.strategy.topology.data_size
             throughput = Throughput(self.available_flops, size, self.window_size, self.separator, copies)
-            counts = Counts(self._samples_of, None if self.length_fn is None else self._length_of)
-            self._stages[stage] = throughput, counts
+            counts = Counts(self._lw_samples_of, None if self.length_fn is None else self._lw_length_of)
+            self._lw_stages[stage] = throughput, counts
             counts.clock.start(elapsed_s)
 
-    def _samples_of(self, batch: AnyBatch) -> int:
+    def _lw_samples_of(self, batch: AnyBatch) -> int:
         return _checked("batch_size_fn", self.batch_size_fn(batch))
 
-    def _length_of(self, batch: AnyBatch) -> int:
+    def _lw_length_of(self, batch: AnyBatch) -> int:
         assert self.length_fn is not None
         return _checked("length_fn", self.length_fn(batch))
 
-    def _count(self, trainer: Trainer, pl_module: nn.Module, stage: str, batch: AnyBatch, *, is_logged: bool) -> None:
-        throughput, counts = self._stages[stage]
+    def _lw_count(
+        self, trainer: Trainer, pl_module: nn.Module, stage: str, batch: AnyBatch, *, is_logged: bool
+    ) -> None:
+        throughput, counts = self._lw_stages[stage]
         counts.add(batch)
         throughput.update(
             time=counts.seconds(trainer.fabric.device) if is_logged else counts.clock.running_s(),
             batches=counts.batches,
             samples=counts.samples,
             lengths=int(counts.items) if self.length_fn is not None else None,
-            flops=self._flops(pl_module),
+            flops=self._lw_flops(pl_module),
         )
 
-    def _flops(self, pl_module: nn.Module) -> float | None:
+    def _lw_flops(self, pl_module: nn.Module) -> float | None:
         flops: float | None = getattr(pl_module, "flops_per_batch", None)
-        if flops is None and not self._has_warned:
-            self._has_warned = True
+        if flops is None and not self._lw_has_warned:
+            self._lw_has_warned = True
             warn(
                 f"ThroughputMonitor: {type(pl_module).__name__} has no flops_per_batch; FLOPs and MFU are not logged",
             )
         return flops
 
-    def _log(self, trainer: Trainer, stage: str, step: int | None) -> None:
-        metrics = self._stages[stage][0].compute()
+    def _lw_log(self, trainer: Trainer, stage: str, step: int | None) -> None:
+        metrics = self._lw_stages[stage][0].compute()
         trainer.log_metrics({f"{stage}{self.separator}{name}": value for name, value in metrics.items()}, step)
 
     # --- training ----------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Start the clock, with what earlier runs have counted."""
-        self._start(trainer, "train", self._resumed.get("time", 0.0))
-        self._log_steps.start(trainer)
-        if self._is_on and self._resumed:
-            counts, resumed = self._stages["train"][1], self._resumed
+        self._lw_start(trainer, "train", self._lw_resumed.get("time", 0.0))
+        self._lw_log_steps.start(trainer)
+        if self._lw_is_on and self._lw_resumed:
+            counts, resumed = self._lw_stages["train"][1], self._lw_resumed
             counts.batches, counts.samples = int(resumed["batches"]), int(resumed["samples"])
             counts.items = int(resumed["lengths"])
-        self._resumed = {}
+        self._lw_resumed = {}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Count the batch; log where the trainer logs."""
-        if not self._is_on:
+        if not self._lw_is_on:
             return
-        is_logged = self._log_steps.is_due(trainer, trainer.log_every_n_steps)
-        self._count(trainer, pl_module, "train", batch, is_logged=is_logged)
+        is_logged = self._lw_log_steps.is_due(trainer, trainer.log_every_n_steps)
+        self._lw_count(trainer, pl_module, "train", batch, is_logged=is_logged)
         if is_logged:
-            self._log(trainer, "train", None)
+            self._lw_log(trainer, "train", None)
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Keep the totals for a later fit."""
-        self._resumed = self._totals()
+        self._lw_resumed = self._lw_totals()
 
-    def _totals(self) -> dict[str, float]:
-        if "train" not in self._stages:
-            return self._resumed
-        counts = self._stages["train"][1]
+    def _lw_totals(self) -> dict[str, float]:
+        if "train" not in self._lw_stages:
+            return self._lw_resumed
+        counts = self._lw_stages["train"][1]
         return {
             "time": counts.clock.running_s(),
             "batches": counts.batches,
@@ -159,15 +161,15 @@ class ThroughputMonitor(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Pause the clock of training."""
-        if "train" in self._stages:
-            self._stages["train"][1].clock.pause()
+        if "train" in self._lw_stages:
+            self._lw_stages["train"][1].clock.pause()
         if not trainer.sanity_checking:
-            self._start(trainer, "validate")
+            self._lw_start(trainer, "validate")
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Continue with the clock of training."""
-        if "train" in self._stages:
-            self._stages["train"][1].clock.resume()
+        if "train" in self._lw_stages:
+            self._lw_stages["train"][1].clock.resume()
 
     def on_validation_batch_end(
         self,
@@ -180,11 +182,11 @@ class ThroughputMonitor(Callback):
     ) -> None:
         """Count the batch."""
         if not trainer.sanity_checking:
-            self._evaluated(trainer, pl_module, "validate", batch)
+            self._lw_evaluated(trainer, pl_module, "validate", batch)
 
     def on_test_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Start the clock of the test."""
-        self._start(trainer, "test")
+        self._lw_start(trainer, "test")
 
     def on_test_batch_end(
         self,
@@ -196,11 +198,11 @@ class ThroughputMonitor(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Count the batch."""
-        self._evaluated(trainer, pl_module, "test", batch)
+        self._lw_evaluated(trainer, pl_module, "test", batch)
 
     def on_predict_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Start the clock of the prediction."""
-        self._start(trainer, "predict")
+        self._lw_start(trainer, "predict")
 
     def on_predict_batch_end(
         self,
@@ -212,33 +214,33 @@ class ThroughputMonitor(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Count the batch."""
-        self._evaluated(trainer, pl_module, "predict", batch)
+        self._lw_evaluated(trainer, pl_module, "predict", batch)
 
-    def _evaluated(self, trainer: Trainer, pl_module: nn.Module, stage: str, batch: AnyBatch) -> None:
-        if not self._is_on:
+    def _lw_evaluated(self, trainer: Trainer, pl_module: nn.Module, stage: str, batch: AnyBatch) -> None:
+        if not self._lw_is_on:
             return
         # The x axis is that of step values of an evaluation: batches ever evaluated.
         if stage == "predict":
-            done = self._stages[stage][1].batches
+            done = self._lw_stages[stage][1].batches
             is_logged = (done + 1) % trainer.log_every_n_steps == 0
         else:
             done, is_logged = trainer.progress.eval_batches, is_evaluation_due(trainer)
-        self._count(trainer, pl_module, stage, batch, is_logged=is_logged)
+        self._lw_count(trainer, pl_module, stage, batch, is_logged=is_logged)
         if is_logged:
-            self._log(trainer, stage, done)
+            self._lw_log(trainer, stage, done)
 
     def forget_run(self) -> None:
         """Count from 0."""
-        self._stages, self._resumed = {}, {}
+        self._lw_stages, self._lw_resumed = {}, {}
 
     def state_dict(self) -> StateDict:
         """Return the totals of training."""
-        totals = self._totals()
+        totals = self._lw_totals()
         return {"train": totals} if totals else {}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue with the totals of the earlier run."""
-        self._resumed = dict(state_dict.get("train", {}))
+        self._lw_resumed = dict(state_dict.get("train", {}))
 
 
 def _checked(name: str, number: object) -> int:

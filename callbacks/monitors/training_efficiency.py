@@ -108,14 +108,14 @@ class TrainingEfficiency(Callback):
         self.verbose = verbose
         self.summary: dict[str, float] = {}
         self.flops_per_sample: float | None = flops if isinstance(flops, int | float) else None
-        self._totals = {"samples": 0.0, "tokens": 0.0, "seconds": 0.0, "training_seconds": 0.0}
-        self._counter: Any = None  # Any: torch's FLOP counter, imported where it is used
-        self._is_to_count = self._is_counting = False
-        self._log_steps = LogSteps()
-        self._counts: Counts | None = None  # since the last reading; None where nothing is measured
-        self._peak: float | None = None
-        self._parameters = 0
-        self._replicas = self._devices = 1
+        self._lw_totals = {"samples": 0.0, "tokens": 0.0, "seconds": 0.0, "training_seconds": 0.0}
+        self._lw_counter: Any = None  # Any: torch's FLOP counter, imported where it is used
+        self._lw_is_to_count = self._lw_is_counting = False
+        self._lw_log_steps = LogSteps()
+        self._lw_counts: Counts | None = None  # since the last reading; None where nothing is measured
+        self._lw_peak: float | None = None
+        self._lw_parameters = 0
+        self._lw_replicas = self._lw_devices = 1
 
     @property
     def state_key(self) -> str:
@@ -129,19 +129,19 @@ class TrainingEfficiency(Callback):
         if not trainer.is_global_zero:
             return
         device = trainer.fabric.device
-        self._devices = trainer.world_size
-        self._replicas = trainer.strategy.topology.data_size
-        self._peak = self._find_peak(trainer) if self.flops is not None else None
-        self._parameters = sum(count_elements(one) for one in pl_module.parameters() if one.requires_grad)
-        self._log_steps.start(trainer)
+        self._lw_devices = trainer.world_size
+        self._lw_replicas = trainer.strategy.topology.data_size
+        self._lw_peak = self._lw_find_peak(trainer) if self.flops is not None else None
+        self._lw_parameters = sum(count_elements(one) for one in pl_module.parameters() if one.requires_grad)
+        self._lw_log_steps.start(trainer)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        self._is_to_count = self.flops == "count" and self.flops_per_sample is None and not _is_compiled(pl_module)
-        self._counts = Counts(self.batch_size_fn or trainer.batch_size_of, self.tokens_fn)
+        self._lw_is_to_count = self.flops == "count" and self.flops_per_sample is None and not _is_compiled(pl_module)
+        self._lw_counts = Counts(self.batch_size_fn or trainer.batch_size_of, self.tokens_fn)
         synchronize(device)
-        self._counts.start()
+        self._lw_counts.start()
 
-    def _find_peak(self, trainer: Trainer) -> float | None:
+    def _lw_find_peak(self, trainer: Trainer) -> float | None:
         if not isinstance(self.peak_flops, str):
             return self.peak_flops
         dtype = trainer.precision_plugin.policy.compute_dtype
@@ -151,89 +151,89 @@ class TrainingEfficiency(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int) -> None:
         """Begin to count FLOPs, at the first micro-batch."""
-        if self._counts is not None and self._is_to_count:
-            self._is_to_count = False
-            self._counter = FlopCounterMode(display=False)
-            self._counter.__enter__()
-            self._is_counting = True
+        if self._lw_counts is not None and self._lw_is_to_count:
+            self._lw_is_to_count = False
+            self._lw_counter = FlopCounterMode(display=False)
+            self._lw_counter.__enter__()
+            self._lw_is_counting = True
 
     def on_after_backward(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """End the count. With manual optimization a step may have several passes: there it ends with the batch."""
-        if self._is_counting and getattr(pl_module, "automatic_optimization", True):
-            self._is_counting = False
-            self._counter.__exit__(None, None, None)
+        if self._lw_is_counting and getattr(pl_module, "automatic_optimization", True):
+            self._lw_is_counting = False
+            self._lw_counter.__exit__(None, None, None)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Count samples and tokens; log where the trainer logs."""
-        if self._counts is None:
+        if self._lw_counts is None:
             return
         if batch is not None:
-            size = self._counts.add(batch)
-            if self._counter is not None:
-                self._end_count(size)
-        if self._log_steps.is_due(trainer, trainer.log_every_n_steps):
-            self._log(trainer, self._counts)
+            size = self._lw_counts.add(batch)
+            if self._lw_counter is not None:
+                self._lw_end_count(size)
+        if self._lw_log_steps.is_due(trainer, trainer.log_every_n_steps):
+            self._lw_log(trainer, self._lw_counts)
 
-    def _end_count(self, size: int) -> None:
-        counter, self._counter = self._counter, None
-        if self._is_counting:
-            self._is_counting = False
+    def _lw_end_count(self, size: int) -> None:
+        counter, self._lw_counter = self._lw_counter, None
+        if self._lw_is_counting:
+            self._lw_is_counting = False
             counter.__exit__(None, None, None)
         if counter.get_total_flops() and size:
             self.flops_per_sample = counter.get_total_flops() / size
 
-    def _read(self, trainer: Trainer, counts: Counts) -> tuple[float, float, float]:
+    def _lw_read(self, trainer: Trainer, counts: Counts) -> tuple[float, float, float]:
         """Add what was counted since the last time to the totals; return samples, tokens and seconds of it."""
         seconds = counts.seconds(trainer.fabric.device)  # a log boundary: the values of the step are read anyway
-        before = self._totals
-        self._totals = self._with(counts)
+        before = self._lw_totals
+        self._lw_totals = self._lw_with(counts)
         counts.start()
-        return self._totals["samples"] - before["samples"], self._totals["tokens"] - before["tokens"], seconds
+        return self._lw_totals["samples"] - before["samples"], self._lw_totals["tokens"] - before["tokens"], seconds
 
-    def _with(self, counts: Counts) -> dict[str, float]:
+    def _lw_with(self, counts: Counts) -> dict[str, float]:
         """Return the totals with these counts; waits for the device where it counts the tokens."""
-        totals = self._totals
+        totals = self._lw_totals
         return {
-            "samples": totals["samples"] + counts.samples * self._replicas,
-            "tokens": totals["tokens"] + float(counts.items) * self._replicas,
+            "samples": totals["samples"] + counts.samples * self._lw_replicas,
+            "tokens": totals["tokens"] + float(counts.items) * self._lw_replicas,
             "seconds": totals["seconds"] + counts.clock.wall_s(),
             "training_seconds": totals["training_seconds"] + counts.clock.running_s(),
         }
 
-    def _log(self, trainer: Trainer, counts: Counts) -> None:
-        metrics = self._rates(*self._read(trainer, counts))
-        metrics.update(self._overall(trainer))
+    def _lw_log(self, trainer: Trainer, counts: Counts) -> None:
+        metrics = self._lw_rates(*self._lw_read(trainer, counts))
+        metrics.update(self._lw_overall(trainer))
         trainer.log_metrics({f"efficiency/{name}": value for name, value in metrics.items()})
 
-    def _rates(self, samples: float, tokens: float, seconds: float) -> dict[str, float]:
+    def _lw_rates(self, samples: float, tokens: float, seconds: float) -> dict[str, float]:
         if seconds <= 0:
             return {}
         rates = {"samples_per_sec": samples / seconds}
         if self.tokens_fn is not None:
             rates["tokens_per_sec"] = tokens / seconds
-        flops = self._flops_of(samples, tokens)
+        flops = self._lw_flops_of(samples, tokens)
         if flops is not None:
             rates["flops_per_sec"] = flops / seconds
-            if self._peak:
-                rates["mfu"] = rates["flops_per_sec"] / (self._peak * self._devices)
+            if self._lw_peak:
+                rates["mfu"] = rates["flops_per_sec"] / (self._lw_peak * self._lw_devices)
         return rates
 
-    def _flops_of(self, samples: float, tokens: float) -> float | None:
+    def _lw_flops_of(self, samples: float, tokens: float) -> float | None:
         if self.flops is None:
             return None
         if self.flops_per_sample is not None:
             return self.flops_per_sample * samples
-        return dense_flops_per_token(self._parameters) * (samples if self.tokens_fn is None else tokens)
+        return dense_flops_per_token(self._lw_parameters) * (samples if self.tokens_fn is None else tokens)
 
-    def _overall(self, trainer: Trainer) -> dict[str, float]:
-        totals = self._totals
+    def _lw_overall(self, trainer: Trainer) -> dict[str, float]:
+        totals = self._lw_totals
         metrics = {"seconds": totals["seconds"], **_memory(trainer.fabric.device)}
-        if self.tokens_fn is not None and self._parameters:
-            metrics["chinchilla_fraction"] = totals["tokens"] / chinchilla_tokens(self._parameters)
+        if self.tokens_fn is not None and self._lw_parameters:
+            metrics["chinchilla_fraction"] = totals["tokens"] / chinchilla_tokens(self._lw_parameters)
         if self.price_per_hour is not None:
-            cost = metrics["cost"] = totals["seconds"] / 3600 * self.price_per_hour * self._devices
+            cost = metrics["cost"] = totals["seconds"] / 3600 * self.price_per_hour * self._lw_devices
             if totals["samples"]:
                 metrics["cost_per_million_samples"] = cost / totals["samples"] * 1e6
             if totals["tokens"]:
@@ -244,33 +244,33 @@ class TrainingEfficiency(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Stop the clock of training."""
-        if self._counts is not None and not trainer.sanity_checking:
+        if self._lw_counts is not None and not trainer.sanity_checking:
             synchronize(trainer.fabric.device)
-            self._counts.clock.pause()
+            self._lw_counts.clock.pause()
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Continue with the clock of training."""
-        if self._counts is not None and not trainer.sanity_checking:
+        if self._lw_counts is not None and not trainer.sanity_checking:
             synchronize(trainer.fabric.device)
-            self._counts.clock.resume()
+            self._lw_counts.clock.resume()
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Sum up."""
-        if self._counts is None:
+        if self._lw_counts is None:
             return
-        self._read(trainer, self._counts)
-        self._counts = None
-        totals = self._totals
-        self.summary = {"samples": totals["samples"], **self._rates(totals["samples"], totals["tokens"],
+        self._lw_read(trainer, self._lw_counts)
+        self._lw_counts = None
+        totals = self._lw_totals
+        self.summary = {"samples": totals["samples"], **self._lw_rates(totals["samples"], totals["tokens"],
                                                                     totals["training_seconds"])}  # fmt: skip
         if self.tokens_fn is not None:
-            self.summary.update(tokens=totals["tokens"], chinchilla_tokens=chinchilla_tokens(self._parameters))
-        flops = self._flops_of(totals["samples"], totals["tokens"])
+            self.summary.update(tokens=totals["tokens"], chinchilla_tokens=chinchilla_tokens(self._lw_parameters))
+        flops = self._lw_flops_of(totals["samples"], totals["tokens"])
         if flops is not None:
             self.summary["flops"] = flops
         if self.flops_per_sample is not None:
             self.summary["flops_per_sample"] = self.flops_per_sample
-        self.summary.update(self._overall(trainer))
+        self.summary.update(self._lw_overall(trainer))
         if self.verbose:
             width = max(map(len, self.summary))
             rows = [f"  {name:<{width}}  {value:,.6g}" for name, value in self.summary.items()]
@@ -278,22 +278,22 @@ class TrainingEfficiency(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """End a count that is under way."""
-        if self._counter is not None:
-            self._end_count(0)
-        self._counts = None
+        if self._lw_counter is not None:
+            self._lw_end_count(0)
+        self._lw_counts = None
 
     def forget_run(self) -> None:
         """Count from 0."""
-        self._totals, self.summary = dict.fromkeys(self._totals, 0.0), {}
+        self._lw_totals, self.summary = dict.fromkeys(self._lw_totals, 0.0), {}
 
     def state_dict(self) -> StateDict:
         """Return the totals; those since the last log boundary are included."""
-        totals = dict(self._totals) if self._counts is None else self._with(self._counts)
+        totals = dict(self._lw_totals) if self._lw_counts is None else self._lw_with(self._lw_counts)
         return {"totals": totals, "flops_per_sample": self.flops_per_sample, "summary": dict(self.summary)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue with the totals of the earlier run."""
-        self._totals.update(state_dict["totals"])
+        self._lw_totals.update(state_dict["totals"])
         self.summary = dict(state_dict["summary"])  # where fit ran in other processes, this brings it back
         if self.flops_per_sample is None:
             self.flops_per_sample = state_dict["flops_per_sample"]

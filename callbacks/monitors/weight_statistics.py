@@ -70,64 +70,64 @@ class WeightStatistics(Callback):
         self.depth = depth
         self.kinds = tuple(kind for kind, on in zip(_KINDS, (weights, gradients, updates), strict=True) if on)
         self.histogram_bins = histogram_bins
-        self._names: dict[int, str] = {}
-        self._norms: list[tuple[str, str, Tensor]] = []  # kind, parameter's name, norm and largest value: shape (2,)
-        self._histograms: list[tuple[str, str, Tensor]] = []  # edges' ends, sum, sum of squares, counts
-        self._before: list[tuple[str, Tensor, Tensor]] = []
-        self._step = -1
+        self._lw_names: dict[int, str] = {}
+        self._lw_norms: list[tuple[str, str, Tensor]] = []  # kind, parameter's name, norm and largest value: shape (2,)
+        self._lw_histograms: list[tuple[str, str, Tensor]] = []  # edges' ends, sum, sum of squares, counts
+        self._lw_before: list[tuple[str, Tensor, Tensor]] = []
+        self._lw_step = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Learn the parameters' names."""
         require_logger(trainer, self)
-        self._names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
-        self._forget()
+        self._lw_names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
+        self._lw_forget()
 
-    def _forget(self) -> None:
-        self._norms, self._histograms, self._before = [], [], []
+    def _lw_forget(self) -> None:
+        self._lw_norms, self._lw_histograms, self._lw_before = [], [], []
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: nn.Module, optimizer: Optimizer) -> None:
         """Compute on the device, if this step is logged; nothing is read."""
         if not trainer.should_log:
             return
-        if self._step != trainer.global_step:
-            self._forget()
-            self._step = trainer.global_step
-        named = [(self._names[id(parameter)], parameter) for group in optimizer.param_groups
-                 for parameter in group["params"] if id(parameter) in self._names]  # fmt: skip
+        if self._lw_step != trainer.global_step:
+            self._lw_forget()
+            self._lw_step = trainer.global_step
+        named = [(self._lw_names[id(parameter)], parameter) for group in optimizer.param_groups
+                 for parameter in group["params"] if id(parameter) in self._lw_names]  # fmt: skip
         with torch.no_grad():
             if "weights" in self.kinds:
-                self._add("weights", [(name, parameter.detach()) for name, parameter in named])
+                self._lw_add("weights", [(name, parameter.detach()) for name, parameter in named])
             if "gradients" in self.kinds:
-                self._add("gradients", [(name, p.grad.detach()) for name, p in named if p.grad is not None])
+                self._lw_add("gradients", [(name, p.grad.detach()) for name, p in named if p.grad is not None])
             if "updates" in self.kinds:
-                self._before += [(name, parameter, parameter.detach().clone()) for name, parameter in named]
+                self._lw_before += [(name, parameter, parameter.detach().clone()) for name, parameter in named]
 
-    def _add(self, kind: str, named: list[tuple[str, Tensor]]) -> None:
-        self._norms += [(kind, name, pair) for name, pair in _norms(named)]
+    def _lw_add(self, kind: str, named: list[tuple[str, Tensor]]) -> None:
+        self._lw_norms += [(kind, name, pair) for name, pair in _norms(named)]
         if self.histogram_bins:
-            self._histograms += [(kind, name, row) for name, row in _histograms(named, self.histogram_bins)]
+            self._lw_histograms += [(kind, name, row) for name, row in _histograms(named, self.histogram_bins)]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Read everything with one copy and log it, once the step has been taken."""
-        if self._step < 0 or not trainer.at_step_boundary:
+        if self._lw_step < 0 or not trainer.at_step_boundary:
             return
-        if trainer.global_step > self._step:
+        if trainer.global_step > self._lw_step:
             with torch.no_grad():
-                self._log(trainer)
-        self._forget()
-        self._step = -1
+                self._lw_log(trainer)
+        self._lw_forget()
+        self._lw_step = -1
 
-    def _log(self, trainer: Trainer) -> None:
-        rows = self._norms
-        if self._before:
+    def _lw_log(self, trainer: Trainer) -> None:
+        rows = self._lw_norms
+        if self._lw_before:
             # Both norms belong to one ratio: what the step changed, and what it changed.
-            old = [(name, before) for name, _, before in self._before]
-            change = [(name, parameter.detach() - before) for name, parameter, before in self._before]
+            old = [(name, before) for name, _, before in self._lw_before]
+            change = [(name, parameter.detach() - before) for name, parameter, before in self._lw_before]
             rows = rows + [("updates", name, pair) for name, pair in _norms(change)]
             rows = rows + [("before", name, pair) for name, pair in _norms(old)]
-        measured = [*rows, *self._histograms]
+        measured = [*rows, *self._lw_histograms]
         has_stages = trainer.strategy.has_stages
         if not (trainer.is_global_zero or has_stages):
             return
@@ -143,16 +143,16 @@ class WeightStatistics(Callback):
         if not (trainer.is_global_zero and numbers):
             return
         rows_of_all = [(kind, name, row[0], row[1]) for (kind, name, size), row in numbers.items() if size == 2]
-        metrics = self._grouped(rows_of_all)
-        trainer.log_metrics(metrics, self._step)
+        metrics = self._lw_grouped(rows_of_all)
+        trainer.log_metrics(metrics, self._lw_step)
         histograms = [(kind, name, row) for (kind, name, size), row in numbers.items() if size > 2]
-        self._send_histograms(trainer, histograms)
+        self._lw_send_histograms(trainer, histograms)
 
-    def _grouped(self, rows: list[tuple[str, str, float, float]]) -> dict[str, float]:
+    def _lw_grouped(self, rows: list[tuple[str, str, float, float]]) -> dict[str, float]:
         squares: dict[tuple[str, str], float] = {}
         largest: dict[tuple[str, str], float] = {}
         for kind, name, norm, top in rows:
-            groups = {"total"} if self.depth == 0 else {"total", self._group(name)}
+            groups = {"total"} if self.depth == 0 else {"total", self._lw_group(name)}
             for group in groups:
                 key = (kind, group)
                 squares[key] = squares.get(key, 0.0) + norm * norm
@@ -168,10 +168,10 @@ class WeightStatistics(Callback):
                 metrics[f"{kind}/{group}/max"] = largest[kind, group]
         return metrics
 
-    def _group(self, name: str) -> str:
+    def _lw_group(self, name: str) -> str:
         return name if self.depth is None else ".".join(name.split(".")[: self.depth])
 
-    def _send_histograms(self, trainer: Trainer, rows: list[tuple[str, str, list[float]]]) -> None:
+    def _lw_send_histograms(self, trainer: Trainer, rows: list[tuple[str, str, list[float]]]) -> None:
         for kind, name, (low, high, total, square, *counts) in rows:
             if not (math.isfinite(low) and math.isfinite(high)):
                 continue
@@ -186,7 +186,7 @@ class WeightStatistics(Callback):
                 "bucket_counts": counts,
             }
             for logger in trainer.loggers:
-                trainer.output.tell(logger, partial(_add_histogram, logger, f"{kind}/{name}", histogram, self._step))
+                trainer.output.tell(logger, partial(_add_histogram, logger, f"{kind}/{name}", histogram, self._lw_step))
 
     @property
     def state_key(self) -> str:

@@ -41,9 +41,9 @@ class XLAStatsMonitor(Callback):
 
     def __init__(self, verbose: bool = True) -> None:
         self.verbose = verbose
-        self._metrics: Any = None  # Any: torch_xla is not annotated
-        self._began = 0.0
-        self._compiled = 0.0
+        self._lw_metrics: Any = None  # Any: torch_xla is not annotated
+        self._lw_began = 0.0
+        self._lw_compiled = 0.0
 
     def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Refuse a run without a logger, or on another device."""
@@ -57,11 +57,11 @@ class XLAStatsMonitor(Callback):
             raise ConfigError(
                 f"XLAStatsMonitor: {'; '.join(whats)}.", fix=f"{'; '.join(fixes)}, or remove the callback."
             )
-        self._metrics = import_module("torch_xla.debug.metrics")
+        self._lw_metrics = import_module("torch_xla.debug.metrics")
 
     def read(self) -> dict[str, float]:
         """Return the counters of this process; the host has them."""
-        metrics = self._metrics
+        metrics = self._lw_metrics
         compiled = metrics.metric_data("CompileTime")
         names = metrics.counter_names()
         reads = "aten::_local_scalar_dense"
@@ -76,8 +76,8 @@ class XLAStatsMonitor(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Note the time."""
-        self._began = time.monotonic()
-        self._compiled = self.read()["compiled_graphs"]
+        self._lw_began = time.monotonic()
+        self._lw_compiled = self.read()["compiled_graphs"]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
@@ -93,9 +93,9 @@ class XLAStatsMonitor(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Write the epoch's time and compilations to the log. The device may not have finished the epoch's work."""
         if self.verbose and trainer.is_global_zero:
-            compiled = self.read()["compiled_graphs"] - self._compiled
-            seconds = time.monotonic() - self._began
+            compiled = self.read()["compiled_graphs"] - self._lw_compiled
+            seconds = time.monotonic() - self._lw_began
             logger.info("epoch %d: %.2f s, %d graphs compiled", trainer.current_epoch, seconds, compiled)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_metrics": None}
+        return {**self.__dict__, "_lw_metrics": None}

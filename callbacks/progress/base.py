@@ -87,22 +87,22 @@ class ProgressBar(Callback):
         is_training = trainer.state.fn == "fit" and not trainer.sanity_checking
         if is_training and not trainer.fit_loop.validates_in_this_epoch:
             return 0
-        return sum(self._eval_batches("validation"))
+        return sum(self._lw_eval_batches("validation"))
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
         """Batches of the loader that is being validated; inf if not known."""
-        return self._batches_of_current_loader("validation")
+        return self._lw_batches_of_current_loader("validation")
 
     @property
     def total_test_batches_current_dataloader(self) -> int | float:
         """Batches of the loader that is being tested; inf if not known."""
-        return self._batches_of_current_loader("test")
+        return self._lw_batches_of_current_loader("test")
 
     @property
     def total_predict_batches_current_dataloader(self) -> int | float:
         """Batches of the loader that is being predicted; inf if not known."""
-        return self._batches_of_current_loader("predict")
+        return self._lw_batches_of_current_loader("predict")
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
         """Whether this loader is another one than at the last call."""
@@ -124,9 +124,9 @@ class ProgressBar(Callback):
     def print(self, *args: object, **kwargs: Any) -> None:  # Any: as print takes it
         """Write a line as `print` does, above the bar if one is drawn; on rank zero only."""
         if self._trainer is None or self._trainer.is_global_zero:
-            self._write(printed(*args, **kwargs))
+            self._lw_write(printed(*args, **kwargs))
 
-    def _write(self, text: str) -> None:
+    def _lw_write(self, text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
@@ -143,7 +143,7 @@ class ProgressBar(Callback):
         """
         return {**trainer.progress_bar_metrics}
 
-    def _eval_batches(self, stage: str) -> list[int | float]:
+    def _lw_eval_batches(self, stage: str) -> list[int | float]:
         trainer = self.trainer
         if stage == "test":
             batches = trainer.num_test_batches
@@ -153,8 +153,8 @@ class ProgressBar(Callback):
             batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
         return list(batches)
 
-    def _batches_of_current_loader(self, stage: str) -> int | float:
-        batches, index = self._eval_batches(stage), self._current_eval_dataloader_idx or 0
+    def _lw_batches_of_current_loader(self, stage: str) -> int | float:
+        batches, index = self._lw_eval_batches(stage), self._current_eval_dataloader_idx or 0
         return batches[index] if index < len(batches) else math.inf
 
 

@@ -40,8 +40,9 @@ _PATIENCE_S = 0.5
 class LiveProgressBar(ProgressBar):
     """Draw on a terminal or in a notebook; elsewhere write lines, beside bars that are kept up to date and not drawn.
 
-    Subclasses implement `_show`, `_close` and `_write_above`. A bar exists from its first drawing or reading on. Of a
-    user's subclass, whose code may read it in other ways, one that is not drawn exists from the stage's beginning on.
+    Subclasses implement `_lw_show`, `_lw_close` and `_lw_write_above`. A bar exists from its first drawing or reading
+    on. Of a user's subclass, whose code may read it in other ways, one that is not drawn exists from the stage's
+    beginning on.
 
     Args:
         plain_interval_s: Seconds between two lines if the output is not a terminal. Lines are also written after the
@@ -55,80 +56,80 @@ class LiveProgressBar(ProgressBar):
                 f"{type(self).__name__}: plain_interval_s={plain_interval_s!r}, expected seconds above 0.",
                 fix="pass for example 30.0.",
             )
-        self._plain_interval_s = plain_interval_s
-        self._is_enabled = True
-        self._has_failed = False
-        self._lines: PlainLines | None = None
-        self._next_draw_s = self._next_line_s = 0.0
-        self._draw_interval_s = _DRAW_INTERVAL_S
-        self._is_watched = False
-        self._open: set[str] = set()
-        self._under_way: set[str] = set()
-        self._past: dict[str, tuple[str, int, int | float]] = {}  # stages whose bar was not read, as they ended
-        self._began: dict[str, tuple[float, int]] = {}  # stage -> when, and after how many batches
-        self._eval_start_s = 0.0
-        self._has_lined = False
-        self._train_start_s = 0.0
-        self._last_description = ""
+        self._lw_plain_interval_s = plain_interval_s
+        self._lw_is_enabled = True
+        self._lw_has_failed = False
+        self._lw_lines: PlainLines | None = None
+        self._lw_next_draw_s = self._lw_next_line_s = 0.0
+        self._lw_draw_interval_s = _DRAW_INTERVAL_S
+        self._lw_is_watched = False
+        self._lw_open: set[str] = set()
+        self._lw_under_way: set[str] = set()
+        self._lw_past: dict[str, tuple[str, int, int | float]] = {}  # stages whose bar was not read, as they ended
+        self._lw_began: dict[str, tuple[float, int]] = {}  # stage -> when, and after how many batches
+        self._lw_eval_start_s = 0.0
+        self._lw_has_lined = False
+        self._lw_train_start_s = 0.0
+        self._lw_last_description = ""
 
     # --- what subclasses provide -----------------------------------------------------------------------------------
 
-    def _show(
+    def _lw_show(
         self, stage: str, description: str, done: int, total: int | None, metrics: dict[str, float | int | str]
     ) -> None:
         """Draw the bar of the stage ("train", "sanity", "validation", "test", "predict"); open it if it is not.
 
-        Where `_is_drawn` is false, only the bar's numbers and texts change.
+        Where `_lw_is_drawn` is false, only the bar's numbers and texts change.
         """
         raise NotImplementedError
 
-    def _close(self, stage: str, *, keep: bool) -> None:
+    def _lw_close(self, stage: str, *, keep: bool) -> None:
         """Take the bar of the stage off the screen, or leave its last state there. It stays readable."""
         raise NotImplementedError
 
-    def _write_above(self, text: str) -> None:
+    def _lw_write_above(self, text: str) -> None:
         """Write text above the bars that are on the screen."""
         raise NotImplementedError
 
     @property
-    def _leaves(self) -> bool:
+    def _lw_leaves(self) -> bool:
         """Whether the bar of each epoch stays on the screen."""
         return False
 
     @property
-    def _is_drawn(self) -> bool:
+    def _lw_is_drawn(self) -> bool:
         """Whether bars can be seen."""
-        return self._lines is None and self._is_enabled
+        return self._lw_lines is None and self._lw_is_enabled
 
     # --- what users call -------------------------------------------------------------------------------------------
 
     @property
     def is_enabled(self) -> bool:
         """Whether it draws."""
-        return self._is_enabled
+        return self._lw_is_enabled
 
     @property
     def is_disabled(self) -> bool:
         """Whether it draws nothing."""
-        return not self._is_enabled
+        return not self._lw_is_enabled
 
     def disable(self) -> None:
         """Draw nothing from now on."""
-        self._is_enabled = False
-        self._next_draw_s = _NEVER
+        self._lw_is_enabled = False
+        self._lw_next_draw_s = _NEVER
 
     def enable(self) -> None:
         """Draw again."""
-        self._is_enabled = True
-        self._next_draw_s = 0.0
+        self._lw_is_enabled = True
+        self._lw_next_draw_s = 0.0
 
     def print(self, *args: object, **kwargs: Any) -> None:  # Any: as print takes it
         """Write a line as `print` does, above the bars."""
         if kwargs.get("file") not in (None, sys.stdout):
             if self._trainer is None or self._trainer.is_global_zero:
                 kwargs["file"].write(printed(*args, **kwargs))
-        elif self._open and self._is_drawn:
-            self._safely(self._write_above, printed(*args, **kwargs))
+        elif self._lw_open and self._lw_is_drawn:
+            self._lw_safely(self._lw_write_above, printed(*args, **kwargs))
         else:
             super().print(*args, **kwargs)
 
@@ -137,71 +138,73 @@ class LiveProgressBar(ProgressBar):
     def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Keep the trainer, and look where the output goes."""
         super().setup(trainer, pl_module, stage)
-        self._lines = None if can_draw(sys.stdout) else PlainLines(self._write)
-        self._open, self._under_way, self._past = set(), set(), {}
+        self._lw_lines = None if can_draw(sys.stdout) else PlainLines(self._lw_write)
+        self._lw_open, self._lw_under_way, self._lw_past = set(), set(), {}
         # A subclass of the user, or a method set on the object, may look at its bar after each batch; on a terminal
         # that would cost too much.
         is_replaced = any(
             callable(value) and callable(getattr(type(self), name, None)) for name, value in vars(self).items()
         )
         is_plain = is_core(type(self)) and not is_replaced
-        self._is_watched = self._lines is not None and not is_plain
-        self._arm(0.0)
+        self._lw_is_watched = self._lw_lines is not None and not is_plain
+        self._lw_arm(0.0)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: object) -> None:
         """A trial validation begins."""
-        self._arm(_PATIENCE_S)
-        self._begin("sanity")
+        self._lw_arm(_PATIENCE_S)
+        self._lw_begin("sanity")
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: object) -> None:
         """Take the bar of the trial validation away."""
-        self._finish("sanity")
+        self._lw_finish("sanity")
 
     def on_train_start(self, trainer: Trainer, pl_module: object) -> None:
         """Training begins."""
-        if self._lines is not None:
-            self._safely(self._lines.start, trainer)
-        self._has_lined = False
-        self._train_start_s = time.monotonic()
-        self._arm(0.0)
-        self._begin("train")
+        if self._lw_lines is not None:
+            self._lw_safely(self._lw_lines.start, trainer)
+        self._lw_has_lined = False
+        self._lw_train_start_s = time.monotonic()
+        self._lw_arm(0.0)
+        self._lw_begin("train")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: object) -> None:
         """Begin a new bar, if the one of the last epoch stays."""
-        if self._leaves:
-            self._finish("train", keep=True)
-        self._begin("train")
+        if self._lw_leaves:
+            self._lw_finish("train", keep=True)
+        self._lw_begin("train")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Draw if it is time."""
-        if time.monotonic() >= self._next_draw_s:
-            self._draw_training(trainer, pl_module, batch_idx + 1)
+        if time.monotonic() >= self._lw_next_draw_s:
+            self._lw_draw_training(trainer, pl_module, batch_idx + 1)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: object) -> None:
         """Draw the end of the epoch."""
-        if self._is_enabled:
-            self._next_line_s = 0.0
+        if self._lw_is_enabled:
+            self._lw_next_line_s = 0.0
             total = self.total_train_batches
             done = trainer.progress.batches_in_epoch if math.isinf(total) else int(total)
-            self._draw_training(trainer, pl_module, done)
+            self._lw_draw_training(trainer, pl_module, done)
 
     def on_train_end(self, trainer: Trainer, pl_module: object) -> None:
         """Leave the last state of the bar on the screen; in a notebook also as text, which is saved with it."""
-        self._finish("train", keep=True)
-        if self._is_enabled and self._lines is None and is_notebook():
-            seconds = timedelta(seconds=round(time.monotonic() - self._train_start_s))
-            parts = [self._last_description, f"step {trainer.global_step}", str(seconds)]
-            shown = self._safely(self.get_metrics, trainer, cast("nn.Module", pl_module))
-            self._write(" | ".join([*parts, *format_metrics(cast("dict[str, float | int | str]", shown or {}))]) + "\n")
+        self._lw_finish("train", keep=True)
+        if self._lw_is_enabled and self._lw_lines is None and is_notebook():
+            seconds = timedelta(seconds=round(time.monotonic() - self._lw_train_start_s))
+            parts = [self._lw_last_description, f"step {trainer.global_step}", str(seconds)]
+            shown = self._lw_safely(self.get_metrics, trainer, cast("nn.Module", pl_module))
+            self._lw_write(
+                " | ".join([*parts, *format_metrics(cast("dict[str, float | int | str]", shown or {}))]) + "\n"
+            )
 
     def on_validation_start(self, trainer: Trainer, pl_module: object) -> None:
         """A validation begins; the bar of training shows where it stands."""
-        if self._is_drawn and "train" in self._open and not trainer.sanity_checking:
+        if self._lw_is_drawn and "train" in self._lw_open and not trainer.sanity_checking:
             done = trainer.progress.batches_in_epoch
-            self._draw(trainer, pl_module, "train", self._epoch_of(trainer), done, self.total_train_batches)
-        self._begin_evaluation("sanity" if trainer.sanity_checking else "validation")
+            self._lw_draw(trainer, pl_module, "train", self._lw_epoch_of(trainer), done, self.total_train_batches)
+        self._lw_begin_evaluation("sanity" if trainer.sanity_checking else "validation")
 
     def on_validation_batch_end(
         self,
@@ -213,34 +216,34 @@ class LiveProgressBar(ProgressBar):
         dataloader_idx: int = 0,
     ) -> None:
         """Draw if it is time."""
-        if time.monotonic() >= self._next_draw_s:
+        if time.monotonic() >= self._lw_next_draw_s:
             stage = "sanity" if trainer.sanity_checking else "validation"
-            self._draw_evaluation(trainer, pl_module, stage, batch_idx + 1, dataloader_idx)
+            self._lw_draw_evaluation(trainer, pl_module, stage, batch_idx + 1, dataloader_idx)
 
     def on_validation_end(self, trainer: Trainer, pl_module: object) -> None:
         """Take the bar away; write a line where lines are written, unless that of the epoch's end follows at once."""
         if trainer.sanity_checking:
             return
         if trainer.state.fn == "fit":
-            if self._lines is not None:
-                self._fill(trainer, pl_module, "validation")
-            self._finish("validation")
-            if self._lines is not None and "train" in self._open and self._is_enabled:
+            if self._lw_lines is not None:
+                self._lw_fill(trainer, pl_module, "validation")
+            self._lw_finish("validation")
+            if self._lw_lines is not None and "train" in self._lw_open and self._lw_is_enabled:
                 done = trainer.progress.batches_in_epoch
-                self._draw(trainer, pl_module, "train", self._epoch_of(trainer), done, self.total_train_batches)
+                self._lw_draw(trainer, pl_module, "train", self._lw_epoch_of(trainer), done, self.total_train_batches)
         else:
-            self._complete(trainer, pl_module, "validation")
-        if self._lines is not None and self._is_enabled:
-            self._lines.pause(time.monotonic() - self._eval_start_s)
+            self._lw_complete(trainer, pl_module, "validation")
+        if self._lw_lines is not None and self._lw_is_enabled:
+            self._lw_lines.pause(time.monotonic() - self._lw_eval_start_s)
             if trainer.state.fn == "fit" and not trainer.is_last_batch:
-                self._safely(self._write_training_line, trainer, pl_module)
-            self._next_draw_s = time.monotonic() + self._plain_interval_s
-        elif self._is_enabled and trainer.state.fn == "fit":
-            self._next_draw_s = 0.0
+                self._lw_safely(self._lw_write_training_line, trainer, pl_module)
+            self._lw_next_draw_s = time.monotonic() + self._lw_plain_interval_s
+        elif self._lw_is_enabled and trainer.state.fn == "fit":
+            self._lw_next_draw_s = 0.0
 
     def on_test_start(self, trainer: Trainer, pl_module: object) -> None:
         """A test begins."""
-        self._begin_evaluation("test")
+        self._lw_begin_evaluation("test")
 
     def on_test_batch_end(
         self,
@@ -252,16 +255,16 @@ class LiveProgressBar(ProgressBar):
         dataloader_idx: int = 0,
     ) -> None:
         """Draw if it is time."""
-        if time.monotonic() >= self._next_draw_s:
-            self._draw_evaluation(trainer, pl_module, "test", batch_idx + 1, dataloader_idx)
+        if time.monotonic() >= self._lw_next_draw_s:
+            self._lw_draw_evaluation(trainer, pl_module, "test", batch_idx + 1, dataloader_idx)
 
     def on_test_end(self, trainer: Trainer, pl_module: object) -> None:
         """Leave the last state of the bar on the screen."""
-        self._complete(trainer, pl_module, "test")
+        self._lw_complete(trainer, pl_module, "test")
 
     def on_predict_start(self, trainer: Trainer, pl_module: object) -> None:
         """A prediction begins."""
-        self._begin_evaluation("predict")
+        self._lw_begin_evaluation("predict")
 
     def on_predict_batch_end(
         self,
@@ -273,84 +276,84 @@ class LiveProgressBar(ProgressBar):
         dataloader_idx: int = 0,
     ) -> None:
         """Draw if it is time."""
-        if time.monotonic() >= self._next_draw_s:
-            self._draw_evaluation(trainer, pl_module, "predict", batch_idx + 1, dataloader_idx)
+        if time.monotonic() >= self._lw_next_draw_s:
+            self._lw_draw_evaluation(trainer, pl_module, "predict", batch_idx + 1, dataloader_idx)
 
     def on_predict_end(self, trainer: Trainer, pl_module: object) -> None:
         """Leave the last state of the bar on the screen."""
-        self._complete(trainer, pl_module, "predict")
+        self._lw_complete(trainer, pl_module, "predict")
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Leave the screen as the exception's text needs it."""
-        self._finish_all()
+        self._lw_finish_all()
 
     def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Take down what is still open."""
-        self._finish_all()
+        self._lw_finish_all()
 
     # --- drawing ---------------------------------------------------------------------------------------------------
 
-    def _arm(self, delay_s: float) -> None:
-        if not self._is_enabled:
+    def _lw_arm(self, delay_s: float) -> None:
+        if not self._lw_is_enabled:
             return
         now_s = time.monotonic()
-        self._next_line_s = now_s + (max(delay_s, self._plain_interval_s) if delay_s else 0.0)
-        self._next_draw_s = now_s + (delay_s if self._lines is None else 0.0)
+        self._lw_next_line_s = now_s + (max(delay_s, self._lw_plain_interval_s) if delay_s else 0.0)
+        self._lw_next_draw_s = now_s + (delay_s if self._lw_lines is None else 0.0)
 
-    def _begin(self, stage: str) -> None:
+    def _lw_begin(self, stage: str) -> None:
         """Note that a stage is under way; where its bar is not drawn and may be looked at, make it now."""
-        self._under_way.add(stage)
-        self._began[stage] = time.monotonic(), self.trainer.progress.batches_in_epoch if stage == "train" else 0
-        if not self._is_drawn and not self._waits_for_reader:
-            self._make_bar(stage)
+        self._lw_under_way.add(stage)
+        self._lw_began[stage] = time.monotonic(), self.trainer.progress.batches_in_epoch if stage == "train" else 0
+        if not self._lw_is_drawn and not self._lw_waits_for_reader:
+            self._lw_make_bar(stage)
 
     @property
-    def _waits_for_reader(self) -> bool:
+    def _lw_waits_for_reader(self) -> bool:
         """Whether bars are made only when they are read: lines do not need the drawing library."""
-        return self._lines is not None and not self._is_watched
+        return self._lw_lines is not None and not self._lw_is_watched
 
-    def _make_bar(self, stage: str) -> None:
+    def _lw_make_bar(self, stage: str) -> None:
         """Make the bar of a stage that is under way or over, unless there is one."""
-        if stage in self._open or self._has_failed:
+        if stage in self._lw_open or self._lw_has_failed:
             return
-        if stage in self._under_way:
-            self._open.add(stage)
-            description, done, total = self._state_of(stage)
-        elif stage in self._past:
-            description, done, total = self._past.pop(stage)
+        if stage in self._lw_under_way:
+            self._lw_open.add(stage)
+            description, done, total = self._lw_state_of(stage)
+        elif stage in self._lw_past:
+            description, done, total = self._lw_past.pop(stage)
         else:
             return
-        self._safely(self._show, stage, description, done, None if math.isinf(total) else int(total), {})
+        self._lw_safely(self._lw_show, stage, description, done, None if math.isinf(total) else int(total), {})
 
-    def _state_of(self, stage: str, *, is_over: bool = False) -> tuple[str, int, int | float]:
+    def _lw_state_of(self, stage: str, *, is_over: bool = False) -> tuple[str, int, int | float]:
         """Return the description of a stage that is under way, the batches that are done, and their total."""
         if stage == "train":
             progress, total = self.trainer.progress, self.total_train_batches
             done = total if is_over and not progress.epoch_open and not math.isinf(total) else progress.batches_in_epoch
             number = self.trainer.current_epoch + (0 if is_over and not progress.epoch_open else 1)
-            return self._numbered(number, self.trainer), int(done), total
-        batches = self._eval_batches("validation" if stage == "sanity" else stage)
+            return self._lw_numbered(number, self.trainer), int(done), total
+        batches = self._lw_eval_batches("validation" if stage == "sanity" else stage)
         total = batches[0] if batches else math.inf
-        return self._description_of(stage), int(total) if is_over and not math.isinf(total) else 0, total
+        return self._lw_description_of(stage), int(total) if is_over and not math.isinf(total) else 0, total
 
-    def _begin_evaluation(self, stage: str) -> None:
+    def _lw_begin_evaluation(self, stage: str) -> None:
         self.reset_dataloader_idx_tracker()
-        self._eval_start_s = time.monotonic()
-        if self._lines is not None and self._is_enabled:
-            self._next_draw_s, self._next_line_s = 0.0, self._eval_start_s + self._plain_interval_s
+        self._lw_eval_start_s = time.monotonic()
+        if self._lw_lines is not None and self._lw_is_enabled:
+            self._lw_next_draw_s, self._lw_next_line_s = 0.0, self._lw_eval_start_s + self._lw_plain_interval_s
         elif stage != "sanity":
-            self._arm(0.0)
-        self._begin(stage)
+            self._lw_arm(0.0)
+        self._lw_begin(stage)
 
-    def _epoch_of(self, trainer: Trainer) -> str:
-        return self._numbered(trainer.current_epoch + 1, trainer)
+    def _lw_epoch_of(self, trainer: Trainer) -> str:
+        return self._lw_numbered(trainer.current_epoch + 1, trainer)
 
     @staticmethod
-    def _numbered(epoch: int, trainer: Trainer) -> str:
+    def _lw_numbered(epoch: int, trainer: Trainer) -> str:
         limit = trainer.fit_loop.epoch_limit
         return f"Epoch {epoch}/{limit}" if limit > 0 else f"Epoch {epoch}"
 
-    def _description_of(self, stage: str) -> str:
+    def _lw_description_of(self, stage: str) -> str:
         return {
             "sanity": self.sanity_check_description,
             "validation": self.validation_description,
@@ -358,91 +361,93 @@ class LiveProgressBar(ProgressBar):
             "predict": self.predict_description,
         }[stage]
 
-    def _is_line_due(self) -> bool:
-        return self._lines is not None and time.monotonic() >= self._next_line_s
+    def _lw_is_line_due(self) -> bool:
+        return self._lw_lines is not None and time.monotonic() >= self._lw_next_line_s
 
-    def _draw_training(self, trainer: Trainer, module: object, done: int) -> None:
-        if self._is_line_due() and (self._has_lined or trainer.at_step_boundary):
-            self._has_lined = True
-            self._safely(self._write_training_line, trainer, module)
-            self._next_line_s = self._after(self._plain_interval_s)
-        self._draw(trainer, module, "train", self._epoch_of(trainer), done, self.total_train_batches)
-        if self._lines is not None and self._is_enabled and not self._has_lined:
-            self._next_draw_s = 0.0  # the first line comes at the end of the first window
+    def _lw_draw_training(self, trainer: Trainer, module: object, done: int) -> None:
+        if self._lw_is_line_due() and (self._lw_has_lined or trainer.at_step_boundary):
+            self._lw_has_lined = True
+            self._lw_safely(self._lw_write_training_line, trainer, module)
+            self._lw_next_line_s = self._lw_after(self._lw_plain_interval_s)
+        self._lw_draw(trainer, module, "train", self._lw_epoch_of(trainer), done, self.total_train_batches)
+        if self._lw_lines is not None and self._lw_is_enabled and not self._lw_has_lined:
+            self._lw_next_draw_s = 0.0  # the first line comes at the end of the first window
 
-    def _write_training_line(self, trainer: Trainer, module: Any) -> None:
-        if self._lines is not None:
-            self._lines.training(trainer, self.get_metrics(trainer, module))
+    def _lw_write_training_line(self, trainer: Trainer, module: Any) -> None:
+        if self._lw_lines is not None:
+            self._lw_lines.training(trainer, self.get_metrics(trainer, module))
 
-    def _draw_evaluation(self, trainer: Trainer, module: object, stage: str, done: int, dataloader_idx: int) -> None:
-        description = self._description_of(stage)
-        batches = self._eval_batches("validation" if stage == "sanity" else stage)
+    def _lw_draw_evaluation(self, trainer: Trainer, module: object, stage: str, done: int, dataloader_idx: int) -> None:
+        description = self._lw_description_of(stage)
+        batches = self._lw_eval_batches("validation" if stage == "sanity" else stage)
         if len(batches) > 1:
             description += f" DataLoader {dataloader_idx}"
-        if self.has_dataloader_changed(dataloader_idx) and self._lines is None:
-            self._finish(stage)
+        if self.has_dataloader_changed(dataloader_idx) and self._lw_lines is None:
+            self._lw_finish(stage)
         total = batches[dataloader_idx] if dataloader_idx < len(batches) else math.inf
-        if self._is_line_due():
-            assert self._lines is not None
-            self._safely(self._lines.evaluation, description, done, total, {})
-            self._next_line_s = self._after(self._plain_interval_s)
-        self._draw(trainer, module, stage, description, done, total)
+        if self._lw_is_line_due():
+            assert self._lw_lines is not None
+            self._lw_safely(self._lw_lines.evaluation, description, done, total, {})
+            self._lw_next_line_s = self._lw_after(self._lw_plain_interval_s)
+        self._lw_draw(trainer, module, stage, description, done, total)
 
-    def _draw(self, trainer: Trainer, module: Any, stage: str, description: str, done: int, total: int | float) -> None:
+    def _lw_draw(
+        self, trainer: Trainer, module: Any, stage: str, description: str, done: int, total: int | float
+    ) -> None:
         if stage == "train":
-            self._last_description = description
-        if stage in self._open or not self._waits_for_reader:
-            metrics = self._safely(self.get_metrics, trainer, module) or {} if stage == "train" else {}
-            self._open.add(stage)
-            if self._is_drawn:
-                LINES.above = self._write_line
-            self._safely(self._show, stage, description, done, None if math.isinf(total) else int(total), metrics)
-        self._next_draw_s = self._after(0.0 if self._is_watched else self._draw_interval_s)
+            self._lw_last_description = description
+        if stage in self._lw_open or not self._lw_waits_for_reader:
+            metrics = self._lw_safely(self.get_metrics, trainer, module) or {} if stage == "train" else {}
+            self._lw_open.add(stage)
+            if self._lw_is_drawn:
+                LINES.above = self._lw_write_line
+            self._lw_safely(self._lw_show, stage, description, done, None if math.isinf(total) else int(total), metrics)
+        self._lw_next_draw_s = self._lw_after(0.0 if self._lw_is_watched else self._lw_draw_interval_s)
 
-    def _after(self, interval_s: float) -> float:
-        return time.monotonic() + interval_s if self._is_enabled else _NEVER
+    def _lw_after(self, interval_s: float) -> float:
+        return time.monotonic() + interval_s if self._lw_is_enabled else _NEVER
 
-    def _complete(self, trainer: Trainer, module: object, stage: str) -> None:
+    def _lw_complete(self, trainer: Trainer, module: object, stage: str) -> None:
         """Leave the bar of an evaluation on the screen, full."""
-        self._fill(trainer, module, stage)
-        self._finish(stage, keep=True)
+        self._lw_fill(trainer, module, stage)
+        self._lw_finish(stage, keep=True)
 
-    def _fill(self, trainer: Trainer, module: object, stage: str) -> None:
+    def _lw_fill(self, trainer: Trainer, module: object, stage: str) -> None:
         """Bring the bar of an evaluation to its last batch."""
         last = self._current_eval_dataloader_idx or 0
-        batches = self._eval_batches(stage)
-        if self._is_enabled and stage in self._open and last < len(batches) and not math.isinf(batches[last]):
-            description = self._description_of(stage) + (f" DataLoader {last}" if len(batches) > 1 else "")
-            self._draw(trainer, module, stage, description, int(batches[last]), batches[last])
+        batches = self._lw_eval_batches(stage)
+        if self._lw_is_enabled and stage in self._lw_open and last < len(batches) and not math.isinf(batches[last]):
+            description = self._lw_description_of(stage) + (f" DataLoader {last}" if len(batches) > 1 else "")
+            self._lw_draw(trainer, module, stage, description, int(batches[last]), batches[last])
 
-    def _finish(self, stage: str, *, keep: bool = False) -> None:
-        if stage in self._under_way and stage not in self._open and self._waits_for_reader:
-            self._past[stage] = self._state_of(stage, is_over=True)
-        self._under_way.discard(stage)
-        if stage in self._open:
-            self._open.discard(stage)
-            self._safely(self._close, stage, keep=keep)
-            if not self._open and LINES.above == self._write_line:
+    def _lw_finish(self, stage: str, *, keep: bool = False) -> None:
+        if stage in self._lw_under_way and stage not in self._lw_open and self._lw_waits_for_reader:
+            self._lw_past[stage] = self._lw_state_of(stage, is_over=True)
+        self._lw_under_way.discard(stage)
+        if stage in self._lw_open:
+            self._lw_open.discard(stage)
+            self._lw_safely(self._lw_close, stage, keep=keep)
+            if not self._lw_open and LINES.above == self._lw_write_line:
                 LINES.above = None
 
-    def _write_line(self, text: str) -> None:
+    def _lw_write_line(self, text: str) -> None:
         """Write a line of a log above the bars."""
-        if self._open and self._is_drawn:
-            self._safely(self._write_above, text)
+        if self._lw_open and self._lw_is_drawn:
+            self._lw_safely(self._lw_write_above, text)
         else:
             sys.stderr.write(text)
 
-    def _finish_all(self) -> None:
+    def _lw_finish_all(self) -> None:
         for stage in ("sanity", "validation", "test", "predict", "train"):
-            self._finish(stage, keep=stage in ("train", "test", "predict"))
+            self._lw_finish(stage, keep=stage in ("train", "test", "predict"))
 
-    def _safely(self, draw: Callable[..., object], *args: object, **kwargs: object) -> object:
+    def _lw_safely(self, draw: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Draw; after a failure, log it and disable drawing. Training is not affected."""
         try:
             return draw(*args, **kwargs)
         except Exception:  # terminals and notebooks fail in their own ways, and a drawing is not worth a training
-            if not self._has_failed:
-                self._has_failed = True
+            if not self._lw_has_failed:
+                self._lw_has_failed = True
                 _log.exception("%s failed and is disabled; training continues.", type(self).__name__)
             self.disable()
             return None

@@ -84,18 +84,24 @@ class RichProgressBar(LiveProgressBar):
         self._leave = leave
         self.theme = theme or RichProgressBarTheme()
         self._console_kwargs = console_kwargs or {}
-        self._progress: Progress | None = None
-        self._has_stopped = False
-        self._tasks: dict[str, TaskID] = {}
-        self._ended: set[str] = set()
-        self._kept: list[Any] = []
+        self._lw_progress: Progress | None = None
+        self._lw_has_stopped = False
+        self._lw_tasks: dict[str, TaskID] = {}
+        self._lw_ended: set[str] = set()
+        self._lw_kept: list[Any] = []
         if not refresh_rate:
             self.disable()
         else:
-            self._draw_interval_s = max(0.1, 1.0 / refresh_rate)
+            self._lw_draw_interval_s = max(0.1, 1.0 / refresh_rate)
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_progress": None, "_tasks": {}, "_kept": [], "_open": set(), "_trainer": None}
+        return self.__dict__ | {
+            "_lw_progress": None,
+            "_lw_tasks": {},
+            "_lw_kept": [],
+            "_lw_open": set(),
+            "_trainer": None,
+        }
 
     @property
     def refresh_rate(self) -> int:
@@ -105,37 +111,37 @@ class RichProgressBar(LiveProgressBar):
     @property
     def progress(self) -> Progress | None:
         """rich's object that has the bars; None before the first run, and if the bar is disabled."""
-        if self._trainer is not None and self._is_enabled:
-            if self._progress is None:
-                self._started()
-            if self._waits_for_reader:
-                for stage in (*self._past, *self._under_way):
-                    self._make_bar(stage)
-        return self._progress
+        if self._trainer is not None and self._lw_is_enabled:
+            if self._lw_progress is None:
+                self._lw_started()
+            if self._lw_waits_for_reader:
+                for stage in (*self._lw_past, *self._lw_under_way):
+                    self._lw_make_bar(stage)
+        return self._lw_progress
 
     @progress.setter
     def progress(self, progress: Progress | None) -> None:
-        self._progress = progress
+        self._lw_progress = progress
 
     @property
     def train_progress_bar(self) -> Task | None:
         """rich's task of training; None before there was one."""
-        return self._task("train")
+        return self._lw_task("train")
 
     @property
     def val_progress_bar(self) -> Task | None:
         """rich's task of a validation; None before there was one."""
-        return self._task("validation")
+        return self._lw_task("validation")
 
     @property
     def val_sanity_check_bar(self) -> Task | None:
         """rich's task of the trial validation; None before there was one."""
-        return self._task("sanity")
+        return self._lw_task("sanity")
 
     @property
     def test_progress_bar(self) -> Task | None:
         """rich's task of a test; None before there was one."""
-        return self._task("test")
+        return self._lw_task("test")
 
     def enable(self) -> None:
         """Draw again, unless `refresh_rate` is 0."""
@@ -144,8 +150,8 @@ class RichProgressBar(LiveProgressBar):
 
     def refresh(self, hard: bool = False) -> None:
         """Draw now. `hard` is accepted for the field's sake: every drawing is."""
-        if self._progress is not None:
-            self._progress.refresh()
+        if self._lw_progress is not None:
+            self._lw_progress.refresh()
 
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
         """Return rich's columns; may be overridden. The task's fields are `metrics` (text) and `speed` (text)."""
@@ -168,58 +174,58 @@ class RichProgressBar(LiveProgressBar):
         ]
 
     @property
-    def _leaves(self) -> bool:
+    def _lw_leaves(self) -> bool:
         return self._leave
 
-    def _task(self, stage: str) -> Task | None:
-        self._make_bar(stage)
-        if self._progress is None or stage not in self._tasks:
+    def _lw_task(self, stage: str) -> Task | None:
+        self._lw_make_bar(stage)
+        if self._lw_progress is None or stage not in self._lw_tasks:
             return None
-        return next((task for task in self._progress.tasks if task.id == self._tasks[stage]), None)
+        return next((task for task in self._lw_progress.tasks if task.id == self._lw_tasks[stage]), None)
 
-    def _started(self) -> Progress:
-        if self._progress is None or self._has_stopped:
+    def _lw_started(self) -> Progress:
+        if self._lw_progress is None or self._lw_has_stopped:
             from rich.console import Console
 
             from .rich_fitting import FittingProgress
 
             console = Console(**self._console_kwargs)
             columns = self.configure_columns(self.trainer)
-            is_drawn = self._is_drawn
-            self._progress = FittingProgress(
+            is_drawn = self._lw_is_drawn
+            self._lw_progress = FittingProgress(
                 *columns, console=console, auto_refresh=False, expand=False, disable=not is_drawn
             )
-            self._progress.delimiter = self.theme.metrics_text_delimiter
-            self._has_stopped, self._tasks, self._ended = False, {}, set()
+            self._lw_progress.delimiter = self.theme.metrics_text_delimiter
+            self._lw_has_stopped, self._lw_tasks, self._lw_ended = False, {}, set()
             if is_drawn:
-                self._progress.start()
+                self._lw_progress.start()
                 console.show_cursor(True)  # rich hides it, and a process that is killed could not bring it back
-        return self._progress
+        return self._lw_progress
 
-    def _make_bar(self, stage: str) -> None:
-        if self._is_enabled:
-            super()._make_bar(stage)
+    def _lw_make_bar(self, stage: str) -> None:
+        if self._lw_is_enabled:
+            super()._lw_make_bar(stage)
 
-    def _show(
+    def _lw_show(
         self, stage: str, description: str, done: int, total: int | None, metrics: dict[str, float | int | str]
     ) -> None:
-        progress = self._started()
-        task = None if stage in self._ended else self._task(stage)
-        self._ended.discard(stage)
+        progress = self._lw_started()
+        task = None if stage in self._lw_ended else self._lw_task(stage)
+        self._lw_ended.discard(stage)
         is_new = task is None
         if task is not None and (done < task.completed or task.fields["title"] != description or not task.visible):
             is_new = True
             # It draws at once: nothing of what the bar was before may be left.
-            fields = self._empty_fields(description, first=done)
+            fields = self._lw_empty_fields(description, first=done)
             progress.reset(task.id, completed=done, total=total, visible=True, description=description, **fields)
         if task is None:
-            fields = self._empty_fields(description, first=max(0, done - 1))
-            self._tasks[stage] = progress.add_task(description, total=total, **fields)
-            task = self._task(stage)
+            fields = self._lw_empty_fields(description, first=max(0, done - 1))
+            self._lw_tasks[stage] = progress.add_task(description, total=total, **fields)
+            task = self._lw_task(stage)
             assert task is not None
         first, elapsed_s = task.fields["first"], task.elapsed or 0.0
-        if is_new and stage in self._began:  # its clock begins now: the epoch may end with this drawing
-            began_s, first = self._began[stage]
+        if is_new and stage in self._lw_began:  # its clock begins now: the epoch may end with this drawing
+            began_s, first = self._lw_began[stage]
             elapsed_s = time.monotonic() - began_s
         speed = (done - first) / elapsed_s if elapsed_s > 0 else 0.0
         pace: dict[str, Any] = {  # Any: as rich's fields
@@ -233,44 +239,44 @@ class RichProgressBar(LiveProgressBar):
             total=total,
             batches=f"{done}/{'?' if total is None else total}",
             **({} if done == first and not is_new else pace),  # no batch since the bar was reset
-            metrics=self.theme.metrics_text_delimiter.join(parts := self._metric_texts(metrics)),
+            metrics=self.theme.metrics_text_delimiter.join(parts := self._lw_metric_texts(metrics)),
             parts=parts,
         )
         progress.refresh()
 
     @staticmethod
-    def _empty_fields(title: str, *, first: int) -> dict[str, Any]:  # Any: as rich's fields
+    def _lw_empty_fields(title: str, *, first: int) -> dict[str, Any]:  # Any: as rich's fields
         """Return the fields of a bar whose clock begins after `first` batches."""
         return {"batches": "", "clock": "", "speed": "", "metrics": "", "title": title, "first": first}
 
-    def _metric_texts(self, metrics: dict[str, float | int | str]) -> list[str]:
+    def _lw_metric_texts(self, metrics: dict[str, float | int | str]) -> list[str]:
         return [
             f"{name}: {format(value, self.theme.metrics_format) if isinstance(value, float) else value}"
             for name, value in metrics.items()
         ]
 
-    def _close(self, stage: str, *, keep: bool) -> None:
-        task = self._task(stage)
-        if self._progress is None or task is None:
+    def _lw_close(self, stage: str, *, keep: bool) -> None:
+        task = self._lw_task(stage)
+        if self._lw_progress is None or task is None:
             return
-        if stage == "validation" and "train" in self._open:
-            train = self._task("train")
+        if stage == "validation" and "train" in self._lw_open:
+            train = self._lw_task("train")
             if train is not None and train.start_time is not None:  # speed is that of training
-                train.start_time += time.monotonic() - self._eval_start_s
+                train.start_time += time.monotonic() - self._lw_eval_start_s
         if keep:
-            self._progress.stop_task(task.id)
-            self._ended.add(stage)
+            self._lw_progress.stop_task(task.id)
+            self._lw_ended.add(stage)
         else:
-            self._progress.update(task.id, visible=False)
-        if not self._open and not self._progress.disable:
-            self._progress.refresh()
-            self._progress.stop()
-            self._has_stopped = True
+            self._lw_progress.update(task.id, visible=False)
+        if not self._lw_open and not self._lw_progress.disable:
+            self._lw_progress.refresh()
+            self._lw_progress.stop()
+            self._lw_has_stopped = True
 
-    def _write_above(self, text: str) -> None:
+    def _lw_write_above(self, text: str) -> None:
         # Through the console: rich clears the bars, writes, and draws them again.
-        assert self._progress is not None  # a bar is open
-        self._progress.console.out(text, end="", highlight=False)
+        assert self._lw_progress is not None  # a bar is open
+        self._lw_progress.console.out(text, end="", highlight=False)
 
 
 def _clock(elapsed_s: float, left_s: float | None) -> str:

@@ -49,14 +49,14 @@ class TQDMProgressBar(LiveProgressBar):
         self._refresh_rate = max(refresh_rate, int(os.environ.get("TQDM_MINITERS", "0")))
         self._process_position = process_position
         self._leave = leave
-        self._bars: dict[str, tqdm[Any]] = {}  # Any: a bar that iterates over nothing
-        self._closed: dict[str, tqdm[Any]] = {}
-        self._below: list[tqdm[Any]] = []  # lines of metrics that do not fit beside the bar of training
+        self._lw_bars: dict[str, tqdm[Any]] = {}  # Any: a bar that iterates over nothing
+        self._lw_closed: dict[str, tqdm[Any]] = {}
+        self._lw_below: list[tqdm[Any]] = []  # lines of metrics that do not fit beside the bar of training
         if not self._refresh_rate:
             self.disable()
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_bars": {}, "_closed": {}, "_below": [], "_open": set(), "_trainer": None}
+        return self.__dict__ | {"_lw_bars": {}, "_lw_closed": {}, "_lw_below": [], "_lw_open": set(), "_trainer": None}
 
     @property
     def refresh_rate(self) -> int:
@@ -71,41 +71,41 @@ class TQDMProgressBar(LiveProgressBar):
     @property
     def train_progress_bar(self) -> Any:
         """tqdm's bar of training; None before there was one."""
-        bar = self._bar_of("train")
-        if bar is None and "sanity" in self._under_way:
-            bar = self._closed["train"] = _bar_class()(disable=True)
+        bar = self._lw_bar_of("train")
+        if bar is None and "sanity" in self._lw_under_way:
+            bar = self._lw_closed["train"] = _bar_class()(disable=True)
         return bar
 
     @train_progress_bar.setter
     def train_progress_bar(self, bar: tqdm[Any]) -> None:
-        self._put("train", bar)
+        self._lw_put("train", bar)
 
     @property
     def val_progress_bar(self) -> Any:
         """tqdm's bar of a validation; None before there was one."""
-        return self._bar_of("validation", "sanity")
+        return self._lw_bar_of("validation", "sanity")
 
     @val_progress_bar.setter
     def val_progress_bar(self, bar: tqdm[Any]) -> None:
-        self._put("validation", bar)
+        self._lw_put("validation", bar)
 
     @property
     def test_progress_bar(self) -> Any:
         """tqdm's bar of a test; None before there was one."""
-        return self._bar_of("test")
+        return self._lw_bar_of("test")
 
     @test_progress_bar.setter
     def test_progress_bar(self, bar: tqdm[Any]) -> None:
-        self._put("test", bar)
+        self._lw_put("test", bar)
 
     @property
     def predict_progress_bar(self) -> Any:
         """tqdm's bar of a prediction; None before there was one."""
-        return self._bar_of("predict")
+        return self._lw_bar_of("predict")
 
     @predict_progress_bar.setter
     def predict_progress_bar(self, bar: tqdm[Any]) -> None:
-        self._put("predict", bar)
+        self._lw_put("predict", bar)
 
     def enable(self) -> None:
         """Draw again, unless `refresh_rate` is 0."""
@@ -114,56 +114,56 @@ class TQDMProgressBar(LiveProgressBar):
 
     def init_sanity_tqdm(self) -> tqdm[Any]:
         """Return the bar of the trial validation; may be overridden, as the other four."""
-        return self._bar(self.sanity_check_description, line=0, leave=False)
+        return self._lw_bar(self.sanity_check_description, line=0, leave=False)
 
     def init_train_tqdm(self) -> tqdm[Any]:
         """Return the bar of training."""
-        return self._bar(self.train_description, line=0, leave=True)
+        return self._lw_bar(self.train_description, line=0, leave=True)
 
     def init_validation_tqdm(self) -> tqdm[Any]:
         """Return the bar of a validation; inside fit it stands below that of training."""
-        inside_fit = "train" in self._open
-        line = 1 + len(self._below) if inside_fit else 0
-        return self._bar(self.validation_description, line=line, leave=not inside_fit)
+        inside_fit = "train" in self._lw_open
+        line = 1 + len(self._lw_below) if inside_fit else 0
+        return self._lw_bar(self.validation_description, line=line, leave=not inside_fit)
 
     def init_test_tqdm(self) -> tqdm[Any]:
         """Return the bar of a test."""
-        return self._bar(self.test_description, line=0, leave=True)
+        return self._lw_bar(self.test_description, line=0, leave=True)
 
     def init_predict_tqdm(self) -> tqdm[Any]:
         """Return the bar of a prediction."""
-        return self._bar(self.predict_description, line=0, leave=True)
+        return self._lw_bar(self.predict_description, line=0, leave=True)
 
     @property
-    def _leaves(self) -> bool:
+    def _lw_leaves(self) -> bool:
         return self._leave
 
     def print(self, *args: object, **kwargs: Any) -> None:  # Any: as print takes it
         """Write a line as `print` does, above the bars."""
-        if not (self._open or self._under_way) or not self._is_enabled:
+        if not (self._lw_open or self._lw_under_way) or not self._lw_is_enabled:
             super().print(*args, **kwargs)
             return
         chosen = {name: kwargs[name] for name in ("file", "end") if kwargs.get(name) is not None}
-        self._safely(_bar_class().write, printed(*args, sep=kwargs.get("sep"), end=""), **chosen)
-        if not self._is_drawn:
+        self._lw_safely(_bar_class().write, printed(*args, sep=kwargs.get("sep"), end=""), **chosen)
+        if not self._lw_is_drawn:
             sys.stdout.flush()
 
-    def _bar_of(self, *stages: str) -> tqdm[Any] | None:
+    def _lw_bar_of(self, *stages: str) -> tqdm[Any] | None:
         """Return the bar of the first of these stages that has one, else one that was closed."""
         for stage in stages:
-            self._make_bar(stage)
-        bars = (found[stage] for found in (self._bars, self._closed) for stage in stages if stage in found)
+            self._lw_make_bar(stage)
+        bars = (found[stage] for found in (self._lw_bars, self._lw_closed) for stage in stages if stage in found)
         return next(bars, None)
 
-    def _put(self, stage: str, bar: tqdm[Any]) -> None:
-        self._bars[stage] = bar
-        self._open.add(stage)
+    def _lw_put(self, stage: str, bar: tqdm[Any]) -> None:
+        self._lw_bars[stage] = bar
+        self._lw_open.add(stage)
 
-    def _bar(self, description: str, *, line: int, leave: bool, form: str | None = None) -> tqdm[Any]:
-        if self._is_drawn:
+    def _lw_bar(self, description: str, *, line: int, leave: bool, form: str | None = None) -> tqdm[Any]:
+        if self._lw_is_drawn:
             drawing: dict[str, Any] = {**_size_arguments(), "file": sys.stdout, "mininterval": 0}
         else:
-            drawing = {"ncols": 80, "file": _Nowhere(), "mininterval": math.inf, "disable": not self._is_enabled}
+            drawing = {"ncols": 80, "file": _Nowhere(), "mininterval": math.inf, "disable": not self._lw_is_enabled}
         bar: tqdm[Any] = _bar_class()(
             desc=description,
             position=2 * self._process_position + line,
@@ -174,10 +174,10 @@ class TQDMProgressBar(LiveProgressBar):
         )
         return bar
 
-    def _show(
+    def _lw_show(
         self, stage: str, description: str, done: int, total: int | None, metrics: dict[str, float | int | str]
     ) -> None:
-        bar = self._bars.get(stage)
+        bar = self._lw_bars.get(stage)
         if bar is None:
             make = {
                 "sanity": self.init_sanity_tqdm,
@@ -186,7 +186,7 @@ class TQDMProgressBar(LiveProgressBar):
                 "test": self.init_test_tqdm,
                 "predict": self.init_predict_tqdm,
             }[stage]
-            bar = self._bars[stage] = make()
+            bar = self._lw_bars[stage] = make()
             bar.initial = max(0, done - 1)  # a run that resumes inside an epoch did not do the rest just now
             bar.n = bar.initial
         elif done < bar.n:
@@ -195,43 +195,43 @@ class TQDMProgressBar(LiveProgressBar):
             return
         bar.total = total
         bar.set_description_str(description, refresh=False)
-        bar.set_postfix_str(self._beside(stage, bar, format_metrics(metrics)), refresh=False)
-        if not bar.update(done - bar.n) and self._is_drawn:
+        bar.set_postfix_str(self._lw_beside(stage, bar, format_metrics(metrics)), refresh=False)
+        if not bar.update(done - bar.n) and self._lw_is_drawn:
             bar.refresh()
 
-    def _beside(self, stage: str, bar: tqdm[Any], parts: list[str]) -> str:
+    def _lw_beside(self, stage: str, bar: tqdm[Any], parts: list[str]) -> str:
         """Return the metrics that stand beside the bar; where they leave no room for it, they go to a line below."""
         columns = 0 if hasattr(bar, "container") else bar.format_dict["ncols"] or 0
         beside = ", ".join(parts)
-        if not (stage == "train" and parts and self._is_drawn and columns):
+        if not (stage == "train" and parts and self._lw_is_drawn and columns):
             return beside
-        if not self._below:
+        if not self._lw_below:
             form = self.BAR_FORMAT.replace("{bar}", "").replace("{postfix}", "")
             bare = bar.format_meter(**{**bar.format_dict, "bar_format": form, "ncols": None, "postfix": None})
             if len(f"{bare}, {beside}") + MIN_BAR <= columns:
                 return beside
         lines = fold(parts, ", ", columns - 3)
-        while len(self._below) < len(lines):
-            self._below.append(self._bar("", line=1 + len(self._below), leave=True, form="{desc}"))
-        for number, below in enumerate(self._below):
+        while len(self._lw_below) < len(lines):
+            self._lw_below.append(self._lw_bar("", line=1 + len(self._lw_below), leave=True, form="{desc}"))
+        for number, below in enumerate(self._lw_below):
             below.set_description_str(f"  {lines[number]}" if number < len(lines) else "")
         return ""
 
-    def _close(self, stage: str, *, keep: bool) -> None:
-        bar = self._bars.pop(stage, None)
+    def _lw_close(self, stage: str, *, keep: bool) -> None:
+        bar = self._lw_bars.pop(stage, None)
         if bar is not None:
-            self._closed[stage] = bar
+            self._lw_closed[stage] = bar
             bar.leave = keep
             bar.close()
             if stage == "train":
-                for below in self._below:
+                for below in self._lw_below:
                     below.leave = keep
                     below.close()
-                self._below = []
-        if stage == "validation" and "train" in self._bars:
-            self._bars["train"].unpause()
+                self._lw_below = []
+        if stage == "validation" and "train" in self._lw_bars:
+            self._lw_bars["train"].unpause()
 
-    def _write_above(self, text: str) -> None:
+    def _lw_write_above(self, text: str) -> None:
         _bar_class().write(text, file=sys.stdout, end="")
 
 

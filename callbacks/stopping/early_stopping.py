@@ -98,7 +98,7 @@ class EarlyStopping(Callback):
         self.divergence_threshold = divergence_threshold
         self.log_rank_zero_only = log_rank_zero_only
         self._check_on_train_epoch_end = check_on_train_epoch_end
-        self._at_epoch_end = bool(check_on_train_epoch_end)
+        self._lw_at_epoch_end = bool(check_on_train_epoch_end)
 
         self.forget_run()
 
@@ -109,9 +109,9 @@ class EarlyStopping(Callback):
         self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf, dtype=torch.float64)
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
-        self._checked_step = -1
-        self._was_loaded = False
-        self._has_warned = False
+        self._lw_checked_step = -1
+        self._lw_was_loaded = False
+        self._lw_has_warned = False
 
     @property
     def state_key(self) -> str:
@@ -130,15 +130,15 @@ class EarlyStopping(Callback):
             interval = 1.0 if trainer.val_check_interval is None else trainer.val_check_interval
             each_epoch = isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
             at_epoch_end = each_epoch or not trainer.enable_validation
-        self._at_epoch_end = at_epoch_end
-        was_loaded, self._was_loaded = self._was_loaded, False
+        self._lw_at_epoch_end = at_epoch_end
+        was_loaded, self._lw_was_loaded = self._lw_was_loaded, False
         has_patience = (
             self.stopping_reason == EarlyStoppingReason.PATIENCE_EXHAUSTED and self.wait_count < self.patience
         )
         if not was_loaded or has_patience:
             self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
         elif self.stopping_reason != EarlyStoppingReason.NOT_STOPPED:
-            self._report(trainer, "EarlyStopping: this run was stopped: %s", self.stopping_reason_message)
+            self._lw_report(trainer, "EarlyStopping: this run was stopped: %s", self.stopping_reason_message)
             trainer.should_stop = True
 
     @property
@@ -149,12 +149,12 @@ class EarlyStopping(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Check, if checks follow epochs."""
-        if self._at_epoch_end:
+        if self._lw_at_epoch_end:
             self._run_early_stopping_check(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Check, if checks follow validations."""
-        if not self._at_epoch_end:
+        if not self._lw_at_epoch_end:
             self._run_early_stopping_check(trainer)
 
     def state_dict(self) -> StateDict:
@@ -166,7 +166,7 @@ class EarlyStopping(Callback):
             "patience": self.patience,
             "stopping_reason": int(self.stopping_reason),
             "stopping_reason_message": self.stopping_reason_message,
-            "checked_step": self._checked_step,
+            "checked_step": self._lw_checked_step,
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -176,8 +176,8 @@ class EarlyStopping(Callback):
         self.best_score = torch.as_tensor(state_dict["best_score"], dtype=torch.float64, device="cpu")
         self.stopping_reason = EarlyStoppingReason(int(state_dict.get("stopping_reason", 0)))
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
-        self._checked_step = int(state_dict.get("checked_step", -1))
-        self._was_loaded = True
+        self._lw_checked_step = int(state_dict.get("checked_step", -1))
+        self._lw_was_loaded = True
         if state_dict.get("patience", self.patience) != self.patience:
             _log.info("EarlyStopping: patience was %s and is now %s.", state_dict["patience"], self.patience)
 
@@ -191,40 +191,40 @@ class EarlyStopping(Callback):
         if self._should_skip_check(trainer):
             return
         trainer.synchronize_metrics(self.monitor)  # the value of a step is each rank's own until then
-        value, step = self._read(trainer)
+        value, step = self._lw_read(trainer)
         if value is None:
             return
         if step is not None:
-            if step == self._checked_step:
+            if step == self._lw_checked_step:
                 return
-            self._checked_step = step
+            self._lw_checked_step = step
         should_stop, message = self._evaluate_stopping_criteria(value)
         if should_stop:
             self.stopping_reason_message = message
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
         if message and (should_stop or self.verbose):
-            self._report(trainer, "EarlyStopping: %s", message)
+            self._lw_report(trainer, "EarlyStopping: %s", message)
 
     def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
         """Return whether to stop, and what to report; sets `stopping_reason` if so."""
-        reason, message = self._judge(float(current))
+        reason, message = self._lw_judge(float(current))
         should_stop = reason != EarlyStoppingReason.NOT_STOPPED
         if should_stop:
             # Kept also if a later check is better (min_epochs may hold training): the request stands, also on resume.
             self.stopping_reason = reason
         return should_stop, message
 
-    def _read(self, trainer: Trainer) -> tuple[Tensor | None, int | None]:
+    def _lw_read(self, trainer: Trainer) -> tuple[Tensor | None, int | None]:
         """Return the metric's value and the step that it belongs to; None where it was not logged."""
         value = trainer.callback_metrics.get(self.monitor)
         if value is None:
-            self._miss(trainer)
+            self._lw_miss(trainer)
             return None, None
         # The CPU waits for the device; we are at the end of an epoch or a validation, where that is paid already.
         return torch.as_tensor(value, device="cpu").detach().squeeze(), trainer.metric_step(self.monitor)
 
-    def _judge(self, current: float) -> tuple[EarlyStoppingReason, str | None]:
+    def _lw_judge(self, current: float) -> tuple[EarlyStoppingReason, str | None]:
         """Judge this value, and update the best score and the count."""
         name, best, is_better = f"{self.monitor} = {current:.6g}", float(self.best_score), self.monitor_op
         if self.check_finite and not math.isfinite(current):
@@ -252,7 +252,7 @@ class EarlyStopping(Callback):
             )
         return EarlyStoppingReason.NOT_STOPPED, None
 
-    def _miss(self, trainer: Trainer) -> None:
+    def _lw_miss(self, trainer: Trainer) -> None:
         known = sorted(trainer.callback_metrics)
         if self.strict:
             raise MissingMetric(
@@ -260,11 +260,11 @@ class EarlyStopping(Callback):
                 f"{nearest(self.monitor, known)}; there are {known}.",
                 fix=f"log it with self.log({self.monitor!r}, ...), monitor one of those, or pass strict=False.",
             )
-        if not self._has_warned:
-            self._has_warned = True
+        if not self._lw_has_warned:
+            self._lw_has_warned = True
             _log.warning("EarlyStopping: no metric %r was logged; there are %s.", self.monitor, known)
 
-    def _report(self, trainer: Trainer, text: str, *args: object) -> None:
+    def _lw_report(self, trainer: Trainer, text: str, *args: object) -> None:
         if trainer.is_global_zero or not self.log_rank_zero_only:
             _log.info(text, *args)
 

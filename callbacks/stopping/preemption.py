@@ -80,7 +80,7 @@ class Preemption(Callback):
         self.is_noticed = is_noticed
         self.poll_s = poll_s
         self.grace_s = grace_s
-        self._poll: _Poll | None = None
+        self._lw_poll: _Poll | None = None
 
     def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Start listening."""
@@ -92,12 +92,12 @@ class Preemption(Callback):
                 if not run_signals.listen_to(number):
                     _log.warning("Preemption: the program has a handler for %s, which is kept.", number.name)
         if trainer.local_rank == 0 and (self.notice_file is not None or self.is_noticed is not None):
-            self._poll = _Poll(self, run_signals)
-            self._poll.start()
+            self._lw_poll = _Poll(self, run_signals)
+            self._lw_poll.start()
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Save, if the run ends because of a notice."""
-        self._end_poll()
+        self._lw_end_poll()
         run_signals = trainer.run_signals
         if not isinstance(exception, StopBySignal) or trainer.state.fn != "fit" or trainer.fast_dev_run:
             return
@@ -114,9 +114,9 @@ class Preemption(Callback):
             _log.exception("Preemption: nothing could be saved.")
             return
         if trainer.is_global_zero:
-            self._report(path, trainer.global_step, run_signals.requested_at_s)
+            self._lw_report(path, trainer.global_step, run_signals.requested_at_s)
 
-    def _report(self, path: str, step: int, noticed_s: float | None) -> None:
+    def _lw_report(self, path: str, step: int, noticed_s: float | None) -> None:
         if noticed_s is None:  # the notice arrived at another rank
             _log.warning("Preemption: saved %s at step %d.", path, step)
             return
@@ -127,12 +127,12 @@ class Preemption(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Stop listening."""
-        self._end_poll()
+        self._lw_end_poll()
 
-    def _end_poll(self) -> None:
-        if self._poll is not None:
-            self._poll.end()
-            self._poll = None
+    def _lw_end_poll(self) -> None:
+        if self._lw_poll is not None:
+            self._lw_poll.end()
+            self._lw_poll = None
 
 
 class _Poll(threading.Thread):

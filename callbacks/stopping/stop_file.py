@@ -44,41 +44,41 @@ class StopFile(Callback):
             raise ConfigError(f"StopFile: interval_s={interval_s} is negative.", fix="pass 0 or more seconds.")
         self.path = None if path is None else Path(path).expanduser()
         self.interval_s = interval_s
-        self._file: Path | None = None
-        self._look_at_s = float("inf")
+        self._lw_file: Path | None = None
+        self._lw_look_at_s = float("inf")
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Remove a file that an earlier run left behind."""
-        self._look_at_s = float("inf")
+        self._lw_look_at_s = float("inf")
         if not trainer.is_global_zero:
             return
         self.stop_reason = None
-        self._file = self.path or Path(trainer.local_root_dir, "STOP")
-        if self._remove():
-            _log.warning("StopFile: %s existed before training began and is removed.", self._file)
-        self._look_at_s = time.monotonic()
+        self._lw_file = self.path or Path(trainer.local_root_dir, "STOP")
+        if self._lw_remove():
+            _log.warning("StopFile: %s existed before training began and is removed.", self._lw_file)
+        self._lw_look_at_s = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Check for the file."""
         now_s = time.monotonic()
-        if now_s < self._look_at_s:
+        if now_s < self._lw_look_at_s:
             return
-        self._look_at_s = now_s + self.interval_s
-        if self._remove():
-            _log.warning("StopFile: %s was found: training stops.", self._file)
-            self.stop_reason = f"{self._file} was found"
-            self._look_at_s = float("inf")
+        self._lw_look_at_s = now_s + self.interval_s
+        if self._lw_remove():
+            _log.warning("StopFile: %s was found: training stops.", self._lw_file)
+            self.stop_reason = f"{self._lw_file} was found"
+            self._lw_look_at_s = float("inf")
             trainer.should_stop = True  # the ranks synchronize on the step
 
-    def _remove(self) -> bool:
+    def _lw_remove(self) -> bool:
         """Remove the file and return whether it was there."""
-        assert self._file is not None
-        if not self._file.exists():
+        assert self._lw_file is not None
+        if not self._lw_file.exists():
             return False
         try:
-            self._file.unlink(missing_ok=True)
+            self._lw_file.unlink(missing_ok=True)
         except OSError as error:
-            _log.warning("StopFile: %s cannot be removed (%s): it will stop the next run, too.", self._file, error)
+            _log.warning("StopFile: %s cannot be removed (%s): it will stop the next run, too.", self._lw_file, error)
         return True

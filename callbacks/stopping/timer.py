@@ -73,7 +73,7 @@ class Timer(Callback):
         verbose: bool = True,
     ) -> None:
         super().__init__()
-        self._duration_s = _parse_duration(duration)
+        self._lw_duration_s = _parse_duration(duration)
         interval = getattr(interval, "value", interval)
         if interval not in ("step", "epoch"):
             raise ConfigError(
@@ -81,92 +81,92 @@ class Timer(Callback):
             )
         self._interval = interval
         self._verbose = verbose
-        self._started: dict[str, float] = {}
-        self._ended: dict[str, float] = {}
-        self._offset_s = 0.0
-        self._deadline_s = float("inf")
-        self._shared: SharedDeadline | None = None
+        self._lw_started: dict[str, float] = {}
+        self._lw_ended: dict[str, float] = {}
+        self._lw_offset_s = 0.0
+        self._lw_deadline_s = float("inf")
+        self._lw_shared: SharedDeadline | None = None
 
     def start_time(self, stage: str = "train") -> float | None:
         """Return when the stage began, in seconds of the monotonic clock; None if it has not."""
-        return self._started.get(_checked(stage))
+        return self._lw_started.get(_checked(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
         """Return when the stage ended, in seconds of the monotonic clock; None if it has not."""
-        return self._ended.get(_checked(stage))
+        return self._lw_ended.get(_checked(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Return the seconds spent in the stage ("train", "validate", "test"), earlier runs' training included."""
         stage = _checked(stage)
-        before = self._offset_s if stage == "train" else 0.0
-        if stage not in self._started:
+        before = self._lw_offset_s if stage == "train" else 0.0
+        if stage not in self._lw_started:
             return before
-        return self._ended.get(stage, time.monotonic()) - self._started[stage] + before
+        return self._lw_ended.get(stage, time.monotonic()) - self._lw_started[stage] + before
 
     def time_remaining(self, stage: str = "train") -> float | None:
         """Return the seconds that are left, at least 0; None without a duration."""
-        if self._duration_s is None:
+        if self._lw_duration_s is None:
             return None
-        return max(0.0, self._duration_s - self.time_elapsed(stage))
+        return max(0.0, self._lw_duration_s - self.time_elapsed(stage))
 
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Stop at once if no time is left for a resumed run."""
         self.stop_reason = None
-        self._offset_s = from_rank_zero(trainer, self.time_elapsed)
-        self._forget_training()
-        if self._duration_s is not None and self._offset_s >= self._duration_s:
-            self._stop(trainer)
+        self._lw_offset_s = from_rank_zero(trainer, self.time_elapsed)
+        self._lw_forget_training()
+        if self._lw_duration_s is not None and self._lw_offset_s >= self._lw_duration_s:
+            self._lw_stop(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Start the clock of training."""
-        self._start("train")
-        if self._duration_s is not None:
-            self._deadline_s = self._started["train"] + self._duration_s - self._offset_s
+        self._lw_start("train")
+        if self._lw_duration_s is not None:
+            self._lw_deadline_s = self._lw_started["train"] + self._lw_duration_s - self._lw_offset_s
             if trainer.ranks_answer and self._interval == "step":
-                self._shared = SharedDeadline(lambda: self._deadline_s - time.monotonic())
+                self._lw_shared = SharedDeadline(lambda: self._lw_deadline_s - time.monotonic())
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Check the clock; with several ranks, rank 0's, at some steps (see `SharedDeadline`)."""
-        if self._shared is not None:
-            if trainer.at_step_boundary and self._shared.has_come(trainer.strategy, trainer.global_step):
-                self._shared, self._deadline_s = None, float("inf")  # once is enough
-                self._stop(trainer)
-        elif time.monotonic() >= self._deadline_s and self._interval == "step" and not trainer.should_stop:
-            self._stop(trainer)
+        if self._lw_shared is not None:
+            if trainer.at_step_boundary and self._lw_shared.has_come(trainer.strategy, trainer.global_step):
+                self._lw_shared, self._lw_deadline_s = None, float("inf")  # once is enough
+                self._lw_stop(trainer)
+        elif time.monotonic() >= self._lw_deadline_s and self._interval == "step" and not trainer.should_stop:
+            self._lw_stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Check the clock, for interval="epoch"."""
-        if self._duration_s is None:
+        if self._lw_duration_s is None:
             return
-        if from_rank_zero(trainer, lambda: time.monotonic() >= self._deadline_s and not trainer.should_stop):
-            self._stop(trainer)
+        if from_rank_zero(trainer, lambda: time.monotonic() >= self._lw_deadline_s and not trainer.should_stop):
+            self._lw_stop(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Stop the clock of training."""
-        self._ended["train"] = time.monotonic()
-        self._shared = None
+        self._lw_ended["train"] = time.monotonic()
+        self._lw_shared = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Start the clock of validation."""
-        self._start("validate")
+        self._lw_start("validate")
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Stop the clock of validation."""
-        self._ended["validate"] = time.monotonic()
+        self._lw_ended["validate"] = time.monotonic()
 
     def on_test_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Start the clock of the test."""
-        self._start("test")
+        self._lw_start("test")
 
     def on_test_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Stop the clock of the test."""
-        self._ended["test"] = time.monotonic()
+        self._lw_ended["test"] = time.monotonic()
 
     def forget_run(self) -> None:
         """Count from 0."""
-        self._started, self._ended, self._offset_s = {}, {}, 0.0
+        self._lw_started, self._lw_ended, self._lw_offset_s = {}, {}, 0.0
 
     def state_dict(self) -> StateDict:
         """Return the seconds spent per stage."""
@@ -174,20 +174,20 @@ class Timer(Callback):
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Count the training time of the earlier run."""
-        self._offset_s = float(state_dict.get("time_elapsed", {}).get("train", 0.0))
-        self._forget_training()
+        self._lw_offset_s = float(state_dict.get("time_elapsed", {}).get("train", 0.0))
+        self._lw_forget_training()
 
-    def _forget_training(self) -> None:
-        self._started.pop("train", None)
-        self._ended.pop("train", None)
+    def _lw_forget_training(self) -> None:
+        self._lw_started.pop("train", None)
+        self._lw_ended.pop("train", None)
 
-    def _start(self, stage: str) -> None:
-        self._started[stage] = time.monotonic()
-        self._ended.pop(stage, None)
+    def _lw_start(self, stage: str) -> None:
+        self._lw_started[stage] = time.monotonic()
+        self._lw_ended.pop(stage, None)
 
-    def _stop(self, trainer: Trainer) -> None:
+    def _lw_stop(self, trainer: Trainer) -> None:
         trainer.should_stop = True
-        self.stop_reason = f"the time limit of {timedelta(seconds=int(self._duration_s or 0))} is reached"
+        self.stop_reason = f"the time limit of {timedelta(seconds=int(self._lw_duration_s or 0))} is reached"
         if self._verbose and trainer.is_global_zero:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
             _log.info("Timer: the time limit is reached after %s of training; stopping at the next step.", elapsed)

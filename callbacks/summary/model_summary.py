@@ -42,9 +42,9 @@ class ModelSummary(Callback):
             return
         # A forward pass of a sharded module takes all ranks.
         summary = self._summary(trainer, pl_module) if trainer.strategy.shards_parameters else None
-        from_rank_zero(trainer, lambda: self._show(trainer, pl_module, summary))
+        from_rank_zero(trainer, lambda: self._lw_show(trainer, pl_module, summary))
 
-    def _show(self, trainer: Trainer, pl_module: nn.Module, summary: Summary | None) -> None:
+    def _lw_show(self, trainer: Trainer, pl_module: nn.Module, summary: Summary | None) -> None:
         if not trainer.is_global_zero:
             return
         summary = summary or self._summary(trainer, pl_module)

@@ -47,11 +47,11 @@ def bind_strategy(trainer: Trainer) -> None:
 
     Only attributes that the strategy does not define are added, and only to this strategy.
     """
-    trainer.fabric.strategy.__dict__["_lightning_trainer"] = trainer
+    trainer.fabric.strategy.__dict__["_lw_lightning_trainer"] = trainer
 
 
 def _of_trainer(strategy: Strategy, name: str) -> Any:  # what the trainer has
-    trainer = strategy.__dict__.get("_lightning_trainer")
+    trainer = strategy.__dict__.get("_lw_lightning_trainer")
     if trainer is not None and name in _OF_TRAINER:
         return getattr(trainer, _OF_TRAINER[name])
     if trainer is not None and name in _OF_STRATEGY:
@@ -70,7 +70,7 @@ def _get_optimizers(strategy: Strategy) -> list[Optimizer]:
 
 
 def _set_optimizers(strategy: Strategy, optimizers: list[Optimizer]) -> None:
-    trainer = strategy.__dict__.get("_lightning_trainer")
+    trainer = strategy.__dict__.get("_lw_lightning_trainer")
     if trainer is None:
         strategy.__dict__["optimizers"] = optimizers
     else:
@@ -79,18 +79,18 @@ def _set_optimizers(strategy: Strategy, optimizers: list[Optimizer]) -> None:
 
 def _get_schedules(strategy: Strategy) -> list[LRSchedulerConfig]:
     """The schedules of the trainer whose strategy this is, where a program of Lightning made that trainer."""
-    trainer = strategy.__dict__.get("_lightning_trainer")
+    trainer = strategy.__dict__.get("_lw_lightning_trainer")
     return [] if trainer is None else list(trainer.lr_scheduler_configs)
 
 
 def _set_schedules(strategy: Strategy, configs: list[LRSchedulerConfig]) -> None:
-    trainer = strategy.__dict__.get("_lightning_trainer")
+    trainer = strategy.__dict__.get("_lw_lightning_trainer")
     if trainer is not None:
         replace_schedules(trainer, configs)
 
 
 def _set_module(strategy: Strategy, module: nn.Module | None) -> None:
-    trainer = strategy.__dict__.get("_lightning_trainer")
+    trainer = strategy.__dict__.get("_lw_lightning_trainer")
     if trainer is not None:
         patch(trainer, "_lw_spawned_module", module)
 

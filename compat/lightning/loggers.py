@@ -69,8 +69,8 @@ class TensorBoardLogger(loggers.TensorBoardLogger):
     def save(self) -> None:
         """Flush to disk, with a file of hyperparameters even if there are none."""
         super().save()
-        if not (self.is_silent or self._owns_hparams_file or self._is_resumed):
-            self._write_hparams()
+        if not (self.is_silent or self._lw_owns_hparams_file or self._lw_is_resumed):
+            self._lw_write_hparams()
 
     def finalize(self, status: str) -> None:
         """Close the event file, and write the hyperparameters even if there are none.
@@ -92,10 +92,10 @@ class CSVLogger(loggers.CSVLogger):
 
     @property
     def _flush_logs_every_n_steps(self) -> int:
-        return self._flush_every
+        return self._lw_flush_every
 
-    def _is_flush_due(self, step: int) -> bool:
-        return (step + 1) % self._flush_every == 0
+    def _lw_is_flush_due(self, step: int) -> bool:
+        return (step + 1) % self._lw_flush_every == 0
 
 
 class FabricTensorBoardLogger(TensorBoardLogger):
@@ -152,17 +152,17 @@ class WandbLogger(loggers.WandbLogger):
 
     default_project = DEFAULT_NAME
 
-    def _begin(self) -> wandb.Run:
-        run = super()._begin()
-        if self._options.get("sync_tensorboard"):
+    def _lw_begin(self) -> wandb.Run:
+        run = super()._lw_begin()
+        if self._lw_options.get("sync_tensorboard"):
             run.define_metric("*", step_metric="global_step")
         return run
 
-    def _send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
-        if self._options.get("sync_tensorboard"):
+    def _lw_send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
+        if self._lw_options.get("sync_tensorboard"):
             self.experiment.log({**points, **extra})
         else:
-            super()._send(points, step, extra)
+            super()._lw_send(points, step, extra)
 
 
 class MLFlowLogger(loggers.MLFlowLogger):
@@ -179,15 +179,15 @@ class MLFlowLogger(loggers.MLFlowLogger):
 
     @property
     def _tracking_uri(self) -> str:
-        return self._uri
+        return self._lw_uri
 
     @property
     def _run_id(self) -> str | None:
-        return self._id
+        return self._lw_id
 
     @property
     def _mlflow_client(self) -> MlflowClient:
-        return self._store()
+        return self._lw_store()
 
 
 # Former name of an argument -> its present name.

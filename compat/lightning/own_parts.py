@@ -52,14 +52,14 @@ def serve_overrides(trainer: Trainer) -> None:
     if "optimizer_step" in own:
         patch(strategy, "optimizer_step", partial(_optimizer_step, trainer, strategy))
         if trainer.fabric._precision_steps:
-            strategy.__dict__["_stepping_precision"] = precision
+            strategy.__dict__["_lw_stepping_precision"] = precision
             patch(trainer.fabric, "_precision_steps", False)
     if own.keys() & set(_STEPS):
         patch(strategy, "bind_step", partial(_bind_step, strategy, own.keys()))
     if "convert_input" in of_precision:
         patch(strategy, "bind_step", partial(_bind_converting, strategy.bind_step, precision))
     if _OF_PRECISION & of_precision.keys():
-        strategy.__dict__["_precision_of_program"] = precision
+        strategy.__dict__["_lw_precision_of_program"] = precision
         if not own:
             patch(strategy, "backward", partial(_with_optimizer(type(strategy).backward), strategy))
     if _CLIPPING & of_precision.keys():
@@ -115,10 +115,10 @@ def _optimizer_step(
 ) -> bool:
     """Step by the method of the program; its closure computes nothing where that was done already."""
     own = part.__dict__
-    own.pop("_has_stepped", None)
+    own.pop("_lw_has_stepped", None)
     module = trainer.lightning_module
     type(part).optimizer_step(part, optimizer, closure=closure or computed, model=module, **kwargs)
-    return bool(own.pop("_has_stepped", True))
+    return bool(own.pop("_lw_has_stepped", True))
 
 
 def _clip(
@@ -126,13 +126,13 @@ def _clip(
 ) -> Tensor:
     """Clip by the method of the program; return the norm before, or the one after where the program clips itself."""
     own = precision.__dict__
-    own["_run_clipping"] = lambda optimizer, limit: clip(module, optimizer, limit, *others)
-    own["_norm"] = None
+    own["_lw_run_clipping"] = lambda optimizer, limit: clip(module, optimizer, limit, *others)
+    own["_lw_norm"] = None
     try:
         precision.clip_gradients(optimizer, limit, GradClipAlgorithmType(algorithm))
     finally:
-        del own["_run_clipping"]
-    norm: Tensor | None = own.pop("_norm")
+        del own["_lw_run_clipping"]
+    norm: Tensor | None = own.pop("_lw_norm")
     gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
     return nn.utils.get_total_norm([one for one in gradients if one is not None]) if norm is None else norm
 
@@ -141,7 +141,7 @@ def _bind_step(strategy: Strategy, own: Any, module: nn.Module, name: str) -> St
     bound = type(strategy).bind_step(strategy, module, name)
     if name not in own:
         return bound
-    strategy.__dict__.setdefault("_bound_steps", {})[name] = bound
+    strategy.__dict__.setdefault("_lw_bound_steps", {})[name] = bound
     step: StepFunction = getattr(strategy, name)
     return step
 
@@ -161,7 +161,7 @@ def _bind_converting(bind: Any, precision: Any, module: nn.Module, name: str) ->
 def _make_step(name: str) -> Callable[..., Any]:
     def step(self: Strategy, *args: Any, **kwargs: Any) -> Any:
         """Run the step of the module that is trained or evaluated, in this strategy."""
-        return self.__dict__["_bound_steps"][name](*args, **kwargs)
+        return self.__dict__["_lw_bound_steps"][name](*args, **kwargs)
 
     return step
 
@@ -201,20 +201,20 @@ def _with_optimizer(core: Any) -> Any:
         if args and (args[0] is None or isinstance(args[0], Optimizer | ManagedOptimizer)):
             optimizer, *args = args  # type: ignore[assignment]
         own = self.__dict__
-        precision = own.get("_precision_of_program")
+        precision = own.get("_lw_precision_of_program")
         if precision is None:
             core(self, tensor, *args, **kwargs)
             return
-        own["_precision_of_program"] = None  # another class of this strategy may define the method, too
-        precision.__dict__["_run_backward"] = partial(core, self)
-        module = own["_lightning_trainer"].lightning_module
+        own["_lw_precision_of_program"] = None  # another class of this strategy may define the method, too
+        precision.__dict__["_lw_run_backward"] = partial(core, self)
+        module = own["_lw_lightning_trainer"].lightning_module
         try:
             tensor = precision.pre_backward(tensor, module)
             precision.backward(tensor, module, optimizer, *args, **kwargs)
             precision.post_backward(tensor, module)
         finally:
-            own["_precision_of_program"] = precision
-            del precision.__dict__["_run_backward"]
+            own["_lw_precision_of_program"] = precision
+            del precision.__dict__["_lw_run_backward"]
 
     return backward
 
@@ -224,7 +224,7 @@ def _with_model(core: Any) -> Any:
     def optimizer_step(
         self: Any, optimizer: Optimizer, closure: Any = None, model: nn.Module | None = None, **kwargs: Any
     ) -> Any:
-        precision = self.__dict__.get("_stepping_precision")
+        precision = self.__dict__.get("_lw_stepping_precision")
         if closure is computed and not kwargs:
             closure = None
         if precision is not None:
@@ -234,7 +234,7 @@ def _with_model(core: Any) -> Any:
             has_stepped = True
         else:
             has_stepped = core(self, optimizer, closure)
-        self.__dict__["_has_stepped"] = has_stepped
+        self.__dict__["_lw_has_stepped"] = has_stepped
         return has_stepped
 
     return optimizer_step

@@ -50,7 +50,7 @@ def _with_model(core: Any) -> Any:
         if model is None and not kwargs:
             return core(self, optimizer, closure)
         if getattr(self, "scaler", None) is not None:
-            self.__dict__["_has_stepped"] = core(self, optimizer, None if closure is computed else closure)
+            self.__dict__["_lw_has_stepped"] = core(self, optimizer, None if closure is computed else closure)
             return None
         if model is not None or closure is not None:
             kwargs["closure"] = closure
@@ -86,7 +86,7 @@ def _backward(
     """Run the backward pass, that of a LightningModule where there is one."""
     is_argument = optimizer is None or isinstance(optimizer, Optimizer | ManagedOptimizer)
     others = args if is_argument else (optimizer, *args)
-    run = self.__dict__.get("_run_backward")  # of the strategy, while a program's own precision is at work
+    run = self.__dict__.get("_lw_run_backward")  # of the strategy, while a program's own precision is at work
     if run is not None:
         run(tensor, *others, **kwargs)
         return
@@ -98,9 +98,9 @@ def _backward(
 
 def _clip_in_strategy(self: Any, optimizer: Optimizer, clip_val: float) -> bool:
     """Clip as the strategy does, while a program's own precision is at work; return whether it is."""
-    run = self.__dict__.get("_run_clipping")
+    run = self.__dict__.get("_lw_run_clipping")
     if run is not None:
-        self.__dict__["_norm"] = run(optimizer, clip_val)
+        self.__dict__["_lw_norm"] = run(optimizer, clip_val)
     return run is not None
 
 

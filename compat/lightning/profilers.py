@@ -66,16 +66,16 @@ class PyTorchProfiler(profilers.PyTorchProfiler):
     module_prefix = "[pl][module]"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # Any: see the base class
-        self._records_all = "schedule" in kwargs and kwargs["schedule"] is None
-        self._is_default = "schedule" not in kwargs and kwargs.get("steps") is None
-        if self._records_all:
+        self._lw_records_all = "schedule" in kwargs and kwargs["schedule"] is None
+        self._lw_is_default = "schedule" not in kwargs and kwargs.get("steps") is None
+        if self._lw_records_all:
             kwargs["schedule"] = _record_always
         super().__init__(*args, **kwargs)
         self.function_events: EventList | None = None
 
     @property
     def _schedule(self) -> object:  # None, or what says which steps are recorded
-        return None if self._records_all else self.schedule
+        return None if self._lw_records_all else self.schedule
 
     def watch(self, module: nn.Module) -> None:
         """Know the module of the run, and whether its Trainer takes enough steps for the default window.
@@ -85,13 +85,13 @@ class PyTorchProfiler(profilers.PyTorchProfiler):
         """
         super().watch(module)
         trainer = getattr(module, "_lw_trainer", None)
-        if trainer is None or not self._is_default:
+        if trainer is None or not self._lw_is_default:
             return
         stages = _STAGES.get(str(trainer.state.fn), ())
         limits = [getattr(trainer, f"limit_{stage}_batches") for stage in stages]
-        self._records_all = any(type(limit) is int and 0 < limit < _STEPS_OF_WINDOW for limit in limits)
-        self.schedule = _record_always if self._records_all else self._action_at
-        if self._records_all:
+        self._lw_records_all = any(type(limit) is int and 0 < limit < _STEPS_OF_WINDOW for limit in limits)
+        self.schedule = _record_always if self._lw_records_all else self._lw_action_at
+        if self._lw_records_all:
             warn("PyTorchProfiler: there are not enough steps for its default window; the entire run is recorded")
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
@@ -104,8 +104,8 @@ class PyTorchProfiler(profilers.PyTorchProfiler):
         """
         super().setup(stage, local_rank, log_dir)
         self.function_events = None
-        if self._records_all and not self.emit_nvtx:
-            self._session = Session(self, _KINDS.get(stage, stage), 0)
+        if self._lw_records_all and not self.emit_nvtx:
+            self._lw_session = Session(self, _KINDS.get(stage, stage), 0)
 
     def start(self, action_name: str) -> None:
         """Note that an activity begins; outside of a run, the first one begins a window with `schedule=None`.
@@ -113,8 +113,8 @@ class PyTorchProfiler(profilers.PyTorchProfiler):
         Args:
             action_name: Name of the activity.
         """
-        if self._records_all and self._session is None and self._stage is None and not self.emit_nvtx:
-            self._session = Session(self, "train", 0)
+        if self._lw_records_all and self._lw_session is None and self._stage is None and not self.emit_nvtx:
+            self._lw_session = Session(self, "train", 0)
         super().start(action_name)
 
     def keep(self, session: Session) -> None:

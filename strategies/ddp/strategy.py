@@ -104,19 +104,19 @@ class DDPStrategy(ProcessGroupStrategy):
         self.ddp_comm_wrapper = ddp_comm_wrapper
         self.model_averaging_period = model_averaging_period
         self.ddp_kwargs = kwargs
-        self._averaging: ModelAveraging | None = None
-        self._replicas: LiveObjects[Replica] = LiveObjects()
+        self._lw_averaging: ModelAveraging | None = None
+        self._lw_replicas: LiveObjects[Replica] = LiveObjects()
         # Of modules whose gradients are averaged before each optimizer step; None before the first, to be pickled.
-        self._placed: WeakKeyDictionary[nn.Module, Changes] | None = None
+        self._lw_placed: WeakKeyDictionary[nn.Module, Changes] | None = None
         # The state that a checkpoint held, until the module whose gradients it is about has been set up.
-        self._pending_state: Mapping[str, Any] | None = None
+        self._lw_pending_state: Mapping[str, Any] | None = None
         # The replica whose training step has run, and whose backward pass comes next.
-        self._forwarded: Replica | None = None
+        self._lw_forwarded: Replica | None = None
 
     def teardown(self) -> None:
         """Release devices and connections after a run."""
         super().teardown()
-        self._placed = None
+        self._lw_placed = None
 
     # -- the model -----------------------------------------------------------------------------------------------
 
@@ -139,15 +139,15 @@ class DDPStrategy(ProcessGroupStrategy):
             return self.place_module(module)
         self.check_module(module)
         # A module that is set up again (by the next verb) has one wrapper only: two would hold the gradients twice.
-        for replica in self._replicas:
+        for replica in self._lw_replicas:
             if replica.original is module:
                 replica.release()
-                self._replicas.discard(replica)
+                self._lw_replicas.discard(replica)
         sparse = sparse_parameters(module)
         odd = [one for one in module.buffers() if is_odd(one)]
         broadcast_tensors([*odd, *(one for one in module.parameters() if id(one) in sparse)])
-        replica = self._with_stream(lambda: Replica(module, self.ddp_kwargs))
-        self._replicas.add(replica)
+        replica = self._lw_with_stream(lambda: Replica(module, self.ddp_kwargs))
+        self._lw_replicas.add(replica)
         self.configure_ddp()
         return replica
 
@@ -155,24 +155,24 @@ class DDPStrategy(ProcessGroupStrategy):
         """Register the communication hook on modules that have none yet; an override can do more of that kind."""
         if self.ddp_comm_hook is None:
             return
-        for replica in self._replicas:
+        for replica in self._lw_replicas:
             if replica.comm_hook is not None:
                 continue
             hook = CommHook(self.ddp_comm_hook, self.ddp_comm_state, self.ddp_comm_wrapper, self)
             hook.register(replica)
-            if self.model_averaging_period is not None and self._averaging is None:
-                self._averaging = ModelAveraging(self.model_averaging_period, hook.first_local_step)
-        if self._pending_state is not None:
-            self.load_state_dict(self._pending_state)
+            if self.model_averaging_period is not None and self._lw_averaging is None:
+                self._lw_averaging = ModelAveraging(self.model_averaging_period, hook.first_local_step)
+        if self._lw_pending_state is not None:
+            self.load_state_dict(self._lw_pending_state)
 
     def place_module(self, module: nn.Module) -> nn.Module:
         """Return the module itself, with the parameters and buffers of rank 0. On every rank: it communicates."""
         if self.is_connected and self.world_size > 1:
             self.check_module(module)
             broadcast_tensors([*module.parameters(), *module.buffers()])
-            if self._placed is None:
-                self._placed = WeakKeyDictionary()
-            self._placed[module] = Changes(module)
+            if self._lw_placed is None:
+                self._lw_placed = WeakKeyDictionary()
+            self._lw_placed[module] = Changes(module)
         return module
 
     def sync_buffers(self, module: nn.Module) -> None:
@@ -195,7 +195,7 @@ class DDPStrategy(ProcessGroupStrategy):
         Raises:
             ConfigError: It holds shards, or the precision skips steps by rank, and weights are to be averaged.
         """
-        self._stepped.pop(id(optimizer), None)
+        self._lw_stepped.pop(id(optimizer), None)
         if self.model_averaging_period is not None:
             if type(optimizer).__name__ in ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"):
                 raise ConfigError(
@@ -225,23 +225,23 @@ class DDPStrategy(ProcessGroupStrategy):
         if name in _EVALUATION:
             return step
         if not isinstance(module, Replica):
-            changes = None if self._placed is None else self._placed.get(module)
-            return step if changes is None else self._bound_placed(module, changes, step)
-        return self._bound_training(module, step) if name == "training_step" else self._bound(module, step)
+            changes = None if self._lw_placed is None else self._lw_placed.get(module)
+            return step if changes is None else self._lw_bound_placed(module, changes, step)
+        return self._lw_bound_training(module, step) if name == "training_step" else self._lw_bound(module, step)
 
-    def _bound_training(self, replica: Replica, step: StepFunction) -> StepFunction:
+    def _lw_bound_training(self, replica: Replica, step: StepFunction) -> StepFunction:
         call = Call(step, is_training=True)
         replica.__dict__["is_trained_by_step"] = True
 
         def run(*args: object, **kwargs: object) -> object:
             # One pass in C: nothing is called when requires_grad changes.
             if replica.changes.is_set or [*map(_IS_TRAINED, replica.all_parameters)] != replica.trained:
-                self._adopt_changes(replica)
+                self._lw_adopt_changes(replica)
             try:
                 loss = replica(call, *args, **kwargs)
             except RuntimeError as error:
                 raise _explained(error, replica) from error
-            self._forwarded = replica if replica.require_backward_grad_sync else None
+            self._lw_forwarded = replica if replica.require_backward_grad_sync else None
             output = replica.steps.output
             if output is None:  # a plain tensor came
                 return loss
@@ -250,15 +250,15 @@ class DDPStrategy(ProcessGroupStrategy):
 
         return run
 
-    def _bound_placed(self, module: nn.Module, changes: Changes, step: StepFunction) -> StepFunction:
+    def _lw_bound_placed(self, module: nn.Module, changes: Changes, step: StepFunction) -> StepFunction:
         def run(*args: object, **kwargs: object) -> object:
             if changes.is_set and torch.is_grad_enabled():
-                self._adopt_new(module, changes, [*changes.new_parameters(module)])
+                self._lw_adopt_new(module, changes, [*changes.new_parameters(module)])
             return step(*args, **kwargs)
 
         return run
 
-    def _bound(self, replica: Replica, step: StepFunction) -> StepFunction:
+    def _lw_bound(self, replica: Replica, step: StepFunction) -> StepFunction:
         call = Call(step, is_training=False)
 
         def run(*args: object, **kwargs: object) -> object:
@@ -267,9 +267,9 @@ class DDPStrategy(ProcessGroupStrategy):
             ):  # torch would broadcast buffers even so: a rank with more batches would hang
                 return step(*args, **kwargs)
             if replica.changes.is_set or [*map(_IS_TRAINED, replica.all_parameters)] != replica.trained:
-                self._adopt_changes(replica)
+                self._lw_adopt_changes(replica)
             if replica.sparse_parameters and replica.require_backward_grad_sync:
-                self._forwarded = replica
+                self._lw_forwarded = replica
             try:
                 return replica(call, *args, **kwargs)
             except RuntimeError as error:
@@ -281,7 +281,7 @@ class DDPStrategy(ProcessGroupStrategy):
         """Run an empty training step, with a loss of 0 that every parameter is connected to."""
         if not isinstance(module, Replica):
             return None
-        empty: NoLoss = self._bound_training(module, _no_step)()
+        empty: NoLoss = self._lw_bound_training(module, _no_step)()
         return empty
 
     @property
@@ -311,13 +311,13 @@ class DDPStrategy(ProcessGroupStrategy):
             ModuleError: A parameter got no gradient although it can (named); or backward runs within a step whose
                 gradients are averaged after it.
         """
-        replica = self._forwarded
+        replica = self._lw_forwarded
         if replica is None:
             if inside_a_replica():
                 raise _backward_inside()
             compute_gradients(tensor, *args, **kwargs)
             return
-        self._forwarded = None
+        self._lw_forwarded = None
         try:
             compute_gradients(tensor, *args, **kwargs)
             # Otherwise torch finds it at the next forward pass, after a step with gradients that are not averaged.
@@ -333,12 +333,12 @@ class DDPStrategy(ProcessGroupStrategy):
         Raises:
             ModuleError: It steps parameters whose gradients are not averaged.
         """
-        if self._stepped.get(id(optimizer)) != [*map(len, map(params_of_group, optimizer.param_groups))]:
+        if self._lw_stepped.get(id(optimizer)) != [*map(len, map(params_of_group, optimizer.param_groups))]:
             # A loop that calls the module itself, and not its training_step, may average other gradients itself.
-            self._check_stepped(optimizer, [one.changes for one in self._replicas if one.is_trained_by_step])
+            self._lw_check_stepped(optimizer, [one.changes for one in self._lw_replicas if one.is_trained_by_step])
         has_stepped = super().optimizer_step(optimizer, closure)
-        if self._averaging is not None:
-            self._averaging.after_step(optimizer)
+        if self._lw_averaging is not None:
+            self._lw_averaging.after_step(optimizer)
         return has_stepped
 
     def sums_gradients_in(self, dtype: torch.dtype) -> bool:
@@ -359,25 +359,25 @@ class DDPStrategy(ProcessGroupStrategy):
         On every rank: it communicates. The content is equal on all ranks and fits any number of them.
         """
         state: StateDict = {}
-        replicas = [] if self.ddp_comm_hook is None else self._replicas.in_use()
+        replicas = [] if self.ddp_comm_hook is None else self._lw_replicas.in_use()
         hooks = [one.comm_hook.state_dict() for one in replicas if one.comm_hook is not None]
         if any(hooks):
             state["comm_hooks"] = hooks
-        if self._averaging is not None:
-            state["averaging"] = self._averaging.state_dict()
+        if self._lw_averaging is not None:
+            state["averaging"] = self._lw_averaging.state_dict()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state returned by `state_dict`, now or when the module is set up."""
-        hooks = [one.comm_hook for one in self._replicas if one.comm_hook is not None]
+        hooks = [one.comm_hook for one in self._lw_replicas if one.comm_hook is not None]
         if not hooks:
-            self._pending_state = state_dict
+            self._lw_pending_state = state_dict
             return
-        self._pending_state = None
+        self._lw_pending_state = None
         for hook, state in zip(hooks, state_dict.get("comm_hooks", ()), strict=False):
             hook.load_state_dict(state)
-        if "averaging" in state_dict and self._averaging is not None:
-            self._averaging.load_state_dict(state_dict["averaging"])
+        if "averaging" in state_dict and self._lw_averaging is not None:
+            self._lw_averaging.load_state_dict(state_dict["averaging"])
 
     def module_state_dict(self, module: nn.Module) -> StateDict:
         """Return the full state of a module, under the names of the module as the user wrote it."""
@@ -391,14 +391,14 @@ class DDPStrategy(ProcessGroupStrategy):
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _with_stream(self, make: Callable[[], Replica]) -> Replica:
+    def _lw_with_stream(self, make: Callable[[], Replica]) -> Replica:
         if self.device.type != "cuda":
             return make()
         # A stream of its own keeps the hooks usable when steps are captured as CUDA graphs.
         with torch.cuda.stream(torch.cuda.Stream()):
             return make()
 
-    def _adopt_new(self, module: nn.Module, changes: Changes, names: Sequence[str]) -> bool:
+    def _lw_adopt_new(self, module: nn.Module, changes: Changes, names: Sequence[str]) -> bool:
         """Let new parameters and buffers become rank 0's; return whether anything has changed.
 
         Args:
@@ -415,7 +415,7 @@ class DDPStrategy(ProcessGroupStrategy):
         changes.settle(module)
         return bool(names or new)
 
-    def _adopt_changes(self, replica: Replica) -> None:
+    def _lw_adopt_changes(self, replica: Replica) -> None:
         """Wrap a changed module again: torch averages the gradients of those parameters only that it was wrapped with.
 
         On every rank: it communicates. New parameters and buffers become rank 0's.
@@ -426,7 +426,7 @@ class DDPStrategy(ProcessGroupStrategy):
         module, changes = replica.original, replica.changes
         outdated, present = replica.outdated(), {id(one) for one in module.parameters()}
         names = [*outdated, *(f"one of {tuple(one.shape)}" for one in replica.all_parameters if id(one) not in present)]
-        if not self._adopt_new(module, changes, names):
+        if not self._lw_adopt_new(module, changes, names):
             return
         hook = replica.comm_hook
         replica.rebuild(self.ddp_kwargs)

@@ -187,10 +187,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         self.has_stages = False
         self.keeps_activations = False  # in DeepSpeed's buffers, until a backward pass
         self.last_root: weakref.ref[EngineRoot] | None = None  # of the last step with gradients
-        self._roots: LiveObjects[EngineRoot] = LiveObjects()
-        self._batch_size = logging_batch_size_per_gpu if isinstance(logging_batch_size_per_gpu, int) else None
-        self._plan: dict[str, Any] = {}  # Any: the Trainer's plan
-        self._has_set_rank = self._has_configured_activations = self._has_own_optimizer = False
+        self._lw_roots: LiveObjects[EngineRoot] = LiveObjects()
+        self._lw_batch_size = logging_batch_size_per_gpu if isinstance(logging_batch_size_per_gpu, int) else None
+        self._lw_plan: dict[str, Any] = {}  # Any: the Trainer's plan
+        self._lw_has_set_rank = self._lw_has_configured_activations = self._lw_has_own_optimizer = False
 
     def __getstate__(self) -> dict[str, Any]:  # Any: attributes
         return {**self.__dict__, "last_root": None}
@@ -227,7 +227,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     @property
     def helps_in_evaluation(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         """Whether `evaluate_without_data` knows what is gathered: once this rank has evaluated a batch."""
-        return any(root.evaluated is not None for root in self._roots)
+        return any(root.evaluated is not None for root in self._lw_roots)
 
     @property
     def zero_stage_3(self) -> bool:
@@ -241,7 +241,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         Raises:
             ConfigError: See `config.settle`.
         """
-        return configs.settle(self.given_config, self._facts(), self.where)
+        return configs.settle(self.given_config, self._lw_facts(), self.where)
 
     def configure_deepspeed_config(self, config: Config) -> Config:
         """Return a configuration completed with values from Trainer or Fabric; override it to change the engine's.
@@ -249,11 +249,11 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         Args:
             config: The user's configuration, or the one built from the constructor's arguments.
         """
-        return configs.settle(config, self._facts(), self.where)
+        return configs.settle(config, self._lw_facts(), self.where)
 
     @property
-    def _newest(self) -> EngineRoot | None:
-        return next(reversed(list(self._roots)), None)
+    def _lw_newest(self) -> EngineRoot | None:
+        return next(reversed(list(self._lw_roots)), None)
 
     @property
     def deepspeed_engine(self) -> Engine | None:
@@ -261,7 +261,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
         For features of DeepSpeed alone: `engine.save_checkpoint` writes its own format, for example.
         """
-        root = self._newest
+        root = self._lw_newest
         return None if root is None else root.engine
 
     @property
@@ -270,7 +270,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
         Shape (), on the engine's device, equal on all ranks; of the order of the norm where gradients were clipped.
         """
-        root = self._newest
+        root = self._lw_newest
         return None if root is None else root.grad_norm
 
     # -- before the launch ---------------------------------------------------------------------------------------
@@ -292,16 +292,16 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         Raises:
             ConfigError: The configuration differs, with both values of each; or it cannot be done.
         """
-        self._plan = dict(config)
+        self._lw_plan = dict(config)
         settled = self.configure_deepspeed_config(self.given_config)
-        if self._plan.get("grad_accumulation_dtype") is not None:
+        if self._lw_plan.get("grad_accumulation_dtype") is not None:
             for what, fix in check_sections(settled, "Trainer(grad_accumulation_dtype='float32')"):
                 raise ConfigError(f"{what}.", fix=f"{fix}.")
         ops.prepare(self.given_config, self.where)
 
-    def _facts(self) -> configs.Facts:
+    def _lw_facts(self) -> configs.Facts:
         dtype = str(self.precision.policy.compute_dtype).removeprefix("torch.")
-        return configs.facts_of(self._plan, world_size=self.world_size, batch_size=self._batch_size, dtype=dtype)
+        return configs.facts_of(self._lw_plan, world_size=self.world_size, batch_size=self._lw_batch_size, dtype=dtype)
 
     def default_optimizers(self, module: nn.Module) -> Config | None:
         """Return what the configuration's sections "optimizer" and "scheduler" describe, for modules without their own.
@@ -312,7 +312,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if "optimizer" not in self.given_config and "scheduler" not in self.given_config:
             return None
         ops.import_deepspeed(self.logging_level)
-        self._has_own_optimizer = True
+        self._lw_has_own_optimizer = True
         return make_optimizer(self.configure_deepspeed_config(self.given_config), module, self.where)
 
     # -- processes -----------------------------------------------------------------------------------------------
@@ -323,22 +323,22 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         super().setup_distributed()
         if "LOCAL_RANK" not in os.environ:  # DeepSpeed (0.19) reads it; a run of one process has no launcher
             os.environ["LOCAL_RANK"] = str(self.local_rank)
-            self._has_set_rank = True
+            self._lw_has_set_rank = True
         ops.import_deepspeed(self.logging_level)
         ops.connect(backend="nccl" if self.device.type == "cuda" else "gloo", timeout=self.timeout)
-        self._has_configured_activations = True
+        self._lw_has_configured_activations = True
         self.keeps_activations = ops.configure_activations(self.given_config, self.device.type)
         pipelines.build_in_order()
 
     def teardown(self) -> None:
         """Let go of engines, then of devices and connections."""
-        if self._has_set_rank:  # it would look like a launcher to the next run
+        if self._lw_has_set_rank:  # it would look like a launcher to the next run
             os.environ.pop("LOCAL_RANK", None)
-        if self._has_configured_activations:
+        if self._lw_has_configured_activations:
             ops.forget_activations(self.given_config)
-        self._has_set_rank = self._has_configured_activations = self.has_stages = False
-        self.last_root, self._plan = None, {}
-        self._roots.clear()
+        self._lw_has_set_rank = self._lw_has_configured_activations = self.has_stages = False
+        self.last_root, self._lw_plan = None, {}
+        self._lw_roots.clear()
         super().teardown()
 
     # -- the model -----------------------------------------------------------------------------------------------
@@ -379,10 +379,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             ConfigError: It has a PipelineModule that cannot be run.
         """
         self.configure_topology(module)
-        is_automatic = self._plan.get("is_automatic", True)
+        is_automatic = self._lw_plan.get("is_automatic", True)
         found = pipelines.find_pipeline(module)
         if found is not None:
-            return self._setup_pipeline(module, *found, is_automatic=is_automatic)
+            return self._lw_setup_pipeline(module, *found, is_automatic=is_automatic)
         self.check_module(module)
         setup.check_shapes(module)
         root = EngineRoot(module, self.stage, is_manual=not is_automatic)
@@ -393,10 +393,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         else:
             setup.make_contiguous(module)
         root.take_over()  # an earlier engine looks at all parameters, and at those that it did not have
-        self._roots.add(root)
+        self._lw_roots.add(root)
         return root
 
-    def _setup_pipeline(self, module: nn.Module, path: str, pipe: Pipeline, *, is_automatic: bool) -> PipelineRoot:
+    def _lw_setup_pipeline(self, module: nn.Module, path: str, pipe: Pipeline, *, is_automatic: bool) -> PipelineRoot:
         precision = self.precision
         pipelines.check(module, pipe, self.given_config, precision, is_automatic=is_automatic)
         # In stage 0 the engine would sum 16-bit gradients in its masters, without the weights of losses.
@@ -405,7 +405,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         root = PipelineRoot(module, path, pipe, stage=stage, micro_batches=count, precision=precision)
         root.__dict__["layout"] = learn_names(root, self.gather_objects(describe(root)))
         root.sync_buffers()
-        self._roots.add(root)
+        self._lw_roots.add(root)
         return root
 
     def place_module(self, module: nn.Module) -> EngineRoot:
@@ -438,7 +438,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if found is not None:
             grid = found[1].mpu()
             rank, size = grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()
-        self._topology = replace(self.topology, data_rank=rank, data_size=size)
+        self._lw_topology = replace(self.topology, data_rank=rank, data_size=size)
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[Optimizer]
@@ -459,8 +459,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         Raises:
             ConfigError: The module has an optimizer already, is not set up, or the optimizer cannot be used.
         """
-        is_of_config, self._has_own_optimizer = self._has_own_optimizer, False
-        return setup.setup_optimizer(self, list(self._roots), optimizer, is_of_config=is_of_config)
+        is_of_config, self._lw_has_own_optimizer = self._lw_has_own_optimizer, False
+        return setup.setup_optimizer(self, list(self._lw_roots), optimizer, is_of_config=is_of_config)
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Copy rank 0's buffers to all ranks; with a PipelineModule, those of the first replica's stage."""
@@ -498,7 +498,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         Raises:
             DataError: This rank has not evaluated any batch.
         """
-        known = [root for root in self._roots.in_use() if root.evaluated is not None]
+        known = [root for root in self._lw_roots.in_use() if root.evaluated is not None]
         if isinstance(module, EngineRoot):
             known = [root for root in known if root is module]
         if not known:
@@ -529,8 +529,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 fix="remove these arguments.",
             )
         if self.has_stages:  # the pipeline whose gradients wait
-            waiting = (root for root in self._roots if isinstance(root, PipelineRoot) and root.has_pass)
-            root = next(waiting, self._newest)
+            waiting = (root for root in self._lw_roots if isinstance(root, PipelineRoot) and root.has_pass)
+            root = next(waiting, self._lw_newest)
         else:
             root = None if self.last_root is None else self.last_root()
         if root is None or not root.has_engine:
@@ -544,12 +544,12 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begin to sum a tensor over replicas, in place; see `Strategy.start_sum`."""
-        root = self._newest
+        root = self._lw_newest
         return root.start_sum(tensor) if isinstance(root, PipelineRoot) else super().start_sum(tensor)
 
     def discard_gradients(self, module: nn.Module | None) -> None:
         """Discard gradients of a window that ends without a step; of all modules for None."""
-        for root in [module] if module is not None else list(self._roots):
+        for root in [module] if module is not None else list(self._lw_roots):
             if isinstance(root, EngineRoot) and root.has_engine:
                 root.discard_gradients()
 
@@ -593,15 +593,15 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def module_state_dict(self, module: nn.Module) -> State:
         """Return the state of a module in float32, under the user's names; `gather_state` makes its tensors full."""
-        return self._module_state(module, has_frozen=not self.exclude_frozen_parameters)
+        return self._lw_module_state(module, has_frozen=not self.exclude_frozen_parameters)
 
     get_module_state_dict = module_state_dict
 
     def every_weight(self, module: nn.Module) -> State:
         """Return the state of a module as `module_state_dict` does, always with frozen parameters."""
-        return self._module_state(module, has_frozen=True)
+        return self._lw_module_state(module, has_frozen=True)
 
-    def _module_state(self, module: nn.Module, *, has_frozen: bool) -> State:
+    def _lw_module_state(self, module: nn.Module, *, has_frozen: bool) -> State:
         original = self.unwrap(module)
         state = super().module_state_dict(original)
         if isinstance(module, PipelineRoot):

@@ -42,27 +42,27 @@ class TorchSyncBatchNorm(LayerSync):
     """
 
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
-        self._process_group = process_group
+        self._lw_process_group = process_group
         # The user's layers by their replacements, so that subclasses and hooks are restored.
-        self._originals: dict[nn.SyncBatchNorm, AnyBatchNorm] = {}
+        self._lw_originals: dict[nn.SyncBatchNorm, AnyBatchNorm] = {}
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Replace every batch norm, in place; parameters and statistics are shared with the user's layers."""
-        return _replaced(model, self._synchronized)
+        return _replaced(model, self._lw_synchronized)
 
     def revert(self, model: nn.Module) -> nn.Module:
         """Restore the user's layers in place, with the current parameters and statistics."""
-        return _replaced(model, self._reverted)
+        return _replaced(model, self._lw_reverted)
 
-    def _synchronized(self, module: nn.Module) -> nn.Module:
+    def _lw_synchronized(self, module: nn.Module) -> nn.Module:
         if not isinstance(module, AnyBatchNorm) or isinstance(module, nn.SyncBatchNorm):
             return module
-        layer: nn.SyncBatchNorm = nn.SyncBatchNorm.convert_sync_batchnorm(module, self._process_group)
-        self._originals[layer] = module
+        layer: nn.SyncBatchNorm = nn.SyncBatchNorm.convert_sync_batchnorm(module, self._lw_process_group)
+        self._lw_originals[layer] = module
         return layer
 
-    def _reverted(self, module: nn.Module) -> nn.Module:
-        original = self._originals.pop(module, None) if isinstance(module, nn.SyncBatchNorm) else None
+    def _lw_reverted(self, module: nn.Module) -> nn.Module:
+        original = self._lw_originals.pop(module, None) if isinstance(module, nn.SyncBatchNorm) else None
         if original is None:
             return module
         # The tensors may have been moved or replaced since.

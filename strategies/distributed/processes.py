@@ -95,7 +95,7 @@ class ProcessGroupStrategy(ParallelStrategy):
         self.uneven = uneven
         self.process_group_backend = process_group_backend
         # By the id of an optimizer: the sizes of its groups when their parameters were looked at.
-        self._stepped: dict[int, list[int]] = {}
+        self._lw_stepped: dict[int, list[int]] = {}
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -114,9 +114,9 @@ class ProcessGroupStrategy(ParallelStrategy):
                 f"{type(self).__name__} requires torch.distributed, which this build of torch does not include.",
                 fix="install another build of torch, or train on one device.",
             )
-        connect(self.cluster, backend=self._backend(), timeout=self.timeout, device=self.device)
+        connect(self.cluster, backend=self._lw_backend(), timeout=self.timeout, device=self.device)
 
-    def _backend(self) -> str:
+    def _lw_backend(self) -> str:
         if self.process_group_backend is not None:
             return self.process_group_backend
         # Objects and numbers on the host are sent through gloo, so that they do not wait for the GPU.
@@ -155,7 +155,7 @@ class ProcessGroupStrategy(ParallelStrategy):
             fix="build the module from the same configuration, files and library versions on all ranks.",
         )
 
-    def _check_stepped(self, optimizer: Optimizer, modules: Sequence[Changes]) -> None:
+    def _lw_check_stepped(self, optimizer: Optimizer, modules: Sequence[Changes]) -> None:
         """Refuse parameters of an optimizer that have gradients and have been in none of these modules.
 
         Raises:
@@ -175,7 +175,7 @@ class ProcessGroupStrategy(ParallelStrategy):
                 fix="assign the layer to an attribute of the module before it is added to the optimizer; a plain list "
                 "or dict does not register it, nn.ModuleList and nn.ModuleDict do.",
             )
-        self._stepped[id(optimizer)] = [*map(len, map(params_of_group, optimizer.param_groups))]
+        self._lw_stepped[id(optimizer)] = [*map(len, map(params_of_group, optimizer.param_groups))]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(device={str(self.device)!r}, world_size={self.world_size})"

@@ -147,12 +147,12 @@ class FSDPStrategy(ProcessGroupStrategy):
         super().__init__(**given, problems=problems)
         assert plan is not None
         self.plan = plan
-        self._has_told = False
-        self._mesh: DeviceMesh | None = None
-        self._roots: LiveObjects[ShardedRoot] = LiveObjects()
+        self._lw_has_told = False
+        self._lw_mesh: DeviceMesh | None = None
+        self._lw_roots: LiveObjects[ShardedRoot] = LiveObjects()
         # By the id of a parameter that was replaced: it (to know that the id is still its own) and the one that is
         # sharded. For optimizers that were made before.
-        self._replaced: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._lw_replaced: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def memory_shares(self, num_processes: int, num_nodes: int) -> MemoryShares:
         """Return how a copy is sharded; see `Strategy.memory_shares`."""
@@ -166,36 +166,36 @@ class FSDPStrategy(ProcessGroupStrategy):
     @property
     def mesh(self) -> DeviceMesh:
         """The processes as a grid: one axis, "shard", or two, "replicate" and "shard". On every rank: communicates."""
-        if self._mesh is None:
+        if self._lw_mesh is None:
             size = self.world_size
-            sizes = check_mesh(self.plan, size, self._num_nodes())
+            sizes = check_mesh(self.plan, size, self._lw_num_nodes())
             kind = self.device.type
             if isinstance(self.plan.mesh, DeviceMesh):
-                self._mesh = self.plan.mesh
+                self._lw_mesh = self.plan.mesh
             elif sizes is None:
-                self._mesh = init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
+                self._lw_mesh = init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
             else:
-                self._mesh = init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard"))
-        return self._mesh
+                self._lw_mesh = init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard"))
+        return self._lw_mesh
 
     @property
-    def _reduce_group(self) -> ProcessGroup | None:
+    def _lw_reduce_group(self) -> ProcessGroup | None:
         """The processes over which gradients are averaged; None: all."""
         return None
 
     @property
-    def _source_group(self) -> ProcessGroup | None:
+    def _lw_source_group(self) -> ProcessGroup | None:
         """The processes with the same layers, which begin with the values of the first of them; None: all."""
         return None
 
-    def _num_nodes(self) -> int:
+    def _lw_num_nodes(self) -> int:
         nodes = self.gather_objects(self.topology.node_rank)
         return len(set(nodes))
 
     def teardown(self) -> None:
         """Release devices and connections after a run."""
         super().teardown()
-        self._mesh = None
+        self._lw_mesh = None
 
     def configure_fsdp_auto_wrap_policy(self, module: nn.Module) -> Any:
         """Return which modules are to be units: `auto_wrap_policy`. For overriding, where the model decides.
@@ -258,23 +258,23 @@ class FSDPStrategy(ProcessGroupStrategy):
 
         root = root_of(module)
         if root is None:
-            root = self._shard(module)
+            root = self._lw_shard(module)
         else:
-            self._check_mesh_of(root)
+            self._lw_check_mesh_of(root)
             self.adopt_changes(root)
-        self._roots.add(root)
+        self._lw_roots.add(root)
         return root
 
     place_module = setup_module
 
-    def _shard(self, module: nn.Module) -> ShardedRoot:
+    def _lw_shard(self, module: nn.Module) -> ShardedRoot:
         from .sharding import shard
 
-        prepare = self._begin_sharding(module)
-        if self.is_global_zero and not self._has_told:
+        prepare = self._lw_begin_sharding(module)
+        if self.is_global_zero and not self._lw_has_told:
             for note in self.plan.notes:
                 logger.warning("%s: %s", type(self).__name__, note)
-        self._has_told = True
+        self._lw_has_told = True
         # Not the parameters themselves: those that are replaced are to go, and their values with them.
         before: list[tuple[str, weakref.ref[Tensor]]] = [
             (name, weakref.ref(one)) for name, one in module.named_parameters(remove_duplicate=False)
@@ -286,43 +286,43 @@ class FSDPStrategy(ProcessGroupStrategy):
                 auto_wrap_policy=self.configure_fsdp_auto_wrap_policy(module),
                 accumulate_dtype=self.accumulate_dtype,
             ),
-            self._sharding_target(),
+            self._lw_sharding_target(),
             precision=self.precision.policy,
             # In manual optimization a step calls parts of the module, and backward, by itself.
             is_by_parts=not getattr(module, "automatic_optimization", True),
             is_rank_zero=self.is_global_zero,
             prepare=prepare,
-            meshes=self._meshes_of_units(module),
+            meshes=self._lw_meshes_of_units(module),
         )
-        root.layout = self._layout
+        root.layout = self._lw_layout
         after = dict(module.named_parameters(remove_duplicate=False))
         for name, reference in before:
             old = reference()
             if old is not None and after[name] is not old:
-                self._replaced[id(old)] = (reference, after[name])
+                self._lw_replaced[id(old)] = (reference, after[name])
         return root
 
-    def _begin_sharding(self, module: nn.Module) -> Callable[[list[nn.Module]], None] | None:
+    def _lw_begin_sharding(self, module: nn.Module) -> Callable[[list[nn.Module]], None] | None:
         """Compare the module over ranks, and return what is called with each unit's modules before it is sharded."""
         self.check_module(module)
         return None
 
-    def _meshes_of_units(self, module: nn.Module) -> dict[nn.Module, DeviceMesh]:
+    def _lw_meshes_of_units(self, module: nn.Module) -> dict[nn.Module, DeviceMesh]:
         """Return the modules that are units of their own and sharded over other meshes than `mesh`."""
         return {}
 
-    def _sharding_target(self) -> ShardingTarget:
+    def _lw_sharding_target(self) -> ShardingTarget:
         """Return the processes over which the module is sharded."""
         from .sharding import ShardingTarget
 
         return ShardingTarget(self.mesh, self.device)
 
     @property
-    def _layout(self) -> Mapping[str, int]:
+    def _lw_layout(self) -> Mapping[str, int]:
         """Sizes of the axes along which ranks have other layers, or parts of them."""
         return {}
 
-    def _check_mesh_of(self, root: ShardedRoot) -> None:
+    def _lw_check_mesh_of(self, root: ShardedRoot) -> None:
         mine, theirs = self.mesh, root.mesh
         if mine.mesh.tolist() != theirs.mesh.tolist():
             raise ModuleError(
@@ -330,10 +330,10 @@ class FSDPStrategy(ProcessGroupStrategy):
                 f"{theirs}.",
                 fix="build the module again and load its weights from a checkpoint.",
             )
-        if self._layout != root.layout:
+        if self._lw_layout != root.layout:
             raise ModuleError(
-                f"Expected {type(root.module).__name__} to have the layout {_shown(self._layout)}, but it already has "
-                f"{_shown(root.layout)} of an earlier run.",
+                f"Expected {type(root.module).__name__} to have the layout {_shown(self._lw_layout)}, but it already "
+                f"has {_shown(root.layout)} of an earlier run.",
                 fix="build the module again and load its weights from a checkpoint.",
             )
 
@@ -368,7 +368,7 @@ class FSDPStrategy(ProcessGroupStrategy):
                 )
             agree_on_changes(shown, self.global_rank, self.world_size, self.stall_timeout)
             self.check_module(module)
-            broadcast_tensors(tensors, self._source_group)
+            broadcast_tensors(tensors, self._lw_source_group)
         root.replicate(one for one in new.values() if not is_sharded(one))
         root.settle()
 
@@ -376,7 +376,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         """Broadcast rank 0's buffers to all ranks."""
         if self.world_size > 1:
             buffers = [one for one in self.unwrap(module).buffers() if not is_sharded(one)]
-            broadcast_tensors(buffers, self._source_group)
+            broadcast_tensors(buffers, self._lw_source_group)
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients that no backward pass averaged; see `Strategy.average_gradients`.
@@ -385,14 +385,14 @@ class FSDPStrategy(ProcessGroupStrategy):
         """
         if self.world_size == 1:
             return
-        for root in self._roots:
+        for root in self._lw_roots:
             if root.changes.is_set:  # in manual optimization; a step that it runs sees it before
                 self.adopt_changes(root)
-        known = {id(one) for root in self._roots for one in root.replicated}
+        known = {id(one) for root in self._lw_roots for one in root.replicated}
         replicated = [one for one in parameters if not is_sharded(one) or id(one) in known]
         if replicated:
-            gradients.average_gradients(replicated, self._reduce_group)
-        for root in self._roots:
+            gradients.average_gradients(replicated, self._lw_reduce_group)
+        for root in self._lw_roots:
             root.average_gradients(parameters)
 
     def unwrap(self, module: nn.Module) -> nn.Module:
@@ -414,7 +414,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             ConfigError: It needs full parameters.
             ModuleError: It has state for a parameter that was replaced and that does not fit the sharded one.
         """
-        self._stepped.pop(id(optimizer), None)
+        self._lw_stepped.pop(id(optimizer), None)
         name = type(optimizer).__name__
         if name in _NEEDS_FULL:
             raise ConfigError(
@@ -422,11 +422,11 @@ class FSDPStrategy(ProcessGroupStrategy):
                 fix="use an optimizer that computes element by element, such as AdamW or SGD; or strategy='ddp'.",
             )
         for group in optimizer.param_groups:
-            group["params"] = [self._current(optimizer, parameter) for parameter in group["params"]]
+            group["params"] = [self._lw_current(optimizer, parameter) for parameter in group["params"]]
         return optimizer
 
-    def _current(self, optimizer: Optimizer, parameter: Tensor) -> Tensor:
-        known = self._replaced.get(id(parameter))
+    def _lw_current(self, optimizer: Optimizer, parameter: Tensor) -> Tensor:
+        known = self._lw_replaced.get(id(parameter))
         if known is None or known[0]() is not parameter:
             return parameter
         sharded = known[1]
@@ -444,7 +444,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         """
         from .root import ShardedRoot
 
-        step = self._step_of(self.unwrap(module), name)
+        step = self._lw_step_of(self.unwrap(module), name)
         if not isinstance(module, ShardedRoot):
             return step
         from .steps import bound, bound_training
@@ -452,7 +452,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         is_training = name == "training_step" and not module.is_by_parts
         return bound_training(module, step, self) if is_training else bound(module, step, self)
 
-    def _step_of(self, original: nn.Module, name: str) -> StepFunction:
+    def _lw_step_of(self, original: nn.Module, name: str) -> StepFunction:
         """Return the user's own step; it runs while parameters are gathered."""
         step: StepFunction = original if name == "forward" else getattr(original, name)
         return step
@@ -476,7 +476,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         """
         from .root import ShardedRoot, run_empty
 
-        roots = [module] if module is not None else self._roots.in_use()
+        roots = [module] if module is not None else self._lw_roots.in_use()
         # A hand-written loop may have set up modules that it does not evaluate.
         evaluated = [one for one in roots if isinstance(one, ShardedRoot) and one.evaluated is not None]
         with self.precision.forward_context():
@@ -500,7 +500,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
             explain(error)
             raise
-        for root in self._roots:
+        for root in self._lw_roots:
             if not root.is_synchronized:
                 root.has_deferred = True
                 continue
@@ -515,13 +515,13 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def discard_gradients(self, module: nn.Module | None) -> None:
         """Discard gradients that wait for the end of their window; an optimizer's `zero_grad` does not reach them."""
-        for root in self._roots:
+        for root in self._lw_roots:
             if root.has_deferred and module in (None, root):
                 root.discard_gradients()
 
     def discard_gradients_of(self, optimizer: Optimizer) -> None:
         """Discard those of the optimizer's parameters; another optimizer's window continues."""
-        for root in self._roots:
+        for root in self._lw_roots:
             if root.has_deferred:
                 root.discard_gradients(_parameters(optimizer))
 
@@ -531,11 +531,11 @@ class FSDPStrategy(ProcessGroupStrategy):
         Raises:
             ModuleError: Gradients of its parameters were not averaged: it would step without them.
         """
-        is_first = self._stepped.get(id(optimizer)) != [*map(len, map(params_of_group, optimizer.param_groups))]
+        is_first = self._lw_stepped.get(id(optimizer)) != [*map(len, map(params_of_group, optimizer.param_groups))]
         if is_first:
             # A loop that calls the module itself, and not its training_step, may average other gradients itself.
-            self._check_stepped(optimizer, [one.changes for one in self._roots if one.is_trained_by_step])
-        for root in self._roots:
+            self._lw_check_stepped(optimizer, [one.changes for one in self._lw_roots if one.is_trained_by_step])
+        for root in self._lw_roots:
             if root.has_deferred and closure is None and root.waits_for_average(_parameters(optimizer)):
                 raise ModuleError(
                     f"Expected averaged gradients in the step of {type(optimizer).__name__}, but all backward passes "
@@ -565,13 +565,13 @@ class FSDPStrategy(ProcessGroupStrategy):
         On every rank: it communicates, once for each axis of the mesh. See `Strategy.clip_gradients_norm`.
         """
         gradients = _gradients(optimizer)
-        norm = self._norm_of_gradients(module, _parameters(optimizer), norm_type).to(self.device)
+        norm = self._lw_norm_of_gradients(module, _parameters(optimizer), norm_type).to(self.device)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise non_finite_norm()
         scale_to_norm(gradients, max_norm, norm)
         return norm
 
-    def _norm_of_gradients(self, module: nn.Module, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+    def _lw_norm_of_gradients(self, module: nn.Module, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
         """Return the norm of the gradients of a module's parameters, over all ranks that have some of them."""
         return total_norm([one.grad for one in parameters if one.grad is not None], norm_type)
 

@@ -55,10 +55,10 @@ class MeshLayers(MeshProcesses):
         self.sequence_parallel = sequence_parallel
         self.loss_parallel = loss_parallel
         self.verify = verify
-        self._is_to_verify = verify
-        self._tensor_plan: TensorPlan | None = None  # of the module that is being sharded
+        self._lw_is_to_verify = verify
+        self._lw_tensor_plan: TensorPlan | None = None  # of the module that is being sharded
 
-    def _meshes_of_units(self, module: nn.Module) -> dict[nn.Module, DeviceMesh]:
+    def _lw_meshes_of_units(self, module: nn.Module) -> dict[nn.Module, DeviceMesh]:
         mesh = self.groups.expert_shards
         if mesh is None:
             return {}
@@ -67,7 +67,7 @@ class MeshLayers(MeshProcesses):
         layers = (one.experts for one in experts_in(module).values())
         return {one: mesh for one in layers if any(True for _ in one.parameters())}  # not those of other stages
 
-    def _sharding_target(self) -> ShardingTarget:
+    def _lw_sharding_target(self) -> ShardingTarget:
         from ..fsdp.sharding import ShardingTarget
 
         plan, groups = self.plan, self.groups
@@ -83,31 +83,31 @@ class MeshLayers(MeshProcesses):
         )
 
     @property
-    def _reduce_group(self) -> ProcessGroup | None:
+    def _lw_reduce_group(self) -> ProcessGroup | None:
         return self.groups.reduce
 
     @property
-    def _source_group(self) -> ProcessGroup | None:
+    def _lw_source_group(self) -> ProcessGroup | None:
         return self.groups.stage
 
     # -- tensor parallel layers ------------------------------------------------------------------------------------
 
-    def _shard(self, module: nn.Module) -> ShardedRoot:
-        self._tensor_plan = None
-        root = super()._shard(module)
-        root.tensor_plan, self._tensor_plan = self._tensor_plan, None
+    def _lw_shard(self, module: nn.Module) -> ShardedRoot:
+        self._lw_tensor_plan = None
+        root = super()._lw_shard(module)
+        root.tensor_plan, self._lw_tensor_plan = self._lw_tensor_plan, None
         if root.tensor_plan is not None:
             root.tensor_plan.finish(module)
         return root
 
-    def _begin_splitting(self, module: nn.Module) -> Callable[[list[nn.Module]], None] | None:
+    def _lw_begin_splitting(self, module: nn.Module) -> Callable[[list[nn.Module]], None] | None:
         """Return what splits the layers of a unit over the axis tp; None where it has one process."""
         size = self.resolved_axes.tp
         if size == 1:
             return None
         from .tensor import resolve_plan
 
-        plan = self._tensor_plan = resolve_plan(module, self.tensor_plan, tp=size, **self._in_parts)
+        plan = self._lw_tensor_plan = resolve_plan(module, self.tensor_plan, tp=size, **self._lw_in_parts)
         if self.is_global_zero:
             logger.info("%s", plan)
             for note in plan.notes:
@@ -115,10 +115,10 @@ class MeshLayers(MeshProcesses):
         return lambda modules: plan.apply(modules, module, self.groups.tensor)
 
     @property
-    def _in_parts(self) -> dict[str, bool]:
+    def _lw_in_parts(self) -> dict[str, bool]:
         return {"sequence_parallel": self.sequence_parallel, "loss_parallel": self.loss_parallel}
 
-    def _split_step(self, step: StepFunction, original: nn.Module, name: str) -> StepFunction:
+    def _lw_split_step(self, step: StepFunction, original: nn.Module, name: str) -> StepFunction:
         root = root_of(original)
         plan = None if root is None else root.tensor_plan
         if plan is None or name == "forward":
@@ -128,9 +128,9 @@ class MeshLayers(MeshProcesses):
         step = split_step(plan, original, step)
         # With stages no rank runs all layers in one step.
         is_whole = name == "training_step" and not self.has_stages
-        return verified_step(plan, original, step, self._take_verification) if is_whole else step
+        return verified_step(plan, original, step, self._lw_take_verification) if is_whole else step
 
-    def _take_verification(self) -> bool:
+    def _lw_take_verification(self) -> bool:
         """Return whether the split layers are to be compared now: once, in the first batch of a first run."""
-        is_due, self._is_to_verify = self._is_to_verify, False
+        is_due, self._lw_is_to_verify = self._lw_is_to_verify, False
         return is_due

@@ -74,10 +74,10 @@ class ModelParallelStrategy(MeshStrategy):
                     fix=f"pass {name} as a number of processes; a function goes to parallelize_fn=.",
                 )
         # Both "auto": by the number of nodes, which `check_processes` knows.
-        self._is_by_nodes = set(sizes.values()) == {"auto"}
+        self._lw_is_by_nodes = set(sizes.values()) == {"auto"}
         super().__init__(
             fsdp=REST if data_parallel_size == "auto" else int(data_parallel_size),
-            tp=(1 if self._is_by_nodes else REST) if tensor_parallel_size == "auto" else int(tensor_parallel_size),
+            tp=(1 if self._lw_is_by_nodes else REST) if tensor_parallel_size == "auto" else int(tensor_parallel_size),
             state_dict_type="sharded" if save_distributed_checkpoint else "full",
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -87,7 +87,7 @@ class ModelParallelStrategy(MeshStrategy):
 
     def check_processes(self, num_processes: int, num_nodes: int) -> None:
         """Compare the sizes with the number of processes; those that are "auto" follow from it."""
-        if self._is_by_nodes:
+        if self._lw_is_by_nodes:
             self.axes = MeshAxes(fsdp=num_nodes, tp=num_processes // num_nodes)
         super().check_processes(num_processes, num_nodes)
 
@@ -106,7 +106,7 @@ class ModelParallelStrategy(MeshStrategy):
         """Return a context that does nothing: the module's own code has parallelized it."""
         return nullcontext()
 
-    def _shard(self, module: nn.Module) -> ShardedRoot:
+    def _lw_shard(self, module: nn.Module) -> ShardedRoot:
         if self.parallelize_fn is not None:
             assert self.device_mesh is not None
             module = self.parallelize_fn(module, self.device_mesh)
@@ -115,9 +115,9 @@ class ModelParallelStrategy(MeshStrategy):
                     f"Expected parallelize_fn to return the module, got {module!r}.",
                     fix="return the module from it, also where it is changed in place.",
                 )
-        return super()._shard(module)
+        return super()._lw_shard(module)
 
-    def _begin_sharding(self, module: nn.Module) -> None:
+    def _lw_begin_sharding(self, module: nn.Module) -> None:
         self.check_module(module)
         fill_shards(module, self.device)
 

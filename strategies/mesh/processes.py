@@ -41,8 +41,8 @@ class MeshProcesses(FSDPStrategy):
 
     def __init__(self, axes: MeshAxes, **fsdp_arguments: Any) -> None:
         self.axes = axes
-        self._groups: MeshGroups | None = None
-        self._resolved: tuple[int, MeshAxes, MeshAxes] | None = None  # number of processes, axes, and these resolved
+        self._lw_groups: MeshGroups | None = None
+        self._lw_resolved: tuple[int, MeshAxes, MeshAxes] | None = None  # number of processes, axes, and these resolved
         super().__init__(**fsdp_arguments)
 
     @property
@@ -53,8 +53,8 @@ class MeshProcesses(FSDPStrategy):
     @property
     def topology(self) -> Topology:
         """Ranks and sizes; `data_rank` is the position on the axes dp and fsdp."""
-        if self._topology is not None:
-            return self._topology
+        if self._lw_topology is not None:
+            return self._lw_topology
         found = super().topology
         if found.world_size == 1 and not self.is_connected:  # not launched yet
             return found
@@ -66,14 +66,14 @@ class MeshProcesses(FSDPStrategy):
     def reporting_ranks(self) -> list[int] | None:  # type: ignore[override]  # it follows from the axes
         """For each share of the data the first of the ranks with the last stage, which has the loss; None: all."""
         axes = self.resolved_axes
-        return None if axes.pp * axes.cp * axes.tp == 1 else self._of_last_stage(axes.cp * axes.tp)
+        return None if axes.pp * axes.cp * axes.tp == 1 else self._lw_of_last_stage(axes.cp * axes.tp)
 
     @property
     def batch_norm_group(self) -> ProcessGroup | None:  # type: ignore[override]  # it follows from the axes
         """The ranks over which batch norms are synchronized: those with the same layers that read different data."""
         return self.groups.reduce if self.is_connected else None
 
-    def _of_last_stage(self, step: int) -> list[int]:
+    def _lw_of_last_stage(self, step: int) -> list[int]:
         """Return each `step`-th of the ranks with the last stage."""
         size = self.world_size // self.resolved_axes.pp  # of a stage
         first = self.last_stage_rank * size
@@ -82,9 +82,9 @@ class MeshProcesses(FSDPStrategy):
     @property
     def resolved_axes(self) -> MeshAxes:
         """The sizes of the axes for the number of processes, without -1."""
-        size, known = self.world_size, self._resolved
+        size, known = self.world_size, self._lw_resolved
         if known is None or known[0] != size or known[1] is not self.axes:  # asked several times in a step
-            known = self._resolved = (size, self.axes, self.axes.resolve(size))
+            known = self._lw_resolved = (size, self.axes, self.axes.resolve(size))
         return known[2]
 
     @property
@@ -95,9 +95,9 @@ class MeshProcesses(FSDPStrategy):
     @property
     def groups(self) -> MeshGroups:
         """The meshes and process groups. On every rank: the first access communicates."""
-        if self._groups is None:
-            self._groups = MeshGroups(self.device.type, self.resolved_axes, self.axis_names)
-        return self._groups
+        if self._lw_groups is None:
+            self._lw_groups = MeshGroups(self.device.type, self.resolved_axes, self.axis_names)
+        return self._lw_groups
 
     @property
     def device_mesh(self) -> DeviceMesh | None:  # type: ignore[override]  # it is not set, but follows from the axes
@@ -113,7 +113,7 @@ class MeshProcesses(FSDPStrategy):
         return self.groups.shards
 
     @property
-    def _layout(self) -> Mapping[str, int]:
+    def _lw_layout(self) -> Mapping[str, int]:
         axes = self.resolved_axes
         sizes = {"pp": axes.pp, "tp": axes.tp, "ep": axes.ep}
         return {axis: size for axis, size in sizes.items() if size > 1}
@@ -122,16 +122,16 @@ class MeshProcesses(FSDPStrategy):
         """Connect the processes and make their groups. Called once in every process."""
         super().setup_environment()
         if self.is_connected:
-            self._groups = None
+            self._lw_groups = None
             self.groups  # noqa: B018  # here, where all ranks are: a first collective may be that of a few
             # torch (2.13) asks the ranks of the first gradient only, which may be the same on all ranks of an axis.
-            self.precision.reduce_overflow = self._largest_on_all_ranks
+            self.precision.reduce_overflow = self._lw_largest_on_all_ranks
 
     def teardown(self) -> None:
         """Release devices and connections after a run."""
         self.precision.reduce_overflow = None
         super().teardown()
-        self._groups = None
+        self._lw_groups = None
 
     # -- collectives over the ranks that read different data -------------------------------------------------------
 
@@ -140,7 +140,7 @@ class MeshProcesses(FSDPStrategy):
         if not self.logs_parts:
             return self.gather_reports(obj)
         everywhere = self.gather_objects(obj)
-        return [everywhere[rank] for rank in self._of_last_stage(self.resolved_axes.tp)]
+        return [everywhere[rank] for rank in self._lw_of_last_stage(self.resolved_axes.tp)]
 
     @property
     def logged_place(self) -> tuple[int, int]:
@@ -155,7 +155,7 @@ class MeshProcesses(FSDPStrategy):
         """Return a tensor, number or structure, reduced over the ranks that read different data, or over `group`."""
         if isinstance(group, str):  # all_reduce(tensor, "sum")
             group, reduce_op = None, group
-        return super().all_reduce(tensor, self._data_group(group), reduce_op)
+        return super().all_reduce(tensor, self._lw_data_group(group), reduce_op)
 
     reduce = all_reduce
 
@@ -165,13 +165,13 @@ class MeshProcesses(FSDPStrategy):
         """Return this rank's chunk of a reduction over the ranks that read different data, or over `group`."""
         if isinstance(group, str):  # reduce_scatter(tensor, "sum")
             group, reduce_op = None, group
-        return super().reduce_scatter(tensor, self._data_group(group), reduce_op)
+        return super().reduce_scatter(tensor, self._lw_data_group(group), reduce_op)
 
     def all_gather(self, tensor: object, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Any:
         """Return tensors of the ranks that read different data, or of `group`, stacked along a new first dimension."""
         if isinstance(group, bool):  # all_gather(tensor, True)
             sync_grads, group = group, None
-        return super().all_gather(tensor, self._data_group(group), sync_grads)
+        return super().all_gather(tensor, self._lw_data_group(group), sync_grads)
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begin to add a tensor over the ranks that read different data; see `Strategy.start_sum`."""
@@ -185,10 +185,10 @@ class MeshProcesses(FSDPStrategy):
 
         return finish
 
-    def _largest_on_all_ranks(self, tensor: Tensor) -> None:
+    def _lw_largest_on_all_ranks(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
 
-    def _data_group(self, group: ProcessGroup | None) -> ProcessGroup | None:
+    def _lw_data_group(self, group: ProcessGroup | None) -> ProcessGroup | None:
         if group is not None or not self.is_connected:
             return group
         return self.groups.reduce if self.logs_parts else self.groups.data

@@ -109,9 +109,9 @@ class MeshStrategy(MeshLayers):
         check_pipeline(pipeline)
         self.pipeline = pipeline
         self.context = context
-        self._contexts: dict[nn.Module, ContextParallel] = {}  # by the user's modules
-        self._stages = Stages(pipeline)
-        self._expected_axes = axes  # resolved when the number of processes is known, before they start
+        self._lw_contexts: dict[nn.Module, ContextParallel] = {}  # by the user's modules
+        self._lw_stages = Stages(pipeline)
+        self._lw_expected_axes = axes  # resolved when the number of processes is known, before they start
         if pp != 1:  # a stage needs its parameters for all micro-batches of a window
             self.plan = replace(self.plan, reshard_after_forward=False)
 
@@ -122,9 +122,9 @@ class MeshStrategy(MeshLayers):
 
     def check_processes(self, num_processes: int, num_nodes: int) -> None:
         """Compare the sizes of the axes with the number of processes; see `Strategy.check_processes`."""
-        axes = self._expected_axes = self.axes.resolve(num_processes)
+        axes = self._lw_expected_axes = self.axes.resolve(num_processes)
         if axes.pp > 1:
-            self._stages.options.num_stages(axes.pp)
+            self._lw_stages.options.num_stages(axes.pp)
 
     def memory_shares(self, num_processes: int, num_nodes: int) -> MemoryShares:
         """Return over which axes parameters and activations are split; see `Strategy.memory_shares`."""
@@ -142,14 +142,14 @@ class MeshStrategy(MeshLayers):
     def teardown(self) -> None:
         """Release devices and connections after a run."""
         super().teardown()
-        self._contexts = {}
+        self._lw_contexts = {}
 
     def check_layers(self, module: nn.Module) -> None:
         """Refuse a module that cannot be split along these axes; see `Strategy.check_layers`."""
         if root_of(module) is not None:  # of an earlier run: its layers are those of a rank
             return
         super().check_layers(module)
-        axes = self._expected_axes
+        axes = self._lw_expected_axes
         if axes.ep > 1:
             from .experts.sharding import check_layers
 
@@ -157,17 +157,17 @@ class MeshStrategy(MeshLayers):
         if axes.tp > 1:
             from .tensor.plan import check_plan
 
-            check_plan(module, self.tensor_plan, tp=axes.tp, **self._in_parts)
+            check_plan(module, self.tensor_plan, tp=axes.tp, **self._lw_in_parts)
         if axes.cp > 1:
             find_model(module, Context() if self.context is None else self.context)
             check_kernels(module, axes.cp)
         if axes.pp > 1:
             check_precision(self.precision)
-            plan_stages(module, self._stages.options, axes.pp)
+            plan_stages(module, self._lw_stages.options, axes.pp)
 
     def backward(self, tensor: Tensor, *args: object, **kwargs: object) -> None:
         """Compute gradients of a loss (shape (), already scaled by the precision); average and shard them."""
-        with self._in_backward() as around:
+        with self._lw_in_backward() as around:
             if self.loss_parallel:
                 from .tensor.loss import losses_in_parts
 
@@ -175,11 +175,11 @@ class MeshStrategy(MeshLayers):
             super().backward(tensor, *args, **kwargs)
 
     @contextmanager
-    def _in_backward(self) -> Iterator[ExitStack]:
+    def _lw_in_backward(self) -> Iterator[ExitStack]:
         """Return a context for backward passes, in which activations are computed again as in the forward pass."""
         with ExitStack() as around:
             # One for all modules: they replace attention alike.
-            if (context := next(iter(self._contexts.values()), None)) is not None:
+            if (context := next(iter(self._lw_contexts.values()), None)) is not None:
                 around.enter_context(context.in_backward())
             yield around
 
@@ -193,7 +193,7 @@ class MeshStrategy(MeshLayers):
     @property
     def parts_per_batch(self) -> int:  # type: ignore[override]  # it is not set, but follows from the options
         """Number of parts into which each batch is split for the stages."""
-        return self._stages.options.micro_batches if self.has_stages else 1
+        return self._lw_stages.options.micro_batches if self.has_stages else 1
 
     @property
     def holds_parameters(self) -> bool:  # type: ignore[override]  # it is not set, but follows from the axes
@@ -217,17 +217,17 @@ class MeshStrategy(MeshLayers):
     @property
     def last_stage_rank(self) -> int:
         """The place in a pipeline of the rank with the last stage."""
-        return self._stages.last_rank(self.resolved_axes.pp)
+        return self._lw_stages.last_rank(self.resolved_axes.pp)
 
     @property
-    def _stage_group(self) -> ProcessGroup:
+    def _lw_stage_group(self) -> ProcessGroup:
         group = self.groups.pipeline
         assert group is not None, "there are stages"
         return group
 
-    def _begin_sharding(self, module: nn.Module) -> Callable[[list[nn.Module]], None] | None:
-        super()._begin_sharding(module)
-        prepare = self._begin_splitting(module)
+    def _lw_begin_sharding(self, module: nn.Module) -> Callable[[list[nn.Module]], None] | None:
+        super()._lw_begin_sharding(module)
+        prepare = self._lw_begin_splitting(module)
         if self.groups.experts is not None:
             from .experts.sharding import preparing
 
@@ -238,8 +238,8 @@ class MeshStrategy(MeshLayers):
             check_precision(self.precision)
             split_module(
                 module,
-                self._stages.options,
-                self._stage_group,
+                self._lw_stages.options,
+                self._lw_stage_group,
                 rank=self.topology.stage,
                 device=self.device,
                 # Parts of sequences draw from generators of their own.
@@ -248,43 +248,43 @@ class MeshStrategy(MeshLayers):
             leave_results(module)
         return prepare
 
-    def _step_of(self, original: nn.Module, name: str) -> StepFunction:
-        step = self._split_step(super()._step_of(original, name), original, name)
-        return self._stages.bind(step, original, name)
+    def _lw_step_of(self, original: nn.Module, name: str) -> StepFunction:
+        step = self._lw_split_step(super()._lw_step_of(original, name), original, name)
+        return self._lw_stages.bind(step, original, name)
 
     def state_dict(self) -> StateDict:
         """Return the shapes that stages exchange, with which a resumed run begins. On every rank: it communicates."""
-        return self._stages.add_state(super().state_dict())
+        return self._lw_stages.add_state(super().state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Load what `state_dict` returned, now or when the module is set up."""
         super().load_state_dict(state_dict)
-        self._stages.load_state_dict(state_dict)
+        self._lw_stages.load_state_dict(state_dict)
 
     def run_window(
         self, batches: Sequence[object], step: Callable[..., Any], share: Callable[[Any], Tensor]
     ) -> Sequence[Any]:
         """Run forward and backward passes of a window's micro-batches through all stages; see `Strategy.run_window`."""
-        with self._in_backward():  # backward passes are among the forward passes
-            return self._stages.run_window(
+        with self._lw_in_backward():  # backward passes are among the forward passes
+            return self._lw_stages.run_window(
                 batches,
                 step,
                 share,
                 loss_parallel=self.loss_parallel,
-                verifies=self._take_verification() and self.resolved_axes.cp == 1,
+                verifies=self._lw_take_verification() and self.resolved_axes.cp == 1,
             )
 
     def from_last_stage(self, tensor: Tensor) -> Tensor:
         """Return the last stage's tensor, on every rank of its pipeline; see `Strategy.from_last_stage`."""
         if not self.has_stages or not self.is_connected:
             return tensor
-        dist.broadcast(tensor, group=self._stage_group, group_src=self.last_stage_rank)
+        dist.broadcast(tensor, group=self._lw_stage_group, group_src=self.last_stage_rank)
         return tensor
 
-    def _norm_of_gradients(self, module: nn.Module, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+    def _lw_norm_of_gradients(self, module: nn.Module, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
         runner = runner_of(self.unwrap(module))
         if runner is None:
-            return super()._norm_of_gradients(module, parameters, norm_type)
+            return super()._lw_norm_of_gradients(module, parameters, norm_type)
         return norm_over_stages(runner.split, runner.group, parameters, norm_type, self.device)
 
     def module_state_dict(self, module: nn.Module) -> StateDict:
@@ -310,7 +310,7 @@ class MeshStrategy(MeshLayers):
 
     def load_optimizer_state(self, optimizer: Optimizer, state: StateDict, module: nn.Module | None = None) -> None:
         """Load a state of any layout; see `Strategy.load_optimizer_state`. A resumed run is not verified."""
-        self._is_to_verify = False
+        self._lw_is_to_verify = False
         runner = None if module is None else runner_of(self.unwrap(module))
         own = state if runner is None else own_optimizer_state(runner.split, optimizer, state)
         super().load_optimizer_state(optimizer, own, module)
@@ -337,8 +337,8 @@ class MeshStrategy(MeshLayers):
         """Shard the module's parameters, in place, and let its steps share sequences; see `FSDPStrategy`."""
         root = super().setup_module(module)
         original = self.unwrap(root)
-        if self.resolved_axes.cp > 1 and original not in self._contexts:
-            self._contexts[original] = set_up(
+        if self.resolved_axes.cp > 1 and original not in self._lw_contexts:
+            self._lw_contexts[original] = set_up(
                 original,
                 self.context,
                 self.groups.full["cp"],
@@ -354,7 +354,7 @@ class MeshStrategy(MeshLayers):
     def bind_step(self, module: nn.Module, name: str) -> StepFunction:
         """Return what runs `module.<name>`, on this rank's parts of sequences where these are shared."""
         step = super().bind_step(module, name)
-        context = self._contexts.get(self.unwrap(module))
+        context = self._lw_contexts.get(self.unwrap(module))
         return step if context is None else context.bind(step, name)
 
     @property

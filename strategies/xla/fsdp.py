@@ -130,7 +130,7 @@ class XLAFSDPStrategy(XLAStrategy):
             for unit in units:
                 if not getattr(unit, _MARK, False):
                     unit.register_forward_pre_hook(_set_barrier)
-                    unit.register_forward_hook(self._shard_output)
+                    unit.register_forward_hook(self._lw_shard_output)
                     setattr(unit, _MARK, True)
         return module
 
@@ -142,7 +142,7 @@ class XLAFSDPStrategy(XLAStrategy):
         longest = shape.index(max(shape))
         return tuple(self.data_axis if dim == longest else None for dim in range(len(shape)))
 
-    def _shard_output(self, unit: nn.Module, args: object, output: object) -> None:
+    def _lw_shard_output(self, unit: nn.Module, args: object, output: object) -> None:
         lib = import_xla()._XLAC
         for _, leaf in leaves(output):
             if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] % self.num_devices == 0:

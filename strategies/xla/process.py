@@ -79,14 +79,14 @@ class XLAProcessStrategy(Strategy):
             **options,
         )
         self.debug = debug
-        self._sync: Callable[..., None] | None = None
+        self._lw_sync: Callable[..., None] | None = None
         # Gradients of a micro-batch are in the graph, without an optimizer step.
-        self._has_gradients = False
+        self._lw_has_gradients = False
         # A training step in manual optimization is running: the graph ends with it.
-        self._is_in_manual_step = False
+        self._lw_is_in_manual_step = False
         # Graphs that mark_step has executed.
-        self._num_graphs = 0
-        self._variables: dict[str, str | None] = {}
+        self._lw_num_graphs = 0
+        self._lw_variables: dict[str, str | None] = {}
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -102,10 +102,10 @@ class XLAProcessStrategy(Strategy):
     def setup_environment(self) -> None:
         """Start XLA's runtime. Called once."""
         if self.debug:
-            self._put(dict.fromkeys(_DEBUG, "1"))
+            self._lw_put(dict.fromkeys(_DEBUG, "1"))
         self.start_runtime()
         super().setup_environment()
-        self._seed()
+        self._lw_seed()
 
     def start_runtime(self) -> None:
         """Start the runtime with the devices that this strategy needs, unless it is started.
@@ -115,21 +115,21 @@ class XLAProcessStrategy(Strategy):
         """
         if not is_runtime_started() and os.environ.get("PJRT_DEVICE", "").upper() == "CPU":
             # The number of a CPU's devices is set before the runtime starts; never fewer than were requested.
-            wanted = max(self.num_devices, self._last_index() + 1, int(os.environ.get("CPU_NUM_DEVICES") or 1))
+            wanted = max(self.num_devices, self._lw_last_index() + 1, int(os.environ.get("CPU_NUM_DEVICES") or 1))
             os.environ["CPU_NUM_DEVICES"] = str(wanted)
         xla = import_xla(needed_for=type(self).__name__)
         self.before_devices()
         count = int(import_xla("torch_xla.runtime").global_runtime_device_count())
-        if count <= self._last_index():
+        if count <= self._lw_last_index():
             raise ConfigError(
-                f"Expected {self._last_index() + 1} devices for {type(self).__name__}, got {count} from XLA's runtime, "
-                "which cannot change in this process.",
-                fix=f"pass devices={count}, or start with CPU_NUM_DEVICES={self._last_index() + 1} (on a CPU).",
+                f"Expected {self._lw_last_index() + 1} devices for {type(self).__name__}, got {count} from XLA's "
+                "runtime, which cannot change in this process.",
+                fix=f"pass devices={count}, or start with CPU_NUM_DEVICES={self._lw_last_index() + 1} (on a CPU).",
             )
-        self._check_autograd()
-        self._sync = xla.sync
+        self._lw_check_autograd()
+        self._lw_sync = xla.sync
 
-    def _check_autograd(self) -> None:
+    def _lw_check_autograd(self) -> None:
         """Refuse a process whose first backward pass ran before the runtime was started.
 
         Autograd makes its threads then, one for each device, and never again.
@@ -154,32 +154,32 @@ class XLAProcessStrategy(Strategy):
     def before_devices(self) -> None:
         """Choose the mode of the runtime, before its devices are requested."""
 
-    def _last_index(self) -> int:
+    def _lw_last_index(self) -> int:
         return self.device.index or 0
 
-    def _seed(self) -> None:
+    def _lw_seed(self) -> None:
         """Seed XLA's generator from torch's: the same seed gives the same dropout."""
         import_xla("torch_xla.core.xla_model").set_rng_state(torch.initial_seed() % 2**63)
 
-    def _put(self, variables: dict[str, str]) -> None:
+    def _lw_put(self, variables: dict[str, str]) -> None:
         for name, value in variables.items():
-            self._variables.setdefault(name, os.environ.get(name))
+            self._lw_variables.setdefault(name, os.environ.get(name))
             os.environ[name] = value
 
     def teardown(self) -> None:
         """Wait for the device, and restore environment variables of `debug`. The runtime stays."""
-        if self._sync is not None:
+        if self._lw_sync is not None:
             import_xla("torch_xla.core.xla_model").wait_device_ops()
-        for name, before in self._variables.items():
+        for name, before in self._lw_variables.items():
             if before is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = before
-        self._variables = {}
+        self._lw_variables = {}
         super().teardown()
 
     def __getstate__(self) -> StateDict:
-        return {**self.__dict__, "_sync": None}
+        return {**self.__dict__, "_lw_sync": None}
 
     # -- the model -----------------------------------------------------------------------------------------------
 
@@ -267,26 +267,26 @@ class XLAProcessStrategy(Strategy):
 
     def mark_step(self) -> None:
         """Execute the graph recorded since the last call; the host does not wait. Seeds call it this, too."""
-        self._has_gradients = False
-        self._num_graphs += 1
-        if self._sync is None:
-            self._sync = import_xla().sync
+        self._lw_has_gradients = False
+        self._lw_num_graphs += 1
+        if self._lw_sync is None:
+            self._lw_sync = import_xla().sync
         # The names that a profiler gives to operations may be open here.
-        self._sync(reset_scope=False)
+        self._lw_sync(reset_scope=False)
 
     def bind_step(self, module: nn.Module, name: str) -> Step:
         """Return a function that runs `module.<name>`, and ends the graph with the step."""
         step = super().bind_step(module, name)
         if name in EVALUATIONS:
-            return self._end_graph_after(step)
+            return self._lw_end_graph_after(step)
         is_manual = name == "training_step" and not getattr(self.unwrap(module), "automatic_optimization", True)
         # A compiled submodule executes a separate graph each time.
         is_compiled = any(hasattr(part, "dynamo_ctx") for part in module.modules())
         finds_reads = not is_compiled and not (is_manual and self.exchanges_in_backward)
-        watched = StepWatch(name, step, own_graphs=lambda: self._num_graphs, finds_reads=finds_reads)
-        return self._manual(watched) if is_manual else self._split_by_micro_batch(watched)
+        watched = StepWatch(name, step, own_graphs=lambda: self._lw_num_graphs, finds_reads=finds_reads)
+        return self._lw_manual(watched) if is_manual else self._lw_split_by_micro_batch(watched)
 
-    def _end_graph_after(self, step: Step) -> Step:
+    def _lw_end_graph_after(self, step: Step) -> Step:
         def run(*args: object, **kwargs: object) -> StepOutput:
             output = step(*args, **kwargs)
             self.mark_step()
@@ -294,10 +294,10 @@ class XLAProcessStrategy(Strategy):
 
         return run
 
-    def _split_by_micro_batch(self, watch: StepWatch) -> Step:
+    def _lw_split_by_micro_batch(self, watch: StepWatch) -> Step:
         def run(*args: object, **kwargs: object) -> StepOutput:
             # Else the graph and its memory would grow with the number of micro-batches.
-            if self._has_gradients:
+            if self._lw_has_gradients:
                 self.mark_step()
             output = watch.run(*args, **kwargs)
             if not torch.is_grad_enabled():
@@ -306,13 +306,13 @@ class XLAProcessStrategy(Strategy):
 
         return run
 
-    def _manual(self, watch: StepWatch) -> Step:
+    def _lw_manual(self, watch: StepWatch) -> Step:
         def run(*args: object, **kwargs: object) -> StepOutput:
-            self._is_in_manual_step = True
+            self._lw_is_in_manual_step = True
             try:
                 output = watch.run(*args, **kwargs)
             finally:
-                self._is_in_manual_step = False
+                self._lw_is_in_manual_step = False
             self.mark_step()
             return output
 
@@ -321,12 +321,12 @@ class XLAProcessStrategy(Strategy):
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:  # Any: arguments of Tensor.backward
         """Compute gradients of a loss (shape (), already scaled by the precision)."""
         tensor.backward(*args, **kwargs)
-        self._has_gradients = True
+        self._lw_has_gradients = True
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> bool:
         """Step the optimizer and execute the step's graph."""
         super().optimizer_step(optimizer, closure)
-        if not self._is_in_manual_step:
+        if not self._lw_is_in_manual_step:
             self.mark_step()
         return True
 

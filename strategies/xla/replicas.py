@@ -83,28 +83,28 @@ class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
         super().__init__(**passed_on(ProcessGroupStrategy, locals()), debug=debug, process_group_backend="gloo")
         self.sync_module_states = sync_module_states
         self.one_graph = one_graph
-        self._collectives: Collectives | None = None
+        self._lw_collectives: Collectives | None = None
         # Modules whose gradients backward averages, and those whose forward ran since the last backward pass.
-        self._averaged: WeakSet[nn.Module] = WeakSet()
-        self._forwarded: list[nn.Module] = []
-        self._is_deferred = False
-        self._sums: list[Tensor] = []
+        self._lw_averaged: WeakSet[nn.Module] = WeakSet()
+        self._lw_forwarded: list[nn.Module] = []
+        self._lw_is_deferred = False
+        self._lw_sums: list[Tensor] = []
 
     # -- processes -----------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
         """The only device of this process; its index is that of this process's runtime."""
-        return torch.device("xla", 0) if self._device is None else self._device
+        return torch.device("xla", 0) if self._lw_device is None else self._lw_device
 
     @device.setter
     def device(self, device: torch.device) -> None:
-        self._device = device
+        self._lw_device = device
 
     def setup_environment(self) -> None:
         """Start the runtime with this process's device, and connect the processes. Called once in every process."""
         super().setup_environment()
-        self._collectives = self._find_collectives()
+        self._lw_collectives = self._lw_find_collectives()
 
     def start_runtime(self) -> None:
         """Start the runtime with the device of this process, unless it is started.
@@ -113,11 +113,11 @@ class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
             ConfigError: torch_xla is missing.
             LaunchError: This process cannot have a device of its own, or cannot train with XLA.
         """
-        self._start_own_runtime()
-        self._device = torch.device(import_xla().device())
+        self._lw_start_own_runtime()
+        self._lw_device = torch.device(import_xla().device())
         super().start_runtime()
 
-    def _start_own_runtime(self) -> None:
+    def _lw_start_own_runtime(self) -> None:
         runtime = import_xla("torch_xla.runtime", needed_for=type(self).__name__)
         if is_runtime_started():
             if runtime.is_spmd():
@@ -129,13 +129,13 @@ class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
             return
         if os.environ.get("PJRT_DEVICE", "").upper() == "CPU":
             os.environ["CPU_NUM_DEVICES"] = "1"
-        local_size = len(self.parallel_devices or self._filled.get("parallel_devices") or [None])
+        local_size = len(self.parallel_devices or self._lw_filled.get("parallel_devices") or [None])
         # As in each process of torch_xla's `launch`; it has no public name.
         start = import_xla("torch_xla._internal.pjrt")
         if local_size > 1:
             start.initialize_multiprocess(self.topology.local_rank, local_size)
 
-    def _find_collectives(self) -> Collectives:
+    def _lw_find_collectives(self) -> Collectives:
         runtime = import_xla("torch_xla.runtime")
         count = int(runtime.world_size())
         if count == self.world_size:
@@ -149,26 +149,32 @@ class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
             "chips with two cores (TPU v2, v3), use strategy='xla'.",
         )
 
-    def _seed(self) -> None:
+    def _lw_seed(self) -> None:
         """Seed each rank's device differently, from the seed of torch's generator."""
         seed = torch.initial_seed() + self.global_rank * 0x9E3779B97F4A7C15
         import_xla("torch_xla.core.xla_model").set_rng_state(seed % 2**63)
 
     def __getstate__(self) -> StateDict:
-        return {**super().__getstate__(), "_averaged": None, "_forwarded": [], "_sums": [], "_collectives": None}
+        return {
+            **super().__getstate__(),
+            "_lw_averaged": None,
+            "_lw_forwarded": [],
+            "_lw_sums": [],
+            "_lw_collectives": None,
+        }
 
     def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state, _averaged=WeakSet())
 
     @property
-    def _communicates(self) -> bool:
-        return self._collectives is not None and self.world_size > 1
+    def _lw_communicates(self) -> bool:
+        return self._lw_collectives is not None and self.world_size > 1
 
     @property
     def collectives(self) -> Collectives:
         """Collectives of device tensors, once the processes are connected."""
-        assert self._collectives is not None
-        return self._collectives
+        assert self._lw_collectives is not None
+        return self._lw_collectives
 
     # -- the model -----------------------------------------------------------------------------------------------
 
@@ -179,34 +185,34 @@ class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
             ModuleError: The ranks built different modules, or parameters have no shape yet; names them.
         """
         module = self.place_module(module)
-        if self._communicates:
-            self._averaged.add(module)
+        if self._lw_communicates:
+            self._lw_averaged.add(module)
         return module
 
     def place_module(self, module: nn.Module) -> nn.Module:
         """Return the module itself, with the parameters and buffers of rank 0. On every rank: it communicates."""
         self.module_to_device(module)
-        self._averaged.discard(module)
-        if self._communicates:
+        self._lw_averaged.discard(module)
+        if self._lw_communicates:
             self.check_module(module)
             if self.sync_module_states:
-                self._take_from_first([*module.parameters(), *module.buffers()])
+                self._lw_take_from_first([*module.parameters(), *module.buffers()])
         return module
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Copy rank 0's buffers to all ranks."""
-        if self._communicates:
-            self._take_from_first(list(module.buffers()))
+        if self._lw_communicates:
+            self._lw_take_from_first(list(module.buffers()))
 
     @torch.no_grad()
-    def _take_from_first(self, tensors: Sequence[Tensor]) -> None:
+    def _lw_take_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite tensors with rank 0's."""
         floats = [one for one in tensors if one.is_floating_point()]
         others = [one for one in tensors if not one.is_floating_point()]
         if not self.is_global_zero:
             for one in floats:
                 one.zero_()
-        with self._alone():
+        with self._lw_alone():
             self.collectives.sum_in_place(floats)
         if others:
             first = self.broadcast(others)
@@ -217,14 +223,14 @@ class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
     # -- steps ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _lw_alone(self) -> Iterator[None]:
         """Return a context whose operations are a graph of their own."""
         self.mark_step()
         yield
         self.mark_step()
 
-    def _collective(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.one_graph else self._alone()
+    def _lw_collective(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.one_graph else self._lw_alone()
 
     def bind_step(self, module: nn.Module, name: str) -> Step:
         """Return a function that runs `module.<name>`; the backward pass after it averages gradients.
@@ -232,74 +238,74 @@ class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
         Evaluation steps do not communicate. "training_step" returns `NoLoss` instead of None.
         """
         step = super().bind_step(module, name)
-        if module not in self._averaged or name in EVALUATIONS:
+        if module not in self._lw_averaged or name in EVALUATIONS:
             return step
 
         def run(*args: object, **kwargs: object) -> StepOutput:
             output = step(*args, **kwargs)
             if not torch.is_grad_enabled():
                 return output
-            if all(one is not module for one in self._forwarded):
-                self._forwarded.append(module)
+            if all(one is not module for one in self._lw_forwarded):
+                self._lw_forwarded.append(module)
             if name != "training_step" or output.__class__ is Tensor:
                 return output
             loss = loss_tensor(output)
             if output is None:
-                return NoLoss(self._zero())
+                return NoLoss(self._lw_zero())
             if loss is not None and not loss.requires_grad:
                 # A sum of weight 0 without a graph: this rank takes part nevertheless.
-                return replace_loss(output, loss + self._zero().to(loss.dtype))
+                return replace_loss(output, loss + self._lw_zero().to(loss.dtype))
             return output
 
         return run
 
-    def _zero(self) -> Tensor:
+    def _lw_zero(self) -> Tensor:
         return torch.zeros((), device=self.device, requires_grad=True)
 
     def without_data(self, module: nn.Module) -> NoLoss | None:
         """Take part in a training step for which this rank has no batch."""
-        if module not in self._averaged:
+        if module not in self._lw_averaged:
             return None
-        self._forwarded = [module]
-        return NoLoss(self._zero())
+        self._lw_forwarded = [module]
+        return NoLoss(self._lw_zero())
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> Iterator[None]:
         """Return a context in which backward passes add to the gradients of this rank only, if enabled."""
-        before, self._is_deferred = self._is_deferred, enabled or self._is_deferred
+        before, self._lw_is_deferred = self._lw_is_deferred, enabled or self._lw_is_deferred
         try:
             yield
         finally:
-            self._is_deferred = before
+            self._lw_is_deferred = before
 
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss (shape (), already scaled by the precision), and average them over ranks."""
         super().backward(tensor, *args, **kwargs)
-        if self._is_deferred or not self._forwarded:
+        if self._lw_is_deferred or not self._lw_forwarded:
             return
-        forwarded, self._forwarded = self._forwarded, []
+        forwarded, self._lw_forwarded = self._lw_forwarded, []
         found = {id(one): one for module in forwarded for one in module.parameters() if one.requires_grad}
         self.average_gradients(list(found.values()))
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients over ranks, in place; see `Strategy.average_gradients`. Waits for hosts, not devices."""
-        if not self._communicates:
+        if not self._lw_communicates:
             return
         trained = [one for one in parameters if one.requires_grad]
         if not self.one_graph:
-            self._fill_gaps(trained)
+            self._lw_fill_gaps(trained)
             for one in trained:
                 if one.grad is not None:
                     # A gradient may be a view, of a transposed product for example; a graph that reads a view differs
                     # from one that reads zeros.
                     one.grad = one.grad.clone()
         gradients = [one.grad for one in trained if one.grad is not None]
-        sums, self._sums = self._sums, []
-        with self._collective():
+        sums, self._lw_sums = self._lw_sums, []
+        with self._lw_collective():
             self.collectives.sum_in_place(gradients, 1 / self.world_size)
             self.collectives.sum_in_place(sums)
 
-    def _fill_gaps(self, parameters: Sequence[Tensor]) -> None:
+    def _lw_fill_gaps(self, parameters: Sequence[Tensor]) -> None:
         """Set zeros as gradients that other ranks alone have: all ranks must run the same graph."""
         there = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8)
         if there.numel():
@@ -323,18 +329,18 @@ class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
 
     def discard_gradients(self, module: nn.Module | None) -> None:
         """Forget what waits for the end of a window which was broken off."""
-        self._forwarded, self._sums = [], []
+        self._lw_forwarded, self._lw_sums = [], []
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begin to sum a tensor over ranks, in place: together with the gradients of the next backward pass."""
-        if not self._communicates:
+        if not self._lw_communicates:
             return lambda: tensor
-        self._sums.append(tensor)
+        self._lw_sums.append(tensor)
 
         def finish() -> Tensor:
-            if any(one is tensor for one in self._sums):  # no backward pass came
+            if any(one is tensor for one in self._lw_sums):  # no backward pass came
                 self.average_gradients([])
             return tensor
 
@@ -346,7 +352,7 @@ class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
         """Return a tensor, number, or structure of them, reduced over ranks; see `ParallelStrategy`."""
         if isinstance(group, str):  # all_reduce(tensor, "sum")
             group, reduce_op = None, group
-        if not self._communicates:
+        if not self._lw_communicates:
             return tensor
         op = op_name(reduce_op)
 
@@ -355,7 +361,7 @@ class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
                 found = super(XLAReplicasStrategy, self).all_reduce(_on_host(leaf), group, op)
                 return found.to(self.device) if isinstance(found, Tensor) and not isinstance(leaf, Tensor) else found
             own = leaf.detach().clone()  # not a view, as in average_gradients
-            with self._alone():
+            with self._lw_alone():
                 return reduce_as(self.collectives, own, op, self.world_size)
 
         return map_leaves(tensor, reduced)
@@ -366,7 +372,7 @@ class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
         """Return a tensor, number, or structure of them, of all ranks, stacked; see `ParallelStrategy`."""
         if isinstance(group, bool):  # all_gather(tensor, True)
             group, sync_grads = None, group
-        if not self._communicates:
+        if not self._lw_communicates:
             return tensor
 
         def gathered(leaf: object) -> object:
@@ -374,9 +380,9 @@ class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
                 found = super(XLAReplicasStrategy, self).all_gather(_on_host(leaf), group, sync_grads)
                 return found.to(self.device) if isinstance(found, Tensor) and not isinstance(leaf, Tensor) else found
             if sync_grads and leaf.requires_grad and torch.is_grad_enabled():
-                return gather_with_gradient(self.collectives, leaf, self.global_rank, self._alone)
+                return gather_with_gradient(self.collectives, leaf, self.global_rank, self._lw_alone)
             own = leaf.detach().clone()
-            with self._alone():
+            with self._lw_alone():
                 return self.collectives.gather(own)
 
         return map_leaves(tensor, gathered)

@@ -41,7 +41,7 @@ class SingleDeviceXLAStrategy(XLAProcessStrategy):
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin, debug=debug, precision=precision)
         if device is not None:
-            self._device = _xla_device(device)
+            self._lw_device = _xla_device(device)
 
 
 def _xla_device(device: torch.device | str | int) -> torch.device:

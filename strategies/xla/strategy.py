@@ -82,8 +82,8 @@ class XLAStrategy(XLAProcessStrategy):
             )
         self.parallel_devices = None if parallel_devices is None else list(parallel_devices)
         self.sync_module_states = sync_module_states
-        self._mesh: Any = None
-        self._batch_sharding: BatchSharding | None = None
+        self._lw_mesh: Any = None
+        self._lw_batch_sharding: BatchSharding | None = None
 
     # -- devices -------------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class XLAStrategy(XLAProcessStrategy):
     @property
     def devices(self) -> list[torch.device]:
         """The devices that a batch is sharded over."""
-        return list(self.parallel_devices or self._filled.get("parallel_devices") or [self.device])
+        return list(self.parallel_devices or self._lw_filled.get("parallel_devices") or [self.device])
 
     @property
     def num_devices(self) -> int:
@@ -115,7 +115,7 @@ class XLAStrategy(XLAProcessStrategy):
             fix="use SingleDeviceXLAStrategy(device).",
         )
 
-    def _last_index(self) -> int:
+    def _lw_last_index(self) -> int:
         return self.num_devices - 1
 
     def before_devices(self) -> None:
@@ -128,12 +128,12 @@ class XLAStrategy(XLAProcessStrategy):
             return
         runtime = import_xla("torch_xla.runtime")
         if is_runtime_started():
-            self._check_count()  # before SPMD is switched on
+            self._lw_check_count()  # before SPMD is switched on
         if not runtime.is_spmd():
             runtime.use_spmd()
-        self._check_count()
+        self._lw_check_count()
 
-    def _check_count(self) -> None:
+    def _lw_check_count(self) -> None:
         count = int(import_xla("torch_xla.runtime").global_runtime_device_count())
         if count != self.num_devices:
             raise ConfigError(
@@ -145,11 +145,11 @@ class XLAStrategy(XLAProcessStrategy):
     @property
     def mesh(self) -> Any:
         """torch_xla's Mesh of the devices, with one axis, `data_axis`."""
-        if self._mesh is None:
+        if self._lw_mesh is None:
             spmd = import_xla("torch_xla.distributed.spmd")
-            self._mesh = spmd.Mesh(list(range(self.num_devices)), (self.num_devices,), (self.data_axis,))
-            spmd.set_global_mesh(self._mesh)
-        return self._mesh
+            self._lw_mesh = spmd.Mesh(list(range(self.num_devices)), (self.num_devices,), (self.data_axis,))
+            spmd.set_global_mesh(self._lw_mesh)
+        return self._lw_mesh
 
     # -- sharding of tensors --------------------------------------------------------------------------------------
 
@@ -182,9 +182,9 @@ class XLAStrategy(XLAProcessStrategy):
         self, module: nn.Module, state: StateDict, strict: bool = True
     ) -> Any:  # Any: torch's result
         """Load a state of host tensors; see `Strategy`. Each device gets its shard of a parameter only."""
-        return super().load_module_state_dict(module, self._send_shards(self.unwrap(module), state), strict)
+        return super().load_module_state_dict(module, self._lw_send_shards(self.unwrap(module), state), strict)
 
-    def _send_shards(self, module: nn.Module, state: StateDict) -> StateDict:
+    def _lw_send_shards(self, module: nn.Module, state: StateDict) -> StateDict:
         """Return a state whose sharded tensors are on the devices: torch's copy would send each device all of them."""
         targets = {plain_name(name): one for name, one in module.named_parameters(remove_duplicate=False)}
         names: list[str] = []
@@ -231,9 +231,9 @@ class XLAStrategy(XLAProcessStrategy):
         """Return the sharding of batches: along their first dimension."""
         if self.num_devices == 1:
             return None
-        if self._batch_sharding is None:
-            self._batch_sharding = BatchSharding(self.mesh, self.data_axis, self.num_devices)
-        return self._batch_sharding
+        if self._lw_batch_sharding is None:
+            self._lw_batch_sharding = BatchSharding(self.mesh, self.data_axis, self.num_devices)
+        return self._lw_batch_sharding
 
     def place_batch(self, batch: Batch) -> Batch:
         """Return a batch whose host tensors were sent to the devices, a shard to each, without waiting.

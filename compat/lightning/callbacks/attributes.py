@@ -48,17 +48,17 @@ class _Readable:
 
 
 def _id_of(stage: str, bar: RichProgressBar) -> TaskID | None:
-    task = bar._task(stage)
+    task = bar._lw_task(stage)
     return None if task is None else task.id
 
 
 def _with_average(callback: WeightAveraging | StochasticWeightAveraging) -> nn.Module | None:
     """Return a copy of the module that has the average; None before training."""
-    if callback._source is None:
+    if callback._lw_source is None:
         return None
-    module = copy.deepcopy(callback._source)
-    if callback._average:
-        write(callback._average, tensors_of(module), owner=type(callback).__name__)
+    module = copy.deepcopy(callback._lw_source)
+    if callback._lw_average:
+        write(callback._lw_average, tensors_of(module), owner=type(callback).__name__)
     return module
 
 
@@ -95,9 +95,9 @@ _ATTRIBUTES: dict[type, dict[str, Callable[[Any], object]]] = {
     WeightAveraging: {"_average_model": _averaged_model},
     StochasticWeightAveraging: {
         "_average_model": _with_average,
-        "_initialized": lambda callback: callback._began_at >= 0,
+        "_initialized": lambda callback: callback._lw_began_at >= 0,
     },
-    Timer: {"_duration": lambda timer: timer._duration_s, "_offset": lambda timer: timer._offset_s},
+    Timer: {"_duration": lambda timer: timer._lw_duration_s, "_offset": lambda timer: timer._lw_offset_s},
     SpikeDetection: {name: attrgetter(f"detector.{name}") for name in _DETECTOR},
 }
 

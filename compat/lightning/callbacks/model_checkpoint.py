@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-_save_in_core = ModelCheckpoint._save
+_save_in_core = ModelCheckpoint._lw_save
 
 
 def _monitor_candidates(callback: ModelCheckpoint, trainer: Trainer) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ def _save_topk_checkpoint(callback: ModelCheckpoint, trainer: Trainer, monitor_c
 def _save_last_checkpoint(callback: ModelCheckpoint, trainer: Trainer, monitor_candidates: object) -> None:
     """Save `last`, where the step before has not."""
     if callback.save_last and _is_overridden(callback, "_save_last_checkpoint"):
-        callback._write_last_alone(trainer)
+        callback._lw_write_last_alone(trainer)
 
 
 _STEPS = ("_monitor_candidates", "_save_topk_checkpoint", "_save_last_checkpoint")
@@ -100,28 +100,28 @@ _ASSIGNED: dict[str, Callable[[Any, Any], None]] = {
 
 def _assignable(name: str, assign: Callable[[Any, Any], None]) -> property:
     def assign_to(callback: ModelCheckpoint, value: object) -> None:
-        assign(callback._state, value)
+        assign(callback._lw_state, value)
 
     return getattr(ModelCheckpoint, name).setter(assign_to)  # type: ignore[no-any-return]
 
 
 for _name, _assign in _ASSIGNED.items():
     patch(ModelCheckpoint, _name, _assignable(_name, _assign))
-patch(ModelCheckpoint, "_save", _save)
+patch(ModelCheckpoint, "_lw_save", _save)
 for _function in (_monitor_candidates, _save_topk_checkpoint, _save_last_checkpoint):
     extend(ModelCheckpoint, _function.__name__, _function)
 
 
 def _last_step(callback: Any) -> Any:
-    return max(callback._written_step, 0)
+    return max(callback._lw_written_step, 0)
 
 
 def _last_path(callback: Any) -> Any:
-    return callback.__dict__.get("_own_last_path") or callback.last_model_path or callback.best_model_path
+    return callback.__dict__.get("_lw_own_last_path") or callback.last_model_path or callback.best_model_path
 
 
 # A program that saves by itself assigns them.
-_last_saved = property(_last_step, lambda callback, step: patch(callback, "_written_step", step))
-_last_file = property(_last_path, lambda callback, path: callback.__dict__.update(_own_last_path=path))
+_last_saved = property(_last_step, lambda callback, step: patch(callback, "_lw_written_step", step))
+_last_file = property(_last_path, lambda callback, path: callback.__dict__.update(_lw_own_last_path=path))
 extend(ModelCheckpoint, "_last_global_step_saved", _last_saved)
 extend(ModelCheckpoint, "_last_checkpoint_saved", _last_file)

@@ -91,7 +91,7 @@ class LightningArgumentParser:
         self.defaults: dict[str, Any] = {}
         self.files: dict[str, str] = {}  # option -> key, of options that name a configuration file
         self.linked_values: dict[str, Any] = {}  # set by links, of objects
-        self._read: tuple[Namespace, Reading] | None = None
+        self._lw_read: tuple[Namespace, Reading] | None = None
         self.around: Callable[[str, Any], AbstractContextManager[None]] = lambda key, made: nullcontext()
 
     # -- declarations --------------------------------------------------------------------------------------------
@@ -146,8 +146,8 @@ class LightningArgumentParser:
         """
         skipped = frozenset(one for one in skip or () if isinstance(one, str))
         if nested_key is None:
-            return self._add_parameters(theclass, skipped)
-        self._add(nested_key, ClassGroup(nested_key, theclass, instantiate=instantiate, skip=skipped))
+            return self._lw_add_parameters(theclass, skipped)
+        self._lw_add(nested_key, ClassGroup(nested_key, theclass, instantiate=instantiate, skip=skipped))
         if isinstance(default, Mapping | Namespace):
             self.set_defaults({nested_key: default})
         return [f"{nested_key}.{name}" for name in parameters_of(theclass).named if name not in skipped]
@@ -177,7 +177,7 @@ class LightningArgumentParser:
         """
         skipped = frozenset(one for one in skip or () if isinstance(one, str))
         group = ClassGroup(nested_key, baseclass, True, required, instantiate, skipped)
-        self._add(nested_key, group)
+        self._lw_add(nested_key, group)
         if default is not None:
             self.set_defaults({nested_key: default})
         return [nested_key]
@@ -194,13 +194,13 @@ class LightningArgumentParser:
         """Declare the parameters of a method, which are values; return their keys."""
         method = getattr(theclass, themethod)
         skipped = frozenset(one for one in more.get("skip") or () if isinstance(one, str)) | {"self"}
-        return self._add_parameters(method, skipped, f"{nested_key}." if nested_key else "")
+        return self._lw_add_parameters(method, skipped, f"{nested_key}." if nested_key else "")
 
-    def _add_parameters(self, target: Any, skipped: frozenset[str], prefix: str = "") -> list[str]:
+    def _lw_add_parameters(self, target: Any, skipped: frozenset[str], prefix: str = "") -> list[str]:
         named = [one for name, one in parameters_of(target).named.items() if name not in skipped]
         for one in named:
             key = f"{prefix}{one.name}"
-            self._add(key, Value(replace(one, name=key), (f"--{key}",)))
+            self._lw_add(key, Value(replace(one, name=key), (f"--{key}",)))
         return [f"{prefix}{one.name}" for one in named]
 
     def add_argument(self, *names: Any, **options: Any) -> None:
@@ -210,7 +210,7 @@ class LightningArgumentParser:
             return
         unknown = set(options) - {"type", "default", "nargs", "action", "choices", "required", "const", "dest", "help"}
         one = make_value(names, **{name: value for name, value in options.items() if name not in unknown})
-        self._add(one.parameter.name, one)
+        self._lw_add(one.parameter.name, one)
 
     def add_argument_group(self, *args: object, **kwargs: object) -> LightningArgumentParser:
         """Return this parser: groups are for --help of argparse."""
@@ -254,7 +254,7 @@ class LightningArgumentParser:
             link_to: A parameter of the model, as "model.optimizer_init", that gets class_path and init_args of the
                 optimizer; "AUTOMATIC" makes it the model's.
         """
-        self._add_partial(optimizer_class, nested_key, "params")
+        self._lw_add_partial(optimizer_class, nested_key, "params")
         self._optimizers[nested_key] = (optimizer_class, link_to)
 
     def add_lr_scheduler_args(
@@ -264,20 +264,20 @@ class LightningArgumentParser:
         link_to: str = "AUTOMATIC",
     ) -> None:
         """Declare a schedule; one class need not be named. Arguments as for `add_optimizer_args`."""
-        self._add_partial(lr_scheduler_class, nested_key, "optimizer")
+        self._lw_add_partial(lr_scheduler_class, nested_key, "optimizer")
         self._lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
 
-    def _add_partial(self, given: Classes, key: str, first: str) -> None:
+    def _lw_add_partial(self, given: Classes, key: str, first: str) -> None:
         if isinstance(given, tuple):
             self.add_subclass_arguments(given, key, instantiate=False, skip={first})
         else:
             self.add_class_arguments(given, key, instantiate=False, skip={first})
 
-    def _add(self, key: str, one: ClassGroup | Value) -> None:
+    def _lw_add(self, key: str, one: ClassGroup | Value) -> None:
         if key in self.declared:
             raise ValueError(f"Expected an unused key for a setting, got {key!r}, which is declared already.")
         self.declared[key] = one
-        self._read = None
+        self._lw_read = None
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -290,10 +290,10 @@ class LightningArgumentParser:
             options: Accepted: jsonargparse's own.
         """
         tokens = list(sys.argv[1:] if args is None else args)
-        with self._told():
+        with self._lw_told():
             if not self.subparsers:
-                return self._parse([*tokens_before(self.options, {}, ""), *tokens])
-            return self._with_subcommand(tokens)
+                return self._lw_parse([*tokens_before(self.options, {}, ""), *tokens])
+            return self._lw_with_subcommand(tokens)
 
     def parse_object(
         self, cfg_obj: Any, cfg_base: Any = None, *others: object, trust: Trust | None = None, **options: object
@@ -308,17 +308,19 @@ class LightningArgumentParser:
             options: Accepted: jsonargparse's own.
         """
         given, base = to_plain(cfg_obj), to_plain(cfg_base) or {}
-        with self._told():
+        with self._lw_told():
             if not self.subparsers:
                 tokens = tokens_before(self.options, {}, "") if not base else []
-                return self._parse(tokens, base, given, trust=trust)
+                return self._lw_parse(tokens, base, given, trust=trust)
             command = given.get("subcommand") or next((name for name in self.subparsers if name in given), None)
             command = command or base.get("subcommand")
             if command is None:
-                raise self._no_subcommand([])
+                raise self._lw_no_subcommand([])
             own = self.subparsers[command]
             tokens = tokens_before(self.options, own.options, command) if not base else []
-            below = own._parse(tokens, base.get(command) or {}, given.get(command) or {}, command=command, trust=trust)
+            below = own._lw_parse(
+                tokens, base.get(command) or {}, given.get(command) or {}, command=command, trust=trust
+            )
             return Namespace({"config": None, "subcommand": command, command: below})
 
     def parse_string(self, cfg_str: str, *others: object, **options: object) -> Namespace:
@@ -331,14 +333,14 @@ class LightningArgumentParser:
 
     def get_defaults(self, *others: object, **options: object) -> Namespace:
         """Return the configuration where nothing is said; what must be given is None in it."""
-        return Reading(self, self._settings([]), checks=False).config
+        return Reading(self, self._lw_settings([]), checks=False).config
 
     def get_default(self, dest: str) -> Any:
         """Return the default of a dotted key."""
         return self.get_defaults().get(dest)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _lw_told(self) -> Iterator[None]:
         try:
             yield
         except LoopwrightError as error:
@@ -362,20 +364,20 @@ class LightningArgumentParser:
         """Name of the program, in messages."""
         return os.path.basename(sys.argv[0])
 
-    def _with_subcommand(self, tokens: list[str]) -> Namespace:
+    def _lw_with_subcommand(self, tokens: list[str]) -> Namespace:
         names = tuple(self.subparsers)
         is_named = f"{self.options['env_prefix']}_SUBCOMMAND" in os.environ
         if (not tokens and not is_named) or (tokens and tokens[0] in ("-h", "--help") and not set(tokens) & set(names)):
-            self._show_subcommands(is_asked=bool(tokens))
+            self._lw_show_subcommands(is_asked=bool(tokens))
         command = find_subcommand([*tokens_before(self.options, {}, ""), *tokens], names, self.options)
         if command is None:
-            raise self._no_subcommand(tokens)
+            raise self._lw_no_subcommand(tokens)
         own = self.subparsers[command]
         rest = list(tokens)
         if command in rest:
             rest.remove(command)
         before = tokens_before(self.options, own.options, command)
-        below = own._parse([*before, *rest], command=command, commands=names)
+        below = own._lw_parse([*before, *rest], command=command, commands=names)
         typed = tokens.index(command) if command in tokens else len(tokens)
         config = None
         if any(one in ("-c", "--config") or one.startswith("--config=") for one in tokens[:typed]):
@@ -383,18 +385,18 @@ class LightningArgumentParser:
             below["config"] = None
         return Namespace({"config": config, "subcommand": command, command: below})
 
-    def _no_subcommand(self, tokens: Sequence[str]) -> ConfigError:
+    def _lw_no_subcommand(self, tokens: Sequence[str]) -> ConfigError:
         got = f"{tokens[0]!r}{nearest(tokens[0], self.subparsers)}" if tokens else "none"
         return ConfigError(f"Expected a subcommand, got {got}.", fix=f"start with one of {', '.join(self.subparsers)}.")
 
-    def _show_subcommands(self, *, is_asked: bool) -> NoReturn:
+    def _lw_show_subcommands(self, *, is_asked: bool) -> NoReturn:
         lines = [f"usage: {self.shown} COMMAND [--config FILE]... [--KEY VALUE]...", ""]
         lines += [f"  {name:10} {one.description}" for name, one in self.subparsers.items()]
         text = "\n".join([*lines, "", f"{self.shown} COMMAND --help shows the settings.", ""])
         (sys.stdout if is_asked else sys.stderr).write(text)
         raise SystemExit(0 if is_asked else 2)
 
-    def _settings(self, tokens: Sequence[str], *, command: str = "", commands: Sequence[str] = ()) -> Settings:
+    def _lw_settings(self, tokens: Sequence[str], *, command: str = "", commands: Sequence[str] = ()) -> Settings:
         values = [one for one in self.declared.values() if isinstance(one, Value)]
         groups = [key for key, one in self.declared.items() if isinstance(one, ClassGroup)]
         settings: Settings | None = None
@@ -403,7 +405,7 @@ class LightningArgumentParser:
                 parse_command_line(part),
                 command=command,
                 commands=commands,
-                defaults={} if settings is not None else self._plain_defaults(),
+                defaults={} if settings is not None else self._lw_plain_defaults(),
                 variables=None if settings is None else {},
                 groups=groups,
                 onto=settings,
@@ -411,10 +413,10 @@ class LightningArgumentParser:
         assert settings is not None
         return settings
 
-    def _plain_defaults(self) -> dict[str, Any]:
+    def _lw_plain_defaults(self) -> dict[str, Any]:
         return {key: lazy_node(value) or to_plain(value) for key, value in self.defaults.items()}
 
-    def _parse(
+    def _lw_parse(
         self,
         tokens: Sequence[str],
         *given: dict[str, Any],
@@ -430,7 +432,7 @@ class LightningArgumentParser:
         if line.help is not None:
             sys.stdout.write(help_of(self, line.help, f"{self.shown} {command}".strip()))
             raise SystemExit(0)
-        settings = self._settings(tokens, command=command, commands=commands)
+        settings = self._lw_settings(tokens, command=command, commands=commands)
         for one in given:
             config = one.get("config") if isinstance(one.get("config"), str | os.PathLike) else None
             if config is not None:
@@ -444,7 +446,7 @@ class LightningArgumentParser:
         reading.config["config"] = None
         if line.files:
             reading.config["config"] = [None if "\n" in one or one.startswith("{") else one for one in line.files]
-        self._read = (reading.config.clone(), reading)
+        self._lw_read = (reading.config.clone(), reading)
         if prints:
             shown = reading.given if "skip_default" in prints[0] else reading.config
             sys.stdout.write(self.dump(shown, skip_none="skip_null" in prints[0]))
@@ -464,19 +466,19 @@ class LightningArgumentParser:
         if command is not None:
             made = self.subparsers[command].instantiate_classes(cfg[command])
             return Namespace({**vars(cfg), command: made})
-        return self._reading_of(cfg).instantiated(cfg)
+        return self._lw_reading_of(cfg).instantiated(cfg)
 
-    def _reading_of(self, cfg: Namespace) -> Reading:
+    def _lw_reading_of(self, cfg: Namespace) -> Reading:
         """Return what was read, or, if the configuration was changed since, what it says now."""
-        if self._read is not None:
-            before, reading = self._read
+        if self._lw_read is not None:
+            before, reading = self._lw_read
             changed = [key for key in self.declared if before.get(key) != cfg.get(key)]
             if all(isinstance(self.declared[key], Value) for key in changed):
                 reading.set_values({key: cfg.get(key) for key in changed})
                 return reading
         settings = Settings()
         settings.lay({key: one for key, one in to_plain(cfg).items() if key != "config"}, "the configuration")
-        with self._told():
+        with self._lw_told():
             return Reading(self, settings, applies_links=False)
 
     # -- files ---------------------------------------------------------------------------------------------------

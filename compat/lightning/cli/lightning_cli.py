@@ -390,10 +390,10 @@ class LightningCLI:
                 f"{', '.join([*optimizers, *schedules])}.",
                 fix="link them to arguments of the model, and make them in its configure_optimizers.",
             )
-        optimizer = self._init_of(optimizers[0], parser._optimizers)
+        optimizer = self._lw_init_of(optimizers[0], parser._optimizers)
         if not optimizer:
             return
-        schedule = self._init_of(schedules[0], parser._lr_schedulers) if schedules else None
+        schedule = self._lw_init_of(schedules[0], parser._lr_schedulers) if schedules else None
         model = self.model
         if type(model).configure_optimizers is not Module.configure_optimizers:
             warnings.warn(
@@ -411,7 +411,7 @@ class LightningCLI:
         functools.update_wrapper(configure_optimizers, Module.configure_optimizers)
         model.configure_optimizers = types.MethodType(configure_optimizers, model)
 
-    def _init_of(self, key: str, register: Mapping[str, tuple[Any, str]]) -> dict[str, Any] | None:
+    def _lw_init_of(self, key: str, register: Mapping[str, tuple[Any, str]]) -> dict[str, Any] | None:
         """Return class_path and init_args of the optimizer or schedule at a key; None without one."""
         given = register[key][0]
         found = to_plain(self._get(self.config_init, key))

@@ -64,12 +64,12 @@ class SaveConfigCallback(Callback):
         if self.already_saved:
             return
         if self.save_to_log_dir:
-            self._save(trainer)
+            self._lw_save(trainer)
         if trainer.is_global_zero:
             self.save_config(trainer, pl_module, stage)
         self.already_saved = True
 
-    def _save(self, trainer: Any) -> None:
+    def _lw_save(self, trainer: Any) -> None:
         folder = trainer.log_dir
         files, path = fsspec.core.url_to_fs(os.fspath(folder))
         target = f"{path.rstrip('/')}/{self.config_filename}"

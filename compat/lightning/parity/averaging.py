@@ -29,7 +29,7 @@ class WeightAveraging(weight_averaging.WeightAveraging):
 
     def __init__(self, device: str | torch.device | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
         super().__init__(device, use_buffers, **kwargs)
-        self._given_device, self._use_buffers, self._functions = device, use_buffers, kwargs
+        self._lw_given_device, self._use_buffers, self._lw_functions = device, use_buffers, kwargs
         self._average_model: AveragedModel | None = None
         self._latest_update_step = 0
         self._latest_update_epoch = -1
@@ -37,8 +37,8 @@ class WeightAveraging(weight_averaging.WeightAveraging):
     def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Copy the module."""
         if stage == "fit":
-            device = torch.device(self._given_device) if self._given_device is not None else trainer.fabric.device
-            self._average_model = AveragedModel(pl_module, device, use_buffers=self._use_buffers, **self._functions)
+            device = torch.device(self._lw_given_device) if self._lw_given_device is not None else trainer.fabric.device
+            self._average_model = AveragedModel(pl_module, device, use_buffers=self._use_buffers, **self._lw_functions)
 
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Nothing is left to do."""
@@ -52,19 +52,19 @@ class WeightAveraging(weight_averaging.WeightAveraging):
         """Update after a step, if that is wanted."""
         step = trainer.global_step
         if step > self._latest_update_step and self.should_update(step_idx=step - 1):
-            self._update_copy(pl_module)
+            self._lw_update_copy(pl_module)
             self._latest_update_step = step
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Update after an epoch, if that is wanted."""
         epoch = trainer.current_epoch
         if epoch > self._latest_update_epoch and self.should_update(epoch_idx=epoch):
-            self._update_copy(pl_module)
+            self._lw_update_copy(pl_module)
             self._latest_update_epoch = epoch
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Write the average into the module."""
-        for average, own in self._pairs(pl_module):
+        for average, own in self._lw_pairs(pl_module):
             own.data.copy_(average.data)
 
     def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
@@ -72,11 +72,11 @@ class WeightAveraging(weight_averaging.WeightAveraging):
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Swap module and average."""
-        self._swap(pl_module)
+        self._lw_swap(pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Swap them back."""
-        self._swap(pl_module)
+        self._lw_swap(pl_module)
 
     on_validation_end = on_test_start = on_test_end = on_predict_start = on_predict_end = on_validation_start
 
@@ -121,11 +121,11 @@ class WeightAveraging(weight_averaging.WeightAveraging):
     def forget_run(self) -> None:
         """Continue, as Lightning's callback does."""
 
-    def _update_copy(self, module: nn.Module) -> None:
+    def _lw_update_copy(self, module: nn.Module) -> None:
         assert self._average_model is not None
         self._average_model.update_parameters(module)
 
-    def _pairs(self, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    def _lw_pairs(self, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         if self._average_model is not None:
             average = self._average_model.module
             yield from zip(
@@ -134,8 +134,8 @@ class WeightAveraging(weight_averaging.WeightAveraging):
                 strict=True,
             )
 
-    def _swap(self, module: nn.Module) -> None:
-        for average, own in self._pairs(module):
+    def _lw_swap(self, module: nn.Module) -> None:
+        for average, own in self._lw_pairs(module):
             kept = average.data.clone()
             average.data.copy_(own.data)
             own.data.copy_(kept)
@@ -187,44 +187,44 @@ class StochasticWeightAveraging(stochastic_weight_averaging.StochasticWeightAver
             `loopwright.StochasticWeightAveraging`.
     """
 
-    _copies: list[Tensor]
+    _lw_copies: list[Tensor]
 
     def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Copy the weights."""
-        self._copies = [one.detach().clone() for one in pl_module.parameters()]
-        self._schedule: SWALR | None = None
-        self._schedule_state: StateDict | None = None
-        self._momenta: dict[_BatchNorm, float | None] = {}
-        self._accumulation = 1
+        self._lw_copies = [one.detach().clone() for one in pl_module.parameters()]
+        self._lw_schedule: SWALR | None = None
+        self._lw_schedule_state: StateDict | None = None
+        self._lw_momenta: dict[_BatchNorm, float | None] = {}
+        self._lw_accumulation = 1
 
     @property
     def _initialized(self) -> bool:
-        return self._schedule is not None
+        return self._lw_schedule is not None
 
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Check the run, and make room for the epoch of batch norm."""
         limit = trainer.fit_loop.epoch_limit
         self._max_epochs = None if limit == -1 else limit
-        self._check(trainer, pl_module)
-        if self._norms(pl_module) and self._max_epochs is not None:
+        self._lw_check(trainer, pl_module)
+        if self._lw_norms(pl_module) and self._max_epochs is not None:
             trainer.fit_loop.max_epochs = self._max_epochs + 1
-        if self._schedule_state is not None:
+        if self._lw_schedule_state is not None:
             trainer.lr_scheduler_configs.clear()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Begin when it is time, average, or begin the epoch of batch norm."""
         epoch = trainer.current_epoch
         if self.swa_start <= epoch <= self.swa_end:
-            if self._schedule is None:
-                self._begin_schedule(trainer)
-            if epoch > self._latest_epoch:
-                self._average_now(pl_module)
-                self._latest_epoch = epoch
+            if self._lw_schedule is None:
+                self._lw_begin_schedule(trainer)
+            if epoch > self._lw_latest_epoch:
+                self._lw_average_now(pl_module)
+                self._lw_latest_epoch = epoch
         if self._max_epochs is not None and epoch == self.swa_end + 1:
-            self._transfer(pl_module)
-            self._begin_norms(trainer, pl_module)
+            self._lw_transfer(pl_module)
+            self._lw_begin_norms(trainer, pl_module)
 
-    def _begin_schedule(self, trainer: Trainer) -> None:
+    def _lw_begin_schedule(self, trainer: Trainer) -> None:
         optimizer = trainer.optimizers[0]
         rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(optimizer.param_groups)
         for rate, group in zip(rates, optimizer.param_groups, strict=False):
@@ -233,50 +233,50 @@ class StochasticWeightAveraging(stochastic_weight_averaging.StochasticWeightAver
         last_epoch = int(trainer.fit_loop.epoch_limit) if is_cos else -1
         strategy: Any = self.annealing_strategy  # Any: here and below, narrower in torch's annotations
         swa_lr: Any = rates
-        self._schedule = SWALR(
+        self._lw_schedule = SWALR(
             optimizer,
             swa_lr=swa_lr,
             anneal_epochs=self.annealing_epochs,
             anneal_strategy=strategy,
             last_epoch=last_epoch,
         )
-        if self._schedule_state is not None:
-            self._schedule.load_state_dict(self._schedule_state)
-        trainer.lr_scheduler_configs[:] = [LRSchedulerConfig(self._schedule)]
+        if self._lw_schedule_state is not None:
+            self._lw_schedule.load_state_dict(self._lw_schedule_state)
+        trainer.lr_scheduler_configs[:] = [LRSchedulerConfig(self._lw_schedule)]
 
     @torch.no_grad()
-    def _average_now(self, module: nn.Module) -> None:
+    def _lw_average_now(self, module: nn.Module) -> None:
         count = torch.tensor(self.n_averaged)
-        for average, own in zip(self._copies, module.parameters(), strict=True):
+        for average, own in zip(self._lw_copies, module.parameters(), strict=True):
             weight = own.detach().to(average.device)
             average.copy_(weight if not self.n_averaged else self._avg_fn(average, weight, count))
         self.n_averaged += 1
 
     @torch.no_grad()
-    def _transfer(self, module: nn.Module) -> None:
-        for average, own in zip(self._copies, module.parameters(), strict=True):
+    def _lw_transfer(self, module: nn.Module) -> None:
+        for average, own in zip(self._lw_copies, module.parameters(), strict=True):
             own.detach().copy_(average)
 
-    def _begin_norms(self, trainer: Trainer, module: nn.Module) -> None:
+    def _lw_begin_norms(self, trainer: Trainer, module: nn.Module) -> None:
         """Let the epoch that begins compute running statistics, without backward passes; its end makes one step."""
-        for norm in self._norms(module):
+        for norm in self._lw_norms(module):
             assert norm.running_mean is not None
             assert norm.running_var is not None
             assert norm.num_batches_tracked is not None
             norm.running_mean = torch.zeros_like(norm.running_mean)
             norm.running_var = torch.ones_like(norm.running_var)
-            self._momenta[norm], norm.momentum = norm.momentum, None
+            self._lw_momenta[norm], norm.momentum = norm.momentum, None
             norm.num_batches_tracked *= 0
         run = trainer.present_run()
         assert run is not None
         assert run.plan is not None
-        self._accumulation = trainer.accumulate_grad_batches
+        self._lw_accumulation = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = int(trainer.num_training_batches) + 1
         # Another plan: of one that is changed, the timeline would still run its own copy.
         run.plan = replace(run.plan, zero_grad=_do_nothing, backward=None)
 
     @staticmethod
-    def _norms(module: nn.Module) -> list[_BatchNorm]:
+    def _lw_norms(module: nn.Module) -> list[_BatchNorm]:
         return [child for child in module.modules() if isinstance(child, _BatchNorm)]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
@@ -285,13 +285,13 @@ class StochasticWeightAveraging(stochastic_weight_averaging.StochasticWeightAver
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Write the average into the module, if training was not cut short."""
         last = trainer.current_epoch - 1
-        if self._momenta and last == self.swa_end + 1:
-            trainer.accumulate_grad_batches = self._accumulation
+        if self._lw_momenta and last == self.swa_end + 1:
+            trainer.accumulate_grad_batches = self._lw_accumulation
             trainer.fit_loop.max_epochs = self._max_epochs
-            for norm, momentum in self._momenta.items():
+            for norm, momentum in self._lw_momenta.items():
                 norm.momentum = momentum
         elif last == self.swa_end or self._max_epochs is None:
-            self._transfer(pl_module)
+            self._lw_transfer(pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Nothing is left to do."""
@@ -306,16 +306,16 @@ class StochasticWeightAveraging(stochastic_weight_averaging.StochasticWeightAver
         """Return the average and the state of its schedule."""
         return {
             "n_averaged": self.n_averaged,
-            "latest_update_epoch": self._latest_epoch,
-            "scheduler_state": None if self._schedule is None else self._schedule.state_dict(),
-            "copies": list(self._copies),
+            "latest_update_epoch": self._lw_latest_epoch,
+            "scheduler_state": None if self._lw_schedule is None else self._lw_schedule.state_dict(),
+            "copies": list(self._lw_copies),
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Take the average and the state of its schedule."""
-        self.n_averaged, self._latest_epoch = state_dict["n_averaged"], state_dict["latest_update_epoch"]
-        self._schedule_state = state_dict["scheduler_state"]
-        self._copies = [torch.as_tensor(one) for one in state_dict["copies"]]
+        self.n_averaged, self._lw_latest_epoch = state_dict["n_averaged"], state_dict["latest_update_epoch"]
+        self._lw_schedule_state = state_dict["scheduler_state"]
+        self._lw_copies = [torch.as_tensor(one) for one in state_dict["copies"]]
 
 
 def _do_nothing() -> None:

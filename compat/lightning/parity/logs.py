@@ -161,26 +161,26 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor):
         scheduled = {id(getattr(config.scheduler, "optimizer", None)) for config in trainer.lr_scheduler_configs}
         if self.logging_interval is None:
             # Optimizers without a schedule are logged at both.
-            free = [(name, one) for name, one in self._watched["step"] if id(one) not in scheduled]
-            self._watched["epoch"] = [*self._watched["epoch"], *free]
+            free = [(name, one) for name, one in self._lw_watched["step"] if id(one) not in scheduled]
+            self._lw_watched["epoch"] = [*self._lw_watched["epoch"], *free]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int) -> None:
         """Log the rates before the step, if this step is logged."""
-        if trainer.should_log and self._watched["step"]:
-            self._send(trainer, self._values(self._watched["step"]), trainer.progress.steps)
+        if trainer.should_log and self._lw_watched["step"]:
+            self._lw_send(trainer, self._lw_values(self._lw_watched["step"]), trainer.progress.steps)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Log what is counted by epochs: the rates that the epoch begins with."""
-        if self._watched["epoch"]:
-            self._send(trainer, self._values(self._watched["epoch"]), trainer.progress.steps)
+        if self._lw_watched["epoch"]:
+            self._lw_send(trainer, self._lw_values(self._lw_watched["epoch"]), trainer.progress.steps)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Nothing is left to do."""
 
-    def _send(self, trainer: Trainer, values: dict[str, float], step: int) -> None:
-        super()._send(trainer, values, step)
+    def _lw_send(self, trainer: Trainer, values: dict[str, float], step: int) -> None:
+        super()._lw_send(trainer, values, step)
         metrics: Any = trainer._lw_metrics
         for key, value in values.items():
             metrics.results[key] = torch.tensor(value, device=metrics.device)

@@ -46,14 +46,14 @@ class ModelPruning(pruning.ModelPruning):
 
     def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
         """Find the parameters, and copy the layers that they are in."""
-        given = self._parameters_to_prune or self._given
+        given = self._parameters_to_prune or self._lw_given
         pairs = self.sanitize_parameters_to_prune(pl_module, given, self.parameter_names)
         self._parameters_to_prune = self.filter_parameters_to_prune(pairs)
-        self._first_layers: dict[int, nn.Module] = {}
-        if self._rewinds:
+        self._lw_first_layers: dict[int, nn.Module] = {}
+        if self._lw_rewinds:
             for module, _ in self._parameters_to_prune:
-                if id(module) not in self._first_layers:
-                    self._first_layers[id(module)] = copy.deepcopy(module)
+                if id(module) not in self._lw_first_layers:
+                    self._lw_first_layers[id(module)] = copy.deepcopy(module)
 
     @staticmethod
     def sanitize_parameters_to_prune(
@@ -92,7 +92,7 @@ class ModelPruning(pruning.ModelPruning):
         """Set weights to what they were at the beginning, or to new random ones; one draw for each layer."""
         drawn: dict[int, nn.Module] = {}
         for module, _ in self._parameters_to_prune:
-            first = self._first_layers[id(module)]
+            first = self._lw_first_layers[id(module)]
             reset = getattr(first, "reset_parameters", None)
             if id(module) not in drawn:
                 drawn[id(module)] = first
@@ -105,8 +105,8 @@ class ModelPruning(pruning.ModelPruning):
             if isinstance(target, Tensor) and isinstance(value, Tensor):
                 target.data = value.data.to(target.device)
 
-    def _prune(self, trainer: Trainer) -> None:
-        amount, rewinds = self._plan(trainer.current_epoch)
+    def _lw_prune(self, trainer: Trainer) -> None:
+        amount, rewinds = self._lw_plan(trainer.current_epoch)
         if not amount:
             return
         self.apply_pruning(amount)
@@ -131,17 +131,17 @@ class ModelPruning(pruning.ModelPruning):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Prune, if epochs are to be followed by it."""
-        if self._at_epoch_end:
-            self._prune(trainer)
+        if self._lw_at_epoch_end:
+            self._lw_prune(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Prune, if validations are to be followed by it."""
-        if not self._at_epoch_end and not trainer.sanity_checking:
-            self._prune(trainer)
+        if not self._lw_at_epoch_end and not trainer.sanity_checking:
+            self._lw_prune(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Give the module plain parameters, if pruning is to be permanent."""
-        if self._is_permanent:
+        if self._lw_is_permanent:
             self.make_pruning_permanent(pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
@@ -152,7 +152,7 @@ class ModelPruning(pruning.ModelPruning):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Fold masks into the weights, if pruning is to be permanent."""
-        if not self._is_permanent:
+        if not self._lw_is_permanent:
             return
         weights = dict(checkpoint["state_dict"])
         for key in [key for key in weights if key.endswith("_mask")]:

@@ -64,7 +64,7 @@ def decide_on_own_values(run: Run) -> None:
             judge = partial(_stop_together, trainer, callback._evaluate_stopping_criteria)
             patch(callback, "_evaluate_stopping_criteria", judge)
         elif isinstance(callback, ModelCheckpoint):
-            patch(callback, "_metrics", _own_metrics)
+            patch(callback, "_lw_metrics", _own_metrics)
 
 
 def _synchronize_nothing(*names: str) -> None:

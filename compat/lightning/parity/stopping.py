@@ -18,9 +18,9 @@ def judge_at_each_check(run: Run) -> None:
     """Let EarlyStopping judge the latest value at each check."""
     for callback in run.callbacks:
         if isinstance(callback, EarlyStopping):
-            patch(callback, "_read", partial(_read_as_new, callback))
+            patch(callback, "_lw_read", partial(_read_as_new, callback))
 
 
 def _read_as_new(callback: EarlyStopping, trainer: Trainer) -> tuple[Tensor | None, int | None]:
-    value, _ = type(callback)._read(callback, trainer)
+    value, _ = type(callback)._lw_read(callback, trainer)
     return value, None

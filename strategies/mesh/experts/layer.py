@@ -106,7 +106,7 @@ class Experts(nn.Module):
         ranked, order = chosen.flatten().sort(stable=True)  # by expert, and by token within one
         edges = torch.searchsorted(ranked, torch.arange(self.num_experts + 1, device=ranked.device))
         counts = edges.diff()
-        self._keep(probabilities, counts)
+        self._lw_keep(probabilities, counts)
         copies = tokens.unsqueeze(1).expand(-1, self.top_k, -1).reshape(-1, self.dim)
         outputs = permute(self.experts(permute(copies, order), counts), order.argsort())
         y: Tensor = (outputs.view(-1, self.top_k, self.dim) * weights.unsqueeze(-1)).sum(1)
@@ -116,7 +116,7 @@ class Experts(nn.Module):
         """Return the sizes for `repr`."""
         return f"num_experts={self.num_experts}, top_k={self.top_k}, normalize={self.normalize}"
 
-    def _keep(self, probabilities: Tensor, counts: Tensor) -> None:
+    def _lw_keep(self, probabilities: Tensor, counts: Tensor) -> None:
         total = probabilities.sum(0)
         if self.add_parts is not None:
             total, counts = self.add_parts(total), self.add_parts(counts)

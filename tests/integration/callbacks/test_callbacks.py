@@ -305,9 +305,9 @@ def average_buffers(rank: int, size: int, root: Path) -> Any:
     trainer = RankTrainer(rank, size, root, [ema])
     trainer.module = module
     ema.on_fit_start(trainer, module)
-    ema._update(module)
+    ema._lw_update(module)
     module.running_mean.fill_(float(rank + 1))  # type: ignore[union-attr]
-    ema._update(module)
+    ema._lw_update(module)
     ema.on_validation_start(trainer, module)
     seen = module.running_mean.tolist()  # type: ignore[union-attr]
     ema.on_validation_end(trainer, module)

@@ -132,10 +132,10 @@ def test_a_run_that_is_started_again_under_its_id_repeats_no_step(tmp_path: Path
 
 def test_a_logger_with_another_id_begins_a_run_of_its_own(tmp_path: Path) -> None:
     first = make(tmp_path, id="aaaa1111")
-    first._step = 5
+    first._lw_step = 5
     other = make(tmp_path, version="bbbb2222")
     other.load_state_dict(first.state_dict())
-    assert (other.version, other._step) == ("bbbb2222", -1)
+    assert (other.version, other._lw_step) == ("bbbb2222", -1)
 
 
 def test_the_axis_can_be_samples_time_or_a_metric(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_checkpoints_that_are_kept_become_an_artifact_at_the_end(tmp_path: Path)
     logger = make(tmp_path, log_model=True)
     logger.log_metrics({"loss": 1.0}, 1)
     logger.after_save_checkpoint(Kept())
-    assert not logger._uploaded
+    assert not logger._lw_uploaded
     logger.finalize("success")
     requests = [record for record in records(tmp_path) if "model.ckpt" in str(record)]
     assert len(requests) == 1

@@ -34,7 +34,7 @@ def test_what_does_not_fit_into_memory_waits_in_a_file() -> None:
         if number == 20:
             queue.put(lambda: done.append("function"))
     assert len(queue) == 52
-    assert len(queue._waiting._items) <= 3
+    assert len(queue._lw_waiting._items) <= 3
     gate.set()
     assert queue.close() == []
     expected: list[Any] = [{"number": number} for number in range(50)]

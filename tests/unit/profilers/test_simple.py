@@ -23,7 +23,7 @@ class Clock:
 
 def timed(extended: bool = True) -> tuple[SimpleProfiler, Clock]:
     profiler, clock = SimpleProfiler(extended=extended), Clock()
-    profiler._clock = clock
+    profiler._lw_clock = clock
     return profiler, clock
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import loopwright as lw
 from loopwright.compat.lightning import install, uninstall
-from loopwright.lazy import is_core
+from loopwright.compat.lightning.cli.argument_parser import LightningArgumentParser
+from loopwright.compat.lightning.cli.lightning_cli import LightningCLI, SaveConfigCallback
+from loopwright.lazy import home_of, is_core
 
 # What programs call their attributes, and what Loopwright called its own or may come to call them.
 PLAUSIBLE = [
@@ -29,8 +33,37 @@ LIGHTNING = {
     "_trainer", "_fabric", "_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams", "_strict_loading",
     "_fabric_optimizers", "_compiler_ctx", "_current_fx_name", "_set_hparams", "_apply_batch_transfer_handler",
 }  # fmt: skip
+# Names that Lightning's classes have, too, with the same meaning: programs for Lightning read or override them there.
+SHARED = {
+    "callbacks": {
+        "_apply_mapping_to_param_groups", "_attr_name", "_avg_fn", "_check_on_train_epoch_end", "_console_kwargs",
+        "_cpu_stats", "_current_eval_dataloader_idx", "_enable_version_counter", "_evaluate_stopping_criteria",
+        "_every_n_epochs", "_every_n_train_steps", "_generate_state_key", "_internal_optimizer_metadata", "_interval",
+        "_leave", "_max_depth", "_max_epochs", "_parameters_to_prune", "_process_position", "_refresh_rate",
+        "_remove_checkpoint", "_restarting", "_run_early_stopping_check", "_save_checkpoint",
+        "_save_on_train_epoch_end", "_should_skip_check", "_store", "_summarize_kwargs", "_summary",
+        "_train_time_interval", "_trainer", "_update_attr", "_verbose",
+    },
+    "loggers": {
+        "_artifact_location", "_checkpoint_callback", "_checkpoint_name", "_default_hp_metric", "_experiment",
+        "_experiment_id", "_experiment_name", "_log_graph", "_log_model", "_prefix", "_project", "_run_name",
+        "_save_dir", "_sub_dir",
+    },
+    "profilers": {"_local_rank", "_stage"},
+    "strategies": {"_accelerator", "_checkpoint_io"},
+    "compat": {
+        "_add_arguments", "_add_configure_optimizers_method_to_model", "_add_instantiators", "_datamodule_class",
+        "_get", "_instantiate_trainer", "_lr_schedulers", "_model_class", "_optimizers", "_parse_ckpt_path", "_parser",
+        "_prepare_subcommand_kwargs", "_prepare_subcommand_parser", "_run_subcommand", "_set_seed",
+        "_setup_parser_kwargs", "_subcommand_method_arguments", "_subcommand_parsers",
+    },
+}  # fmt: skip
 # Of torch's modules, and of Python.
 TORCH = {*dir(torch.nn.Module), *vars(torch.nn.Module()), "_abc_impl"}
+
+
+def shared_names(cls: type) -> set[str]:
+    return set[str]().union(*(SHARED.get(home_of(base).split(".")[1], ()) for base in cls.__mro__ if is_core(base)))
 
 
 def private_names(cls: type) -> set[str]:
@@ -38,17 +71,37 @@ def private_names(cls: type) -> set[str]:
     found = set[str]()
     for base in cls.__mro__:
         if is_core(base):
-            found.update(name for name in vars(base) if name.startswith("_") and not name.startswith("__"))
-            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
+            (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            assert isinstance(body, ast.ClassDef)
+            found.update(node.name for node in body.body if isinstance(node, ast.FunctionDef))
+            for node in ast.walk(body):
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    is_own = isinstance(node.value, ast.Name) and node.value.id == "self" and node.attr.startswith("_")
-                    found.update([node.attr] * is_own)
-    return found
+                    found.update([node.attr] * (isinstance(node.value, ast.Name) and node.value.id == "self"))
+            for node in body.body:
+                targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+                found.update(one.id for one in targets if isinstance(one, ast.Name))
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
 
 
-@pytest.mark.parametrize("cls", [lw.Trainer, lw.Module, lw.DataModule], ids=lambda cls: cls.__name__)
+def served_classes() -> list[type]:
+    """Return the classes whose objects programs hold, and which they subclass."""
+    rooms = ("callbacks", "loggers", "profilers", "strategies", "cli")
+    found: set[object] = {lw.Trainer, lw.Module, lw.DataModule, LightningCLI, LightningArgumentParser}
+    for room in map(importlib.import_module, (f"loopwright.{room}" for room in rooms)):
+        found.update(getattr(room, name) for name in room.__all__)
+    classes = {one for one in found if isinstance(one, type) and is_core(one)}
+    return sorted({*classes, SaveConfigCallback}, key=lambda cls: (home_of(cls), cls.__name__))
+
+
+@pytest.mark.parametrize("cls", served_classes(), ids=lambda cls: cls.__name__)
 def test_private_names_have_a_prefix_that_no_program_uses(cls: type) -> None:
-    assert sorted(name for name in private_names(cls) - TORCH if not name.startswith("_lw_")) == []
+    own = private_names(cls) - TORCH - shared_names(cls)
+    assert sorted(name for name in own if not name.startswith("_lw_")) == []
+
+
+def test_names_shared_with_lightning_are_in_use() -> None:
+    used = set[str]().union(*map(private_names, served_classes()))
+    assert sorted(set[str]().union(*SHARED.values()) - used) == []
 
 
 class Value:
@@ -61,11 +114,34 @@ class Value:
         raise AssertionError("read a value of the program")
 
 
+@cache
 def names_for(cls: type) -> list[str]:
     """Return the names that a program gives attributes on an object of a class: none that its users know."""
     earlier = {f"_{name.removeprefix('_lw_')}" for name in private_names(cls)}
-    wanted = {*PLAUSIBLE, *(f"_{name}" for name in PLAUSIBLE), *earlier}
-    return sorted(name for name in wanted if not hasattr(cls, name) and name not in TORCH | LIGHTNING)
+    known = TORCH | LIGHTNING | shared_names(cls)
+    wanted = {*(f"_{name}" for name in PLAUSIBLE), *earlier}
+    if cls in (lw.Trainer, lw.Module, lw.DataModule, lw.Callback):
+        wanted.update(PLAUSIBLE)
+    return sorted(name for name in wanted if not hasattr(cls, name) and name not in known)
+
+
+# The parts of a run that a program may subclass, and their arguments.
+CALLBACKS: dict[type[lw.Callback], dict[str, Any]] = {
+    lw.DeviceStatsMonitor: {"cpu_stats": False},
+    lw.EarlyStopping: {"monitor": "val_loss", "patience": 5},
+    lw.EMA: {"decay": 0.5},
+    lw.GradientAccumulationScheduler: {"scheduling": {0: 1, 1: 2}},
+    lw.LearningRateMonitor: {},
+    lw.ModelPruning: {"pruning_fn": "l1_unstructured", "amount": 0.3, "parameter_names": ["weight"]},
+    lw.ModelSummary: {},
+    lw.OnExceptionCheckpoint: {"dirpath": "."},
+    lw.SpikeDetection: {},
+    lw.Timer: {"duration": {"hours": 1}},
+    lw.TQDMProgressBar: {},
+    lw.TrainingEfficiency: {},
+    lw.WeightStatistics: {},
+}
+LOGGERS = (lw.CSVLogger, lw.JSONLinesLogger, lw.TensorBoardLogger)
 
 
 class Net(lw.Module):
@@ -100,43 +176,46 @@ class Data(lw.DataModule):
 
 def outcome(folder: Path, library: Any, *, named: bool) -> dict[str, Any]:
     """Run each verb, save and resume; with attributes under every name on each object, if so."""
-    bases = (library.Trainer, library.Module, library.DataModule, lw.Callback)
-    made: Any = [type(base.__name__, (base,), {}) for base in (library.Trainer, lw.Callback)]
-
-    class Model(Net, library.Module):  # type: ignore[misc]
-        pass
-
-    class Points(Data, library.DataModule):  # type: ignore[misc]
-        pass
-
-    classes = [made[0], Model, Points, made[1]]
 
     def mark(thing: Any, base: type) -> Any:
         for name in names_for(base) if named else []:
             setattr(thing, name, Value())
         return thing
 
+    def subclass(base: type, *others: type) -> Any:
+        """Return a subclass that has every name itself, and sets each before and after the base's constructor."""
+
+        def __init__(self: Any, *arguments: Any, **options: Any) -> None:
+            if not issubclass(base, torch.nn.Module):  # modules take no attribute before
+                mark(self, base)
+            super(made, self).__init__(*arguments, **options)
+            mark(self, base)
+
+        made = type(base)(base.__name__, (*others, base), {"__init__": __init__, "__module__": __name__})
+        return mark(made, base)
+
+    trainer_class, model_class = subclass(library.Trainer), subclass(library.Module, Net)
+    data = subclass(library.DataModule, Data)()
+
     def trainer(**options: Any) -> Any:
-        saving = lw.ModelCheckpoint(dirpath=folder, save_last=True, save_top_k=-1)
-        return mark(
-            classes[0](
-                accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-                callbacks=[mark(classes[3](), bases[3]), saving], **options,
-            ),
-            bases[0],
+        callbacks = {lw.Callback: {}, **CALLBACKS, lw.ModelCheckpoint: {"dirpath": folder, "save_last": True}}
+        return trainer_class(
+            accelerator="cpu", log_every_n_steps=1,
+            callbacks=[subclass(cls)(**arguments) for cls, arguments in callbacks.items()],
+            logger=[subclass(cls)(folder / cls.__name__) for cls in LOGGERS],
+            profiler=subclass(lw.SimpleProfiler)(dirpath=folder, filename="profile"),
+            strategy=subclass(lw.SingleDeviceStrategy)("cpu"), **options,
         )  # fmt: skip
 
     torch.manual_seed(0)
-    for cls, base in zip(classes, bases, strict=True):
-        mark(cls, base)
-    model, data = mark(Model(), bases[1]), mark(Points(), bases[2])
+    model = model_class()
     first = trainer(max_epochs=2)
     first.fit(model, datamodule=data)
     found = {verb: getattr(first, verb)(model, datamodule=data) for verb in ("validate", "test")}
     found["predict"] = torch.cat(first.predict(model, datamodule=data)).tolist()
-    second, again = trainer(max_epochs=3), mark(Model(), bases[1])
+    second, again = trainer(max_epochs=3), model_class()
     second.fit(again, datamodule=data, ckpt_path=folder / "last.ckpt")
-    loaded = Model.load_from_checkpoint(folder / "last.ckpt")
+    loaded = model_class.load_from_checkpoint(folder / "last.ckpt")
     weights = [[value.tolist() for value in one.parameters()] for one in (model, again, loaded)]
     return {**found, "weights": weights, "metrics": second.callback_metrics, "steps": second.global_step}
 

@@ -247,7 +247,7 @@ def test_nothing_is_read_from_the_device(tmp_path: Path) -> None:
             return func(*args, **(kwargs or {}))
 
     with Count():
-        ema._update(Net())
+        ema._lw_update(Net())
     assert Count.reads == 0
 
 

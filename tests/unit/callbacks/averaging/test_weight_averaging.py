@@ -248,9 +248,9 @@ def test_nothing_is_read_from_the_device() -> None:
 
     module = nn.Linear(2, 2)
     for average in (WeightAveraging(), EMAWeightAveraging()):
-        average._update(module)
+        average._lw_update(module)
         with Count():
-            average._update(module)
+            average._lw_update(module)
     assert Count.reads == 0
 
 

@@ -264,13 +264,13 @@ def test_a_notice_that_the_machine_goes_is_answered_when_the_file_is_complete(
         At({3: lambda: os.kill(os.getpid(), signal.SIGTERM)}), max_epochs=1,
     )  # fmt: skip
     said = []
-    report = Preemption._report
+    report = Preemption._lw_report
 
     def reported(self: Preemption, path: str, *rest: Any) -> None:
         said.append(verify(path).sealed)
         report(self, path, *rest)
 
-    monkeypatch.setattr(Preemption, "_report", reported)
+    monkeypatch.setattr(Preemption, "_lw_report", reported)
     with pytest.raises(StopBySignal):
         trainer.fit(net(), loader(16, 2))
     assert said == [True]

@@ -370,9 +370,9 @@ def test_last_is_brought_to_the_end_of_training(tmp_path: Path) -> None:
 
 def test_link_leads_to_the_newest_file_at_every_moment(tmp_path: Path) -> None:
     class Look(ModelCheckpoint):
-        def _remove_pending(self, trainer: Any) -> None:
+        def _lw_remove_pending(self, trainer: Any) -> None:
             assert os.path.isfile(tmp_path / "c" / "last.ckpt")
-            super()._remove_pending(trainer)
+            super()._lw_remove_pending(trainer)
             assert os.path.isfile(tmp_path / "c" / "last.ckpt")
 
     checkpoint = Look(tmp_path / "c", save_last="link")
@@ -425,15 +425,15 @@ def test_a_failed_save_removes_nothing_and_leaves_the_books(tmp_path: Path) -> N
 
 def test_a_kill_between_commit_and_removal_is_healed(tmp_path: Path) -> None:
     class Killed(ModelCheckpoint):
-        def _remove_pending(self, trainer: Any) -> None:
-            if self._state.pending_removals:
+        def _lw_remove_pending(self, trainer: Any) -> None:
+            if self._lw_state.pending_removals:
                 raise SystemExit("killed")
 
     with pytest.raises(SystemExit):
         fit(tmp_path, Killed(tmp_path / "c"), max_epochs=2)
     assert names(tmp_path / "c") == ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"]
     again = Killed(tmp_path / "c")
-    Killed._remove_pending = ModelCheckpoint._remove_pending  # type: ignore[method-assign]
+    Killed._lw_remove_pending = ModelCheckpoint._lw_remove_pending  # type: ignore[method-assign]
     trainer = FakeTrainer(tmp_path, [again], max_epochs=2)
     trainer.fit(ckpt_path=again.find_last(trainer)[0])
     assert names(tmp_path / "c") == ["epoch=1-step=8.ckpt"]
@@ -449,7 +449,7 @@ def test_the_file_that_was_resumed_is_never_removed(tmp_path: Path) -> None:
 def test_a_file_outside_of_the_folder_is_not_removed(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path / "c")
     fit(tmp_path, checkpoint, max_epochs=1)
-    checkpoint.dirpath = checkpoint._given_dirpath = str(tmp_path / "cc")
+    checkpoint.dirpath = checkpoint._lw_given_dirpath = str(tmp_path / "cc")
     fit(tmp_path, checkpoint, max_epochs=1, windows=5)
     assert names(tmp_path / "c") == ["epoch=0-step=4.ckpt"]
 

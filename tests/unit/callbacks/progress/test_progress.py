@@ -229,13 +229,13 @@ def test_a_disabled_bar_can_be_changed(tmp_path: Path, capsys: pytest.CaptureFix
 def test_undrawn_bars_of_a_plain_class_are_rarely_updated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     updates: list[int] = []
-    original = TQDMProgressBar._show
+    original = TQDMProgressBar._lw_show
 
     def show(self: Any, stage: str, description: str, done: int, *args: Any) -> None:
         updates.append(done)
         original(self, stage, description, done, *args)
 
-    monkeypatch.setattr(TQDMProgressBar, "_show", show)
+    monkeypatch.setattr(TQDMProgressBar, "_lw_show", show)
     trainer = FakeTrainer(tmp_path, [bar := TQDMProgressBar()], windows=200, val_batches=0)
 
     def look(step: int) -> None:
@@ -254,7 +254,7 @@ def test_an_undrawn_bar_of_a_plain_class_that_nobody_reads_is_not_made(
     tmp_path: Path, bar: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[str] = []
-    monkeypatch.setattr(bar, "_show", lambda self, stage, *args: shown.append(stage))
+    monkeypatch.setattr(bar, "_lw_show", lambda self, stage, *args: shown.append(stage))
     FakeTrainer(tmp_path, [bar()], windows=3).fit()
     assert not shown
 
@@ -304,13 +304,13 @@ def test_the_bar_of_training_is_current_during_a_validation(
     Clock(monkeypatch)  # without this drawing, the bar would stay at the epoch's first batch
     seen = []
     trainer = FakeTrainer(tmp_path, [made := bar()], windows=4, val_batches=3)
-    drawn = type(made)._show
+    drawn = type(made)._lw_show
 
     def show(self: Any, stage: str, description: str, done: int, *args: Any) -> None:
         seen.append((stage, done))
         drawn(self, stage, description, done, *args)
 
-    monkeypatch.setattr(type(made), "_show", show)
+    monkeypatch.setattr(type(made), "_lw_show", show)
     with terminal:
         trainer.fit()
     stages = [stage for stage, _ in seen]
@@ -321,13 +321,13 @@ def test_a_bar_that_comes_back_shows_nothing_of_what_it_was(tmp_path: Path, term
     with terminal:
         bar = RichProgressBar()
         bar.setup(FakeTrainer(tmp_path, [bar]), torch.nn.Linear(2, 1), "fit")  # type: ignore[arg-type]
-        bar._open.add("train")
-        bar._show("train", "Epoch 1/2", 1, 9, {})
-        bar._show("validation", "Validation", 7, 8, {})
-        bar._close("validation", keep=False)
+        bar._lw_open.add("train")
+        bar._lw_show("train", "Epoch 1/2", 1, 9, {})
+        bar._lw_show("validation", "Validation", 7, 8, {})
+        bar._lw_close("validation", keep=False)
         before = len(terminal.getvalue())
-        bar._show("validation", "Validation", 1, 8, {})
-        bar._show("train", "Epoch 2/2", 2, 9, {})
+        bar._lw_show("validation", "Validation", 1, 8, {})
+        bar._lw_show("train", "Epoch 2/2", 2, 9, {})
         assert bar.progress is not None
         train = bar.train_progress_bar
         assert train is not None
@@ -341,7 +341,7 @@ def test_at_most_ten_drawings_a_second(tmp_path: Path, bar: Any, terminal: Termi
     drawn: list[int] = []
 
     class Counted(bar):  # type: ignore[misc]
-        def _show(self, stage: str, description: str, done: int, total: Any, metrics: Any) -> None:
+        def _lw_show(self, stage: str, description: str, done: int, total: Any, metrics: Any) -> None:
             drawn.append(done)
 
     start_s = time.monotonic()
@@ -373,7 +373,7 @@ def test_an_interruption_leaves_the_terminal_clean(
     with terminal, interrupted_at(trainer, 2, error):
         trainer.fit()
     text = terminal.getvalue()
-    assert not made._open
+    assert not made._lw_open
     hidden, shown = text.rfind("\x1b[?25l"), text.rfind("\x1b[?25h")
     assert shown >= hidden
     assert text.rstrip("\x1b[?25h").endswith("\n")
@@ -549,7 +549,7 @@ def test_wrong_arguments_are_refused(make: Any) -> None:
 
 def test_a_batch_without_drawing_calls_the_clock_only(tmp_path: Path) -> None:
     bar = TQDMProgressBar()
-    bar._next_draw_s = math.inf
+    bar._lw_next_draw_s = math.inf
     calls: list[str] = []
 
     def trace(frame: Any, event: str, argument: Any) -> None:

@@ -19,7 +19,7 @@ MANY = {f"validation_metric_{number}": 0.125 for number in range(6)}
 def drawn(tmp_path: Path, bar: type[LiveProgressBar], columns: int, metrics: dict[str, float]) -> list[str]:
     def program() -> None:
         made: Any = bar()
-        made._draw_interval_s = 0.0
+        made._lw_draw_interval_s = 0.0
         trainer = FakeTrainer(
             tmp_path, [made], windows=40, val_batches=3, max_epochs=2, train_metrics=lambda step: metrics
         )

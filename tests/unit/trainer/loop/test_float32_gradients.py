@@ -172,7 +172,7 @@ def _policy() -> Any:
 def test_deepspeed_gets_its_configuration_key() -> None:
     strategy = DeepSpeedStrategy(stage=2)
     plan = {"accumulate_grad_batches": 2, "grad_accumulation_dtype": "fp32"}
-    strategy._plan = plan
+    strategy._lw_plan = plan
     config = strategy.configure_deepspeed_config(strategy.given_config)
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
     with pytest.raises(ConfigError, match=r"grad_accumulation_dtype='float32'\).* stage 1"):
