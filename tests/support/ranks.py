@@ -36,7 +36,7 @@ def import_deepspeed() -> None:
 
 
 def run_ranks(
-    function: Callable[..., Any], size: int = 2, *args: Any, timeout_s: float = 60, connect: bool = True, **kwargs: Any
+    function: Callable[..., Any], size: int = 2, *args: Any, timeout_s: float = 240, connect: bool = True, **kwargs: Any
 ) -> list[Any]:
     """Call `function(rank, size, *args, **kwargs)` in `size` forked processes and return the results in rank order.
 

@@ -40,9 +40,9 @@ class Meeting:
     def gather(self, rank: int) -> Callable[[Any], list[Any]]:
         def gather(obj: Any) -> list[Any]:
             self._slots[rank] = pickle.dumps(obj)
-            self._barrier.wait(10)
+            self._barrier.wait(120)
             everywhere = [pickle.loads(item) for item in self._slots]
-            if self._barrier.wait(10) == 0:
+            if self._barrier.wait(120) == 0:
                 self.exchanges += 1
             return everywhere
 

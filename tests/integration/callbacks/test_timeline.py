@@ -24,7 +24,7 @@ class Uneven(lw.Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.trainer.global_rank == 1:
-            time.sleep(0.02)
+            time.sleep(0.05)  # much longer than a step
         return self.layers(batch).square().mean()
 
     def configure_optimizers(self) -> Any:
@@ -55,9 +55,9 @@ def test_waiting_for_a_slow_rank_is_communication_and_measuring_changes_nothing(
     assert fast["steps"] == slow["steps"] == 12
     assert fast["bound"] == "communication"
     assert "slower rank" in fast["advice"][0]
-    assert fast["seconds"]["communication"] > 0.1 > slow["seconds"]["communication"]
+    assert fast["seconds"]["communication"] > slow["seconds"]["communication"]
     assert slow["bound"] == "compute"
-    assert slow["seconds"]["forward"] > 0.2
+    assert slow["seconds"]["forward"] > 0.5  # what it slept at least
     bare, _ = run_ranks(fit, 2, tmp_path, is_measured=False)
     assert all(torch.equal(one, other) for one, other in zip(bare["weights"], fast["weights"], strict=True))
 
@@ -69,7 +69,7 @@ def fit_sharded(rank: int, size: int, root: Path) -> list[dict[str, Any]]:
 def test_gathering_and_reducing_of_a_sharded_model_are_communication(tmp_path: Path) -> None:
     (fast, bare), (slow, _) = run_ranks(fit_sharded, 2, tmp_path)
     assert fast["bound"] == "communication"
-    assert fast["seconds"]["communication"] > max(0.1, fast["seconds"]["backward"])
+    assert fast["seconds"]["communication"] > fast["seconds"]["backward"]
     assert slow["seconds"]["communication"] > 0
     assert all(torch.equal(one, other) for one, other in zip(bare["weights"], fast["weights"], strict=True))
 

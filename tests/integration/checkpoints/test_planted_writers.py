@@ -101,7 +101,7 @@ def copies_last(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def copy_next(self: DeferredCopies) -> None:
         if threading.current_thread() is not threading.main_thread():
-            assert waiting.setdefault(self, threading.Event()).wait(30)
+            assert waiting.setdefault(self, threading.Event()).wait(240)
         next_one(self)
 
     def release_it(self: DeferredCopies) -> None:

@@ -268,24 +268,21 @@ def test_model_checkpoint_keeps_its_promises_with_folders(tmp_path: Path) -> Non
 
 
 def fail_alone(rank: int, size: int, root: Path, failing: int) -> Any:
-    """Let one rank raise in a run that saves on exceptions; return what this rank logged, and how long it took."""
+    """Let one rank raise in a run that saves on exceptions; return what this rank logged."""
 
     def fail() -> None:
         if rank == failing:
             raise ValueError("a bad sample")
 
     save = ModelCheckpoint(root, "{step}", every_n_train_steps=2, save_on_exception=True)
-    began = time.monotonic()
     with said() as lines, pytest.raises((ValueError, lw.LoopwrightError), match="a bad sample"):
         fit(size, save, OnExceptionCheckpoint(root), At(3, fail))
-    return lines, time.monotonic() - began
+    return lines
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_after_an_error_of_one_rank_nothing_is_gathered_and_nobody_waits(tmp_path: Path, failing: int) -> None:
-    everywhere = run_ranks(fail_alone, 2, tmp_path, failing, connect=False)
-    assert max(took_s for _, took_s in everywhere) < 15
-    lines = everywhere[0][0]
+    lines = run_ranks(fail_alone, 2, tmp_path, failing, connect=False)[0]  # collectives would wait for half an hour
     assert any("ModelCheckpoint: nothing is saved on" in line and "the model is sharded" in line for line in lines), (
         lines
     )

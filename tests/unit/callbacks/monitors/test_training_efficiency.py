@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from toys import Net, RecordingLogger, ValidatedNet, assert_same, loader, moment
 
 import loopwright as lw
 from loopwright.callbacks import TrainingEfficiency
+from loopwright.callbacks.monitors import measuring
 from loopwright.callbacks.monitors.training_efficiency import chinchilla_tokens, dense_flops_per_token
 from loopwright.errors import ConfigError
 
@@ -95,17 +97,23 @@ def test_tokens_cost_and_the_chinchilla_share(capsys: Any) -> None:
     assert "cost_per_million_tokens" in shown
 
 
-def test_validation_costs_money_but_no_speed() -> None:
-    import time
+def test_validation_costs_money_but_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
 
     class Slow(ValidatedNet):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            time.sleep(0.15)
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            now[0] += 0.01
+            return super().training_step(batch, batch_idx)
 
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            now[0] += 0.15
+
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     efficiency = TrainingEfficiency(verbose=False)
     fit(efficiency, Slow, loader(4, 2), num_sanity_val_steps=0)
-    assert efficiency.summary["seconds"] > 0.3
-    assert 16 / efficiency.summary["samples_per_sec"] < 0.3
+    steps = efficiency.summary["samples"] / 2
+    assert efficiency.summary["seconds"] == pytest.approx(0.01 * steps + 0.3)
+    assert efficiency.summary["samples_per_sec"] == pytest.approx(2 / 0.01)
 
 
 def test_totals_go_on_and_flops_are_not_counted_again(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ class Acts(lw.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.step:
             self.act()
-            ends = time.monotonic() + 5
+            ends = time.monotonic() + 120
             while trainer.run_signals.requested is None and time.monotonic() < ends:
                 time.sleep(0.001)
 
@@ -57,8 +58,7 @@ def test_a_notice_saves_the_run_which_goes_on_exactly(notice: str, tmp_path: Pat
         fit(tmp_path / "run", Acts(5, act), preemption)
     assert stopped.value.code == 143
     assert (tmp_path / "run" / "checkpoints" / "preempted.ckpt").exists()
-    assert "at step 6, 0." in caplog.text
-    assert "of 60 s after the notice." in caplog.text
+    assert re.search(r"at step 6, \d+\.\d+ s of 60 s after the notice\.", caplog.text)
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     file.unlink(missing_ok=True)
     assert_same(fit(tmp_path / "run", Preemption(), ckpt_path="last"), whole)

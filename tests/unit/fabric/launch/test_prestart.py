@@ -94,7 +94,7 @@ def early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Early]:
     end_waiting()
 
 
-def until(condition: Callable[[], Any], limit_s: float = 60.0) -> None:
+def until(condition: Callable[[], Any], limit_s: float = 240.0) -> None:
     ends = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < ends, "it did not come true in time"

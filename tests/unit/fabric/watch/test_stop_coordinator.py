@@ -330,7 +330,7 @@ class Rank(threading.Thread):
             self.all_here.abort()
 
     def collective(self) -> None:
-        self.all_here.wait(timeout=20)
+        self.all_here.wait(timeout=120)
 
     def go(self) -> tuple[str, int]:
         for number, batches in enumerate(self.phases, 1):

@@ -123,7 +123,7 @@ def test_all_ranks_see_the_same_first_failure(ranks: Any, seed: int) -> None:
 def test_a_main_thread_that_does_not_take_notice_is_ended(ranks: Any, capfd: pytest.CaptureFixture[str]) -> None:
     group = ranks(2)
     group[1].report(error_of("bad sample"))
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + 120
     while not group.exits and time.monotonic() < ends:
         time.sleep(0.05)
     assert group.exits == {0: 1}
@@ -275,7 +275,7 @@ def test_two_status_requests_in_one_notification_are_both_reported(
         failure_store.notify()
 
     group[0]._run_on_thread(ask_twice, wait_s=5.0)
-    ends = time.monotonic() + 20.0
+    ends = time.monotonic() + 120
     while "the second reason" not in group[0].last_stall_report and time.monotonic() < ends:
         time.sleep(0.02)
     said = capfd.readouterr().err

@@ -21,7 +21,7 @@ def send(number: signal.Signals) -> None:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < ends
         time.sleep(0.01)

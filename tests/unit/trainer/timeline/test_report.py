@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -102,16 +101,23 @@ def test_a_report_may_be_asked_for_during_the_fit() -> None:
 
 
 def test_a_slow_loader_binds_a_real_fit() -> None:
+    now_ns = [0]
+
+    def clock() -> int:
+        now_ns[0] += 1000
+        return now_ns[0]
+
     class Slow:
         def __len__(self) -> int:
             return 8
 
         def __iter__(self) -> Any:
             for batch in loader(16):
-                time.sleep(0.01)
+                now_ns[0] += 10_000_000
                 yield batch
 
     trainer = quiet(max_epochs=1)
+    trainer.timeline._clock = clock
     trainer.fit(net(), Slow())
     assert trainer.timeline.report().bound == "data"
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -23,18 +22,32 @@ from loopwright.trainer.timeline.timeline import STEP_PHASES, WHOLE_PHASES, Step
 Act = Callable[[], Any]
 
 
+class Clock:
+    """A clock on which only `nap` and looks at it take time."""
+
+    now_ns = 0
+
+    def __call__(self) -> int:
+        self.now_ns += 1000
+        return self.now_ns
+
+
+CLOCK = Clock()
+
+
 def fitted(
     module: nn.Module | None = None, data: Any = None, val: Any = None, *, every: int | None = 1, **options: Any
 ) -> Any:
     trainer = quiet(**{"max_epochs": 1, **options})
     trainer.timeline.every = every
+    trainer.timeline._clock = CLOCK
     trainer.fit(module if module is not None else net(), data if data is not None else loader(20), val)
     return trainer
 
 
 def nap(milliseconds: float = 4) -> None:
-    """Take time; no test depends on how much it is exactly."""
-    time.sleep(milliseconds / 1e3)
+    """Take time on the clock of `fitted`, which the load of the machine does not change."""
+    CLOCK.now_ns += int(milliseconds * 1e6)
 
 
 class SlowOptimizer(torch.optim.SGD):
@@ -150,8 +163,8 @@ def test_time_is_counted_to_the_phase_that_takes_it(phase: str, tmp_path: Path) 
 def test_phases_sum_to_the_time_of_the_loop(every: int | None) -> None:
     times: list[float] = []
     clock = LambdaCallback(
-        on_train_start=lambda *_: times.append(time.perf_counter()),
-        on_train_end=lambda *_: times.append(time.perf_counter()),
+        on_train_start=lambda *_: times.append(CLOCK() / 1e9),
+        on_train_end=lambda *_: times.append(CLOCK() / 1e9),
     )
     trainer = fitted(net(ValidatedNet), SlowData(), loader(8), every=every, max_epochs=2, callbacks=clock)
     timeline = trainer.timeline
