@@ -25,6 +25,7 @@ from ..distributed.changes import Changes
 from ..distributed.shards import is_sharded
 from ..tree import leaves
 from .deferred_reduction import average, forget, holds_gradient
+from .second_derivatives import HeldUnits, end_backward
 from .unused import UnusedParameters
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class ShardedRoot(nn.Module):
             leaves the local shards as they are, or by `module.to(...)`, which does not.
         replicated: Parameters that every rank has in full, because they cannot be sharded.
         unused: Knows which sharded parameters no loss has reached; None where nothing is sharded.
+        held: Keeps units gathered for gradients of gradients; None where nothing is sharded.
         output: What a training step returned beside its loss tensor; None where that was all.
         tensor_plan: How layers are split along the axis tp of a mesh; None: they are not.
         layout: Sizes of the axes of a mesh along which ranks have other layers, or parts of them.
@@ -104,6 +106,7 @@ class ShardedRoot(nn.Module):
 
     replicated: tuple[nn.Parameter, ...] = ()
     unused: UnusedParameters | None = None
+    held: HeldUnits | None = None
     tensor_plan: TensorPlan | None = None
     layout: Mapping[str, int] = {}
 
@@ -244,11 +247,38 @@ class ShardedRoot(nn.Module):
                 "change the parameter in place with torch.no_grad(); to replace a parameter, replace its layer.",
             )
 
-    def expect_unused(self) -> None:
-        """Note, from now on, which sharded parameters a backward pass does not reach."""
-        groups = [group.fsdp_params for unit in units_of(self) for group in groups_of(unit) if group.fsdp_params]
+    def watch_backward(self) -> None:
+        """Note, from now on, which sharded parameters a backward pass does not reach, and whether it is recorded."""
+        units = units_of(self)
+        groups = [group for unit in units for group in groups_of(unit) if group.fsdp_params]
         if groups:
-            self.unused = UnusedParameters(groups, self.group)
+            self.unused = UnusedParameters([group.fsdp_params for group in groups], self.group)
+            self.held = HeldUnits([unit._get_fsdp_state() for unit in units], groups)
+
+    def check_held(self) -> None:
+        """Free units that a recorded pass has kept gathered, before a step changes their parameters.
+
+        Raises:
+            ModuleError: Gradients wait in them, which no backward pass of a strategy has reduced.
+        """
+        if any(holds_gradient(one) for one in self._members(None)):
+            raise ModuleError(
+                "Expected Loopwright's backward pass through gradients that were computed with create_graph=True, got "
+                "loss.backward(): they are not reduced.",
+                fix="call fabric.backward(loss), or self.manual_backward(loss) in a module.",
+            )
+        reshard(self)
+
+    def end_held(self) -> None:
+        """Reduce the gradients of a pass that went through recorded ones. On every rank: it communicates."""
+        if self.held is None or not self.held.are_held:
+            return
+        passed = list(self.held.passed.values())
+        self.held.release()
+        for unit in units_of(self):
+            unit.set_requires_gradient_sync(self.is_synchronized, recurse=False)
+        for state in passed:
+            end_backward(state)
 
     def _note_backward_from(self, output: object) -> None:
         """Note a backward pass that begins at this output, also on a rank where it reaches no replicated parameter."""
@@ -379,6 +409,8 @@ def reshard(root: ShardedRoot) -> None:
     pass has ended. What an evaluation has noted would be gathered ahead in the next step too: only on those ranks that
     had batches to evaluate, so that the others would wait forever.
     """
+    if root.held is not None:
+        root.held.release()
     for unit in units_of(root):
         unit.reshard()
         for group in groups_of(unit):

@@ -383,7 +383,7 @@ def _set_up_units(root: ShardedRoot, plan: ShardingPlan) -> None:
         allow = getattr(unit, "set_reduce_scatter_unused_params", None)  # since torch 2.13
         if allow is not None:
             allow(True)
-    root.expect_unused()
+    root.watch_backward()
     for index, unit in enumerate(units):
         if plan.forward_prefetch:
             unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + plan.forward_prefetch])

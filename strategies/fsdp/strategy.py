@@ -501,6 +501,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             explain(error)
             raise
         for root in self._lw_roots:
+            root.end_held()
             if not root.is_synchronized:
                 root.has_deferred = True
                 continue
@@ -536,6 +537,8 @@ class FSDPStrategy(ProcessGroupStrategy):
             # A loop that calls the module itself, and not its training_step, may average other gradients itself.
             self._lw_check_stepped(optimizer, [one.changes for one in self._lw_roots if one.is_trained_by_step])
         for root in self._lw_roots:
+            if root.held is not None and root.held.are_held:
+                root.check_held()
             if root.has_deferred and closure is None and root.waits_for_average(_parameters(optimizer)):
                 raise ModuleError(
                     f"Expected averaged gradients in the step of {type(optimizer).__name__}, but all backward passes "

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelParallelStrategy"]
 
+_TENSOR = "tensor_parallel"
+
 # Any in this file: further arguments of MeshStrategy.
 
 
@@ -53,7 +55,7 @@ class ModelParallelStrategy(MeshStrategy):
     """
 
     strategy_name = "model_parallel"
-    axis_names = {"fsdp": "data_parallel", "tp": "tensor_parallel"}
+    axis_names = {"fsdp": "data_parallel", "tp": _TENSOR}
 
     def __init__(
         self,
@@ -120,6 +122,13 @@ class ModelParallelStrategy(MeshStrategy):
     def _lw_begin_sharding(self, module: nn.Module) -> None:
         self.check_module(module)
         fill_shards(module, self.device)
+        if self.resolved_axes.tp > 1:
+            from .tensor.apply import differentiate_once
+
+            for one in module.modules():
+                meshes = [getattr(parameter, "device_mesh", None) for parameter in one.parameters(recurse=False)]
+                if any(mesh is not None and _TENSOR in (mesh.mesh_dim_names or ()) for mesh in meshes):
+                    differentiate_once(one)
 
 
 def fill_shards(module: nn.Module, device: torch.device) -> None:

@@ -31,7 +31,8 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         sent, received, group = ctx.arguments
-        return _all_to_all(gradients[0], received, sent, group), None, None, None
+        # Another exchange, so that gradients can be differentiated again.
+        return _AllToAll.apply(gradients[0], received, sent, group), None, None, None  # type: ignore[no-untyped-call]
 
 
 class _Shared(torch.autograd.Function):

@@ -74,6 +74,11 @@ class Position:
     unsplit: UnsplitRun | None = None
     comparison: Comparison | None = None
 
+    def refuse_gradient(self, _: Tensor) -> None:
+        """Called with the gradient of the last block's output: an error within a step, where it is not the loss's."""
+        if self.stage is not None:
+            raise _differentiated("a gradient within the step")
+
     def outside(self, name: str) -> ModuleError:
         """Return the error of a call outside of a step, of a module that another stage has."""
         return ModuleError(
@@ -107,6 +112,8 @@ class ChildCall:
             if at.is_called:
                 raise _called_twice(at)
             at.is_called = True
+            if at.is_training and torch._C._are_functorch_transforms_active():
+                raise _differentiated("a transform of torch.func")
         return nn.Module._call_impl(self.module, *args, **kwargs)
 
 
@@ -176,6 +183,8 @@ class BlockCall:
                 f"Expected {self.name} to return one tensor, got {type(output).__name__}: stages exchange one tensor.",
                 fix="let the blocks of the pipeline return their hidden state alone.",
             )
+        if at.is_training and index == at.num_blocks - 1 and output.requires_grad:
+            output.register_hook(at.refuse_gradient)
         return output
 
 
@@ -229,6 +238,15 @@ def _replace_input(
     if key is None:
         _input_of((), {}, name)
     return args, {**kwargs, str(key): received}
+
+
+def _differentiated(what: str) -> ModuleError:
+    return ModuleError(
+        f"Expected a step that leaves gradients through the blocks of a pipeline to the backward pass, got {what}: it "
+        "would end at this stage's first block, and miss what earlier stages compute from the same tensors.",
+        fix="train with fsdp or tp, where gradients in a step (torch.autograd.grad, penalties, forces) are right; or "
+        "compute them from what follows the blocks.",
+    )
 
 
 def _called_twice(at: Position) -> ModuleError:

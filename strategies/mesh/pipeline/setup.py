@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ...distributed.gradients import average_gradients
 from ...fsdp.root import root_of
+from ...fsdp.second_derivatives import end_backward
 from .gradients import add_shared_gradients
 from .split import split_stages
 from .window import PipelineRunner
@@ -112,11 +113,7 @@ def _reducing_once(root: ShardedRoot) -> Iterator[None]:
     finally:
         _set(units, is_last=True)
     # As torch's pipeline stages do: no hook of a backward pass knows that it is the last one.
-    state = units._get_fsdp_state()
-    for one in state._state_ctx.all_states:
-        for group in one._fsdp_param_groups:
-            group.post_backward()
-    state._root_post_backward_final_callback()
+    end_backward(units._get_fsdp_state())
     if root.unused is not None:
         root.unused.settle()
     average_gradients(root.replicated, root.group)

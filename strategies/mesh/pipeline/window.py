@@ -306,6 +306,11 @@ class PipelineRunner:
                 )
             return share
         except Exception as error:
+            if "not have been used in the graph" in str(error):
+                error.add_note(
+                    "With pipeline stages, a gradient within training_step ends at this stage's first block: it does "
+                    "not reach the batch, nor what earlier stages have."
+                )
             self._failure = error
             raise
 

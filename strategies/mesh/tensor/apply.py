@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from ....errors import ModuleError
 from ...construction.activation_checkpointing import replay_in
+from .layouts import once, unviewed
 from .loss import PlainLoss
 from .parameters import PARTIAL, distribute, put_back, swap_in
 from .sequence import OnSequence
-from .style import Around, Style
+from .style import Around, Style, map_first, map_output
 from .styles import Replicated
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from .plan import TensorPlan
 
-__all__ = ["apply", "finish", "is_of_plan", "running"]
+__all__ = ["apply", "differentiate_once", "finish", "is_of_plan", "running"]
 
 # Any in this file: arguments and results of the user's modules, and parameters that are DTensors.
 
@@ -84,6 +85,7 @@ def _apply_of_torch(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
     style.src_data_rank = None
     old = {*module._forward_hooks, *module._forward_pre_hooks}
     style._apply(module, mesh)
+    differentiate_once(module)
     module.__dict__[_OF_TORCH] = {*module._forward_hooks, *module._forward_pre_hooks} - old
     for one, kept in buffers:
         one._buffers.update(kept)
@@ -93,6 +95,20 @@ def _apply_of_torch(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
             owner.__dict__[_STYLED] = True
             parameter.requires_grad_(before[name].requires_grad)
             parameter.__dict__.update(before[name].__dict__)
+
+
+def differentiate_once(module: nn.Module) -> None:
+    """Refuse second derivatives through a module that torch computes with DTensors."""
+    module.register_forward_pre_hook(_enter_once, prepend=True, with_kwargs=True)
+    module.register_forward_hook(_leave_once)
+
+
+def _enter_once(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return map_first(args, kwargs, once)
+
+
+def _leave_once(module: nn.Module, args: Any, output: Any) -> Any:
+    return map_output(output, lambda x: unviewed(once(x), module))
 
 
 def _distribute(

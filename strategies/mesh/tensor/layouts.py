@@ -1,12 +1,15 @@
 """Conversions of activations between the layouts that they have on the ranks of tensor parallelism.
 
-Each is a conversion of a DTensor with its gradient: what is gathered forward is scattered backward, and so on.
+Each has a conversion as its gradient: what is gathered forward is split backward, and so on. So gradients can be
+differentiated again, as often as a step does.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -17,7 +20,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["convert", "enter", "gather", "local_of", "reduce", "split", "unviewed"]
+__all__ = ["convert", "enter", "gather", "local_of", "once", "reduce", "split", "unviewed"]
+
+# Any in this file: contexts and arguments of autograd functions.
+
+# Older versions of torch have them under another name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def convert(
@@ -33,11 +42,14 @@ def convert(
         gradient: The layout of the result's gradient; None: that of the result.
     """
     if have == want and gradient in (None, want) and not isinstance(tensor, DTensor):
-        return tensor  # as it would come back, without the way through a DTensor
+        return tensor
+    if not isinstance(tensor, DTensor) and not torch.compiler.is_compiling():
+        result: Tensor = _Conversion.apply(tensor, mesh, have, want, gradient)  # type: ignore[no-untyped-call]
+        return result
     whole = tensor if isinstance(tensor, DTensor) else DTensor.from_local(tensor, mesh, [have], run_check=False)
     if whole.placements != (want,):
         whole = whole.redistribute(placements=[want])
-    return whole.to_local(grad_placements=None if gradient is None else [gradient])
+    return once(whole.to_local(grad_placements=None if gradient is None else [gradient]))
 
 
 def enter(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -82,3 +94,84 @@ def unviewed(tensor: Tensor, module: nn.Module) -> Tensor:
     before its backward pass; torch 2.13 warns of every view.
     """
     return tensor.clone() if tensor._base is not None and isinstance(module, FSDPModule) else tensor
+
+
+class _Conversion(torch.autograd.Function):
+    """A conversion of plain tensors, also within transforms of `torch.func`.
+
+    The gradient of one rank's part of a sum is the sum's, and each rank uses it for its own part: a second derivative
+    adds what they pass back.
+    """
+
+    @staticmethod
+    def forward(
+        tensor: Tensor, mesh: DeviceMesh, have: Placement, want: Placement, gradient: Placement | None
+    ) -> Tensor:
+        group, size = mesh.get_group(), mesh.size()
+        if have == want:
+            return tensor.view_as(tensor)
+        if isinstance(have, Replicate):
+            return tensor.chunk(size, _dim(want))[mesh.get_local_rank()].contiguous()
+        if isinstance(want, Replicate) and isinstance(have, Partial):
+            total = tensor.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=group)
+            return total
+        dim = _dim(have) if isinstance(have, Shard) else _dim(want)
+        mine = tensor.movedim(dim, 0).contiguous()
+        if isinstance(have, Shard):
+            whole = mine.new_empty((size * mine.shape[0], *mine.shape[1:]))
+            _all_gather(whole, mine, group=group)
+        else:
+            whole = mine.new_empty((mine.shape[0] // size, *mine.shape[1:]))
+            _reduce_scatter(whole, mine, group=group)
+        return whole.movedim(0, dim).contiguous()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.arguments = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        mesh, have, want, gradient = ctx.arguments
+        of_sum = isinstance(have, Partial)
+        back = convert(
+            gradients[0], mesh, gradient or want, Replicate() if of_sum else have, gradient=have if of_sum else None
+        )
+        return back, None, None, None, None
+
+
+def _dim(placement: Placement) -> int:
+    assert isinstance(placement, Shard), placement
+    return placement.dim
+
+
+def once(tensor: Tensor) -> Tensor:
+    """Return the same values, whose gradient cannot be differentiated: what is beside them computes with DTensors.
+
+    Torch (2.13) drops graphs of gradients that it converts, and takes those of sums for values that ranks use alike.
+    """
+    if not tensor.requires_grad or torch.compiler.is_compiling():  # torch refuses it for compiled code
+        return tensor
+    result: Tensor = _Once.apply(tensor)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, is_gradient: bool = False) -> Tensor:
+        ctx.is_gradient = is_gradient
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        if ctx.is_gradient:
+            raise ModuleError(
+                "Expected first derivatives only through layers that compute with DTensors over tp, got a second one: "
+                "a gradient that was computed with create_graph=True is differentiated.",
+                fix="leave out loss_parallel=True, and name Loopwright's styles in the tensor plan; or train without "
+                "tp.",
+            )
+        gradient = gradients[0]
+        if torch.is_grad_enabled():  # also where torch has dropped its graph
+            gradient = gradient.detach().requires_grad_()
+        return _Once.apply(gradient, True), None  # type: ignore[no-untyped-call]

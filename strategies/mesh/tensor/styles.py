@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .layouts import convert, enter, gather
+from .layouts import convert, enter, gather, once
 from .parameters import PARTIAL, replace_parameter, swap_in
 from .style import Frame, Style, map_first
 
@@ -64,7 +64,7 @@ class Colwise(Style):
     def leave(self, frame: Frame, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         """Return this rank's part, a DTensor of it, or all of them."""
         if self.keeps_dtensor:
-            return DTensor.from_local(output, mesh, [Shard(output.ndim - 1)], run_check=False)
+            return DTensor.from_local(once(output), mesh, [Shard(output.ndim - 1)], run_check=False)
         return gather(output, mesh, -1) if self.is_gathered else output
 
 

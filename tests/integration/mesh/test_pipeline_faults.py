@@ -77,6 +77,29 @@ class PenaltyOfBlock(Net):
         return self(batch[0]).square().mean() + sum(one.abs().sum() for one in self.blocks[0].parameters())
 
 
+class Forces(Net):
+    """Differentiates within a step with respect to the batch, from which each block computes, too, or none."""
+
+    is_reached = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        places = batch[0].clone().requires_grad_()
+        x = self.first(places)
+        for block in self.blocks:
+            x = block(x + places.cos() if self.is_reached else x)
+        (force,) = torch.autograd.grad(self.last(x).sum(), places, create_graph=True)
+        return force.square().mean()
+
+
+class NoForces(Forces):
+    is_reached = False
+
+
+class Transformed(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.func.grad(lambda x: self(x).sum())(batch[0]).square().mean()
+
+
 class Checkpointed(Net):
     """Computes the activations of blocks again in the backward pass, by torch's own function around them."""
 
@@ -139,7 +162,7 @@ def fit(rank: int, size: int, make: Callable[[], Net]) -> str:
         trainer.fit(make(), DataLoader(TensorDataset(data), batch_size=2))
     # Whatever it is: its text is compared.
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     return "no error"
 
 
@@ -152,6 +175,9 @@ def fit(rank: int, size: int, make: Callable[[], Net]) -> str:
         (ReadsAfter, r"read first.weight \(square\), which stage 0"),
         (Penalty, r"read first.weight \(square\), which stage 0 .* let the optimizer .*weight_decay="),
         (PenaltyOfBlock, r"read blocks.0.0.weight \(abs\), which stage 0"),
+        (Forces, "gradients through the blocks of a pipeline to the backward pass, got a gradient within the step"),
+        (NoForces, "a gradient within training_step ends at this stage's first block"),
+        (Transformed, "got a transform of torch.func"),
         (Checkpointed, "got torch.utils.checkpoint around blocks.0: .* activation_checkpointing=True"),
         (Reentrant, "got torch.utils.checkpoint around blocks.0"),
         (ByHand, "Expected automatic optimization with pipeline stages, got ByHand"),
