@@ -21,6 +21,7 @@ from ....errors import ModuleError
 from ...tree import leaves
 
 if TYPE_CHECKING:
+    from .attributes import StageStates
     from .random_numbers import StepNumbers
     from .unsplit import UnsplitRun
     from .verify import Comparison
@@ -59,6 +60,7 @@ class Position:
         numbers: What the parts of a step draw at random; None: from the generators as they are.
         unsplit: Runs all modules, in place of a stage; None: a stage runs.
         comparison: Compares the arguments of blocks; None: it is not due.
+        states: What steps of several stages change; None: nothing is split yet.
     """
 
     called: str
@@ -73,6 +75,7 @@ class Position:
     numbers: StepNumbers | None = None
     unsplit: UnsplitRun | None = None
     comparison: Comparison | None = None
+    states: StageStates | None = None
 
     def refuse_gradient(self, _: Tensor) -> None:
         """Called with the gradient of the last block's output: an error within a step, where it is not the loss's."""

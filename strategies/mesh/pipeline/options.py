@@ -18,11 +18,13 @@ class Schedule:
         torch_name: Name of the class in `torch.distributed.pipelining`.
         stages_per_rank: Number of stages on each rank, unless split points say otherwise.
         is_v: Whether rank r of n has stages r and 2n - 1 - r; else r, r + n, r + 2n, ...
+        splits_backward: Whether gradients of inputs and of parameters are computed one after the other.
     """
 
     torch_name: str
     stages_per_rank: int = 1
     is_v: bool = False
+    splits_backward: bool = False
 
     def stages_of(self, rank: int, num_ranks: int, num_stages: int) -> tuple[int, ...]:
         """Return the numbers of a rank's stages, ascending."""
@@ -35,9 +37,9 @@ SCHEDULES = {
     "gpipe": Schedule("ScheduleGPipe"),
     "1f1b": Schedule("Schedule1F1B"),
     "interleaved": Schedule("ScheduleInterleaved1F1B", 2),
-    "zero-bubble": Schedule("ScheduleInterleavedZeroBubble", 2),
-    "zbv": Schedule("ScheduleZBVZeroBubble", 2, is_v=True),
-    "dualpipev": Schedule("ScheduleDualPipeV", 2, is_v=True),
+    "zero-bubble": Schedule("ScheduleInterleavedZeroBubble", 2, splits_backward=True),
+    "zbv": Schedule("ScheduleZBVZeroBubble", 2, is_v=True, splits_backward=True),
+    "dualpipev": Schedule("ScheduleDualPipeV", 2, is_v=True, splits_backward=True),
 }
 
 

@@ -87,6 +87,7 @@ def run_window(
     assert root is not None
     with _reducing_once(root), _losses_in_parts() if loss_parallel else nullcontext():
         losses = runner.run_window(batches, step, share, verifies=verifies)
+    runner.unreached.settle(runner.group, root.group)
     add_shared_gradients(runner.split, runner.group)
     return losses
 

@@ -150,8 +150,9 @@ class SideCall:
                 "stage.",
             )
         if not self.is_before or at.received is None:
+            assert at.states is not None
             with nullcontext() if at.numbers is None else at.numbers.beside(self.name):
-                return nn.Module._call_impl(self.module, *args, **kwargs)
+                return at.states.run_once(self.module, lambda: nn.Module._call_impl(self.module, *args, **kwargs))
         return self._shaped(args, kwargs)
 
     def _shaped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ....errors import ModuleError
+from .attributes import StageStates
 from .blocks import StagePlan, plan_stages
 from .calls import BlockCall, ChildCall, Cut, Position
 from .elsewhere import Elsewhere
@@ -60,6 +61,7 @@ class StageSplit:
         shared: Parameters of several ranks, in the order of the module; the same on all ranks.
         state_names: Names in the state of the unsplit module, in its order.
         at: Where the present step is.
+        states: What steps of several stages change.
         on_cut: Called where a step ends at the first block of the next stage.
     """
 
@@ -72,6 +74,7 @@ class StageSplit:
     shared: tuple[Shared, ...]
     state_names: tuple[str, ...]
     at: Position
+    states: StageStates
     on_cut: Callable[[], None] = field(default=lambda: None, repr=False)
     _members: dict[int, list[nn.Module]] = field(default_factory=dict, repr=False)
 
@@ -105,7 +108,8 @@ class StageSplit:
         at.first, at.end = plan.bounds[stage], plan.bounds[stage + 1]
         at.stage, at.received, at.is_called, at.is_past = stage, received, False, False
         try:
-            output = step(*args, **kwargs)
+            with self.states.of(stage):
+                output = step(*args, **kwargs)
         except Cut as cut:
             self.on_cut()
             return cut.value
@@ -182,6 +186,7 @@ def split_stages(
         for one in side.modules():
             stage_of.setdefault(id(one), 0 if is_before else plan.num_stages - 1)
     at = Position(plan.called, len(blocks))
+    at.states = states = StageStates(module, (block for _, block in blocks))
     twins = make_twins(sides, device) if stages != (0,) else {}
     state_names = tuple(module.state_dict(keep_vars=True))
     owners, shared = _owners(module, stage_of, rank_of, num_ranks)
@@ -198,7 +203,7 @@ def split_stages(
         place(side, name, is_before=is_before, is_own=is_own, at=at, twin=twins.get(name))
     _leave_others(module, stage_of, rank_of, rank)
     list_all_parameters(module, at)
-    split = StageSplit(module, plan, rank, num_ranks, stages, owners, shared, state_names, at)
+    split = StageSplit(module, plan, rank, num_ranks, stages, owners, shared, state_names, at, states)
     split._members = {stage: ones for stage, ones in members.items() if stage in (*stages, EVERYWHERE)}
     if not any(True for stage in stages for _ in split.parameters_of(stage)):
         raise ModuleError(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....errors import ModuleError
 from ...tree import leaves, map_leaves
+from .attributes import unchanged
 from .unsplit import CannotRunError, UnsplitRun
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def verify_first(
     comparison = Comparison(split)
     run = UnsplitRun(split, rank_of, exchange, numbers, comparison.expect_arguments)
     own = map_leaves(batch, lambda value: value.clone() if isinstance(value, Tensor) else value)
-    with _unchanged(split.module), torch.no_grad(), numbers.rehearsing():
+    with unchanged(split.module), torch.no_grad(), numbers.rehearsing():
         try:
             comparison.expect_loss(run.run(lambda: step(own)), run.attributes)
         except CannotRunError as error:
@@ -202,58 +202,3 @@ def _difference(found: Any, expected: Any, tolerance: float) -> str | None:
         return f"{float(found.sums)} instead of {float(expected.sums)}"
     largest = ((found.sums - expected.sums).abs() / expected.sizes).nan_to_num(torch.inf, torch.inf).max()
     return f"shape {expected.shape}, relative difference {float(largest):.1e}"
-
-
-# -- what a step changes beside its result ---------------------------------------------------------------------------
-
-_OF_TORCH = frozenset(nn.Module().__dict__)
-
-
-@contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Return a context after which attributes and buffers of all submodules are as before: metrics, counts, norms."""
-    kept = []
-    for one in module.modules():
-        own = {key: value for key, value in one.__dict__.items() if key not in _OF_TORCH and _is_value(value)}
-        buffers = {key: value for key, value in one._buffers.items() if value is not None}
-        kept.append((one, own, [(value, _content(value)) for value in (*own.values(), *buffers.values())], buffers))
-    try:
-        yield
-    finally:
-        for one, own, contents, buffers in kept:
-            for key, value in list(one.__dict__.items()):
-                if key not in _OF_TORCH and key not in own and _is_value(value):
-                    del one.__dict__[key]
-            one.__dict__.update(own)
-            one._buffers.update(buffers)
-            for value, content in contents:
-                _put_back(value, content)
-
-
-def _is_value(value: object) -> bool:
-    return value is None or isinstance(
-        value, Tensor | bool | int | float | str | list | dict | set | tuple | torch.Generator
-    )
-
-
-def _content(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return None if value.is_meta else value.detach().clone()
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    return value.copy() if isinstance(value, list | dict | set) else None
-
-
-def _put_back(value: Any, content: Any) -> None:
-    if content is None:
-        return
-    if isinstance(value, Tensor):
-        with torch.no_grad():
-            value.copy_(content)
-    elif isinstance(value, torch.Generator):
-        value.set_state(content)
-    elif isinstance(value, list):
-        value[:] = content
-    else:
-        value.clear()
-        value.update(content)

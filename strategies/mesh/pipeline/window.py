@@ -27,6 +27,7 @@ from .shapes import (
     shapes_of,
     versions_of,
 )
+from .unreached import UnreachedStages
 from .verify import verify_first
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class PipelineRunner:
 
     Attributes:
         schedules: Torch's schedules, by shapes of a micro-batch and their number.
+        unreached: Knows which stages no gradient reaches.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class PipelineRunner:
         self._rank_of = {
             stage: rank for rank in range(split.num_ranks) for stage in options.stages_of(rank, split.num_ranks)
         }
+        self.unreached = UnreachedStages(split, options.schedule, device)
         self._exchange = Exchange(group, device)
         self._numbers = StepNumbers(device, is_on=seeds_blocks)
         split.at.numbers = self._numbers if seeds_blocks else None
@@ -123,7 +126,7 @@ class PipelineRunner:
                 )
             self._exchange.settle()  # of the step before: the stages work on different batches
             outputs: dict[int, Any] = {}
-            with self._numbers.window("evaluation"):
+            with self._numbers.window("evaluation"), self.split.states.window(self.split.stages):
                 for stage in self.split.stages:
                     received = None if stage == 0 else self._passed_on(stage, outputs)
                     self._numbers.start(0)
@@ -192,8 +195,9 @@ class PipelineRunner:
         keys = [shapes_of(batch) for batch in batches]
         is_uniform = all(key == keys[0] for key in keys)
         self.split.at.is_training = True
+        self.unreached.begin()
         try:
-            with self._numbers.window("window"):
+            with self._numbers.window("window"), self.split.states.window(self.split.stages):
                 if verifies and keys[0] not in self._shapes:
                     self.split.at.comparison = self._compared()
                 self._run_all(keys, is_uniform=is_uniform)
@@ -277,7 +281,10 @@ class PipelineRunner:
             returned.backward()
         else:
             after = received.get(stage + 1)
-            gradient = self._exchange.receive(self._rank_of[stage + 1]) if after is None else after.grad
+            if after is None:
+                gradient = self._exchange.receive(self._rank_of[stage + 1])
+            else:
+                gradient = torch.zeros_like(after) if after.grad is None else after.grad
             returned.backward(gradient)
         came = received[stage]
         if came is not None and stage - 1 not in split.stages:
@@ -286,6 +293,7 @@ class PipelineRunner:
     def _forward(self, stage: int, number: int, received: Tensor | None) -> Tensor:
         """Run one stage on a micro-batch; return what the next stage needs, or the share of the loss."""
         self._now = (stage, received)
+        self.unreached.watch(stage, received)
         self._numbers.start(number)
         batch = self._batch_of(number)
         try:
