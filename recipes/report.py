@@ -204,6 +204,7 @@ def describe_data(data: DataReport, plan: StepPlan, *, in_color: bool) -> str:
         f"data: {data.samples:,} samples in {data.rows:,} rows{held_out}; {data.tokens:,} tokens, "
         f"{data.trained_tokens:,} trained; {padding} padding",
         *([f"long samples: {text}"] if (text := _changed(data.as_dict())) else []),
+        *data.notes,
         f"steps: {plan.describe()}",
         *_remainder(plan),
         f"first sample, trained text {'in green' if in_color else 'in [[ ]]'}:",

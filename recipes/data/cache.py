@@ -8,6 +8,7 @@ import json
 import logging
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from ...messages import counted
 from .encoding import Draft, Encoder
-from .formats import BadRecord, NoTemplate, find_kind, to_example
+from .formats import BadRecord, LeftOut, NoTemplate, find_kind, to_example, unread_keys
 from .settings import DataSettings, Source
 from .shard import MANIFEST, Shard, ShardWriter, publish, temporary_folder
 from .sources import Record, find_files, read_records
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cache", "ProblemList", "describe_tokenizer"]
 
-VERSION = 1
+VERSION = 2
 _SHOWN = 20
 _CHARACTERS = 1 << 20  # tokenized at a time
 _DRAFTS = 1024
@@ -143,9 +145,9 @@ class _Tokenizing:
         self._waiting: list[tuple[Draft, int]] = []
         self._characters = self._records = 0
         self._writer: ShardWriter | None = None
-        special = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
-        self._ends = {*tokenizer.all_special_ids, *special}
         self._has_end = self._has_said_template = False
+        self._unread: dict[str, None] = {}  # keys of records, in order
+        self._left_out = Counter[str]()
 
     @property
     def writer(self) -> ShardWriter:
@@ -166,6 +168,9 @@ class _Tokenizing:
             if not self._has_said_template:
                 self._problems.add(f"{record.place}: {error}")
             self._has_said_template = True
+            return
+        except LeftOut as reason:
+            self._left_out[str(reason)] += 1
             return
         except BadRecord as error:
             self._problems.add(f"{record.place}: {error}")
@@ -189,7 +194,10 @@ class _Tokenizing:
         if self._kind == "chat" and not self._has_template:
             raise NoTemplate("Expected a tokenizer with a chat_template for chat data, got one without.")
         style = self._settings.prompt_style
-        return self._encoder.drafts(to_example(record.value, self._kind, style, has_template=self._has_template))
+        example = to_example(record.value, self._kind, style, has_template=self._has_template)
+        unread = unread_keys(record.value, self._kind, style, has_template=self._has_template)
+        self._unread.update(dict.fromkeys(unread))
+        return self._encoder.drafts(example)
 
     def _flush(self) -> None:
         if self._problems.count > self._before:  # nothing will be kept; the rest of the records is only checked
@@ -197,9 +205,7 @@ class _Tokenizing:
         parts = self._encoder.encode([draft for draft, _ in self._waiting])
         for (draft, record), part in zip(self._waiting, parts, strict=True):
             self.writer.append(part.ids, part.is_trained)
-            if not self._has_end:
-                trained = part.ids if part.is_trained is None else part.ids[part.is_trained]
-                self._has_end = not self._ends.isdisjoint(trained.tolist())
+            self._has_end = self._has_end or draft.has_end
             if draft.is_last:
                 self.writer.close_sample(record)
         self._waiting.clear()
@@ -219,9 +225,18 @@ class _Tokenizing:
                 f"{path}: Expected a trained end token, got none in any answer: the model would not learn to stop. "
                 "Generation marks of the chat template have to cover its end-of-turn token."
             )
-        self.writer.finish(
-            {"version": VERSION, "kind": self._kind, "records": self._records, "tokenizer": tokenizer_key}
-        )
+        manifest = {"version": VERSION, "kind": self._kind, "records": self._records, "tokenizer": tokenizer_key}
+        self.writer.finish({**manifest, "notes": [f"{path}: {note}" for note in self._notes()]})
+
+    def _notes(self) -> Iterator[str]:
+        """Yield what was not read of the records."""
+        if self._unread:
+            names = [str(name) for name in self._unread]
+            rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            yield f"Keys of records that are not read: {', '.join(names[:_SHOWN])}{rest}."
+        for reason, count in self._left_out.items():
+            yield f"{counted(count, 'record')} with {reason} left out."
+        yield from self._encoder.notes
 
     def close(self) -> None:
         """Close the files."""

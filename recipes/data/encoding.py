@@ -1,14 +1,21 @@
-"""`Encoder`: examples as tokens, many at a time, with the mask of trained tokens by the offsets of characters."""
+"""`Encoder`: examples as tokens, many at a time, with the mask of trained tokens by the offsets of characters.
+
+An answer's tokens are those that generation has to produce: the tokens before it are those of its prompt alone. A
+tokenizer that joins the end of the prompt with the beginning of the answer, such as a space with a word, is called for
+both parts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .chat_text import ChatText, MarkedIds, Span, Spanned
+from .chat_text import ChatText, Span
 from .formats import BadRecord, Chat, Example, Ids, Prompted
 from .shard import Array
 
@@ -32,6 +39,7 @@ class Draft:
         begins: Whether the tokenizer's first token is put before it.
         ends: Whether the end-of-text token is put behind it.
         is_last: Whether the sample ends with it.
+        has_end: Whether the token that ends an answer is trained.
     """
 
     text: str = ""
@@ -41,6 +49,7 @@ class Draft:
     begins: bool = False
     ends: bool = False
     is_last: bool = True
+    has_end: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +69,19 @@ class Encoder:
 
     Attributes:
         size: All ids are below it.
+        notes: What the user should know about the chats so far.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str) -> None:
         self._tokenizer = tokenizer
         self._chat = ChatText(tokenizer, train_on)
+        self.notes = self._chat.notes
         self._trains_prompt = train_on == "all"
         self.size = max(tokenizer.get_vocab().values()) + 1
         self._first = first_tokens(tokenizer)
         self._end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        self._added = np.asarray(sorted(tokenizer.added_tokens_decoder), np.int64)
+        self._ids_of = lru_cache(1024)(lambda text: tuple(self._tokens(text)[0]))  # most are headers of turns
 
     def drafts(self, example: Example) -> list[list[Draft]]:
         """Return the drafts of each sample of an example.
@@ -77,7 +90,7 @@ class Encoder:
             BadRecord: The chat template refuses the messages, or an id is not in the vocabulary.
         """
         if isinstance(example, Chat):
-            return [[_chat_draft(one)] for one in self._chat.render(example)]
+            return [[Draft(one.text, one.spans, has_end=one.has_end)] for one in self._chat.render(example)]
         if isinstance(example, Ids):
             return [[self._ids_draft(example)]]
         if isinstance(example, Prompted):
@@ -112,8 +125,54 @@ class Encoder:
         )
         for at, draft in enumerate(drafts):
             ids = np.asarray(out["input_ids"][at], np.int64)
-            mask = _mask(out["offset_mapping"][at], draft.spans) if draft.spans is not None else None
+            mask = None
+            if draft.spans is not None:
+                ids, mask = self._mask(draft.text, draft.spans, ids, _starts(out["offset_mapping"][at]))
             yield self._wrap(draft, ids, mask)
+
+    def _mask(self, text: str, spans: Sequence[Span], ids: Array, starts: Array) -> tuple[Array, Array]:
+        """Return tokens of a text, and which of them are trained."""
+        mask = np.zeros(len(ids), np.bool_)
+        for first, end in spans:
+            begin = self._count_before(text, ids, starts, first)
+            if begin is None:
+                return self._apart(text, spans)
+            mask[begin : np.searchsorted(starts, end)] = True
+        return ids, mask
+
+    def _count_before(self, text: str, ids: Array, starts: Array, first: int) -> int | None:
+        """Return the number of tokens before a character; None if they are others than without the rest of the text.
+
+        What is before an added token does not matter to those behind it.
+        """
+        added = np.flatnonzero(np.isin(ids[: np.searchsorted(starts, first)], self._added))
+        for at in [*map(int, added[:-3:-1]), 0][:2]:  # the last one may reach over white space into the answer
+            before = self._ids_of(text[starts[at] if at else 0 : first])
+            if tuple(ids[at : at + len(before)].tolist()) == before:
+                return at + len(before)
+        return None
+
+    def _apart(self, text: str, spans: Sequence[Span]) -> tuple[Array, Array]:
+        """Return tokens of a text whose ranges are tokenized apart from what is before them."""
+        ends = dict(spans)
+        edges = sorted({0, *ends, len(text)})
+        ids, masks = list[int](), list[Array]()
+        for first, end in pairwise(edges):
+            found, starts = self._tokens(text[first:end])
+            if first and (head := self._tokens("\n")[0]):
+                # Some tokenizers put a space before a text; a line's end before it keeps them from it.
+                joined, places = self._tokens("\n" + text[first:end])
+                if joined[: len(head)] == head:
+                    found, starts = joined[len(head) :], places[len(head) :] - 1
+            ids += found
+            masks.append(starts < ends.get(first, first) - first)
+        return np.asarray(ids, np.int64), np.concatenate(masks)
+
+    def _tokens(self, text: str) -> tuple[list[int], Array]:
+        """Return the tokens of a text, and where each begins."""
+        options = {"return_attention_mask": False, "return_offsets_mapping": True, "verbose": False}
+        out = self._tokenizer(text, add_special_tokens=False, **options)
+        return list(out["input_ids"]), _starts(out["offset_mapping"])
 
     def _wrap(self, draft: Draft, ids: Array, mask: Array | None) -> Part:
         """Put the first and last tokens around those of the text; the last one is trained, as it ends the answer."""
@@ -131,27 +190,13 @@ class Encoder:
         return Draft(ids=example.ids, is_trained=None if self._trains_prompt else example.is_trained)
 
 
-def _chat_draft(rendered: Spanned | MarkedIds) -> Draft:
-    if isinstance(rendered, MarkedIds):
-        return Draft(ids=rendered.ids, is_trained=rendered.is_trained)
-    return Draft(rendered.text, rendered.spans)
-
-
 def _given(draft: Draft) -> Part:
     mask = None if draft.is_trained is None else np.asarray(draft.is_trained, np.bool_)
     return Part(np.asarray(draft.ids, np.int64), mask)
 
 
-def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> Array:
-    """Return which tokens end within a span.
-
-    Ends decide, not beginnings: byte-level tokenizers report tokens without the space that they begin with.
-    """
-    ends = np.asarray(offsets, np.int64).reshape(-1, 2)[:, 1]
-    mask = np.zeros(len(ends), np.bool_)
-    for first, end in spans:
-        mask |= (ends > first) & (ends <= end)
-    return mask
+def _starts(offsets: Sequence[Span]) -> Array:
+    return np.asarray(offsets, np.int64).reshape(-1, 2)[:, 0]
 
 
 def first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, TypeAlias
 
-from .settings import PROMPT_STYLES
+from .settings import PROMPT_FIELDS, PROMPT_STYLES
 
 # Any in this file: values from JSON.
 
@@ -16,12 +17,15 @@ __all__ = [
     "Chat",
     "Example",
     "Ids",
+    "LeftOut",
     "Message",
     "NoTemplate",
     "Prompted",
     "Text",
     "find_kind",
     "to_example",
+    "to_messages",
+    "unread_keys",
 ]
 
 Message: TypeAlias = "dict[str, Any]"
@@ -34,15 +38,27 @@ KEYS: dict[str, tuple[frozenset[str], ...]] = {
     "ids": (frozenset({"input_ids"}),),
     "text": (frozenset({"text"}),),
 }
-# Names of roles in data with `conversations`, `from` and `value`.
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "function": "tool"}
+# Keys that a kind reads beside those by which it is known; of "chat", and of completions that become one, also `_CHAT`.
+_CHAT = frozenset({"system", "tools", "functions", "chat_template_kwargs"})
+_MORE = {"instruct": frozenset({"input", "history"}), "ids": frozenset({"labels"})}
+# Names of roles in OpenAI's older form, ShareGPT, LLaMA-Factory and others; "function_call" is the assistant's too.
+ROLES = {
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("function", "observation"), "tool"),
+    "human": "user",
+}
 # Templates may have others; one that is nearly one of these is a mistake, and would silently not be trained.
-KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", *ROLES)
-_NEARLY = 0.8  # "asistant" and "gpt4" are mistakes; "function_call" may be a role of a template
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", *ROLES)
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_NEARLY = 0.8  # "asistant" and "gpt4" are mistakes; "ipython" is a role of some templates
 
 
 class BadRecord(ValueError):
     """A record is not what its kind expects: `Expected ..., got ...`."""
+
+
+class LeftOut(Exception):
+    """A record is marked as one that is not trained; the text says by what."""
 
 
 class NoTemplate(BadRecord):
@@ -54,14 +70,18 @@ class Chat:
     """Messages for the tokenizer's chat template.
 
     Attributes:
-        messages: With `role` and `content`.
+        messages: With `role`, `content` as text or None, and calls in `tool_calls`, each with `function`.
         tools: Descriptions of tools for the template.
         first_trained: Index of the first message that may be trained; earlier ones are a prompt.
+        untrained: Indices of answers that are not trained, by their weight of 0.
+        options: Further arguments of the template.
     """
 
     messages: list[Message]
     tools: list[Any] | None = None
     first_trained: int = 0
+    untrained: frozenset[int] = frozenset()
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +128,21 @@ def to_example(value: Any, kind: str, style: str | None, *, has_template: bool) 
 
     Raises:
         BadRecord: It has other keys, or a value is invalid.
+        LeftOut: It is marked as a wrong answer (`label`: false).
     """
     if not isinstance(value, Mapping):
         raise BadRecord(f"Expected an object with keys, got {_brief(value)}.")
     if not any(keys <= set(value) for keys in KEYS[kind]):
         expected = " or ".join(" and ".join(sorted(keys)) for keys in KEYS[kind])
         raise BadRecord(f"Expected {expected} ({kind} data), got {_keys(value)}.")
-    if kind == "chat":
-        return _to_chat(value)
     if kind == "text":
         return Text(_text(value, "text"))
     if kind == "ids":
         return _to_ids(value)
+    if value.get("label") is False:
+        raise LeftOut("label=false")
+    if kind == "chat":
+        return _chat(value, value["messages"] if "messages" in value else value["conversations"])
     if kind == "completion" and isinstance(value["prompt"], list):
         return _to_chat_completion(value)
     if style is None and has_template:
@@ -127,45 +150,158 @@ def to_example(value: Any, kind: str, style: str | None, *, has_template: bool) 
     return _to_prompted(value, kind, style)
 
 
-def _to_chat(value: Mapping[str, Any]) -> Chat:
-    messages = value["messages"] if "messages" in value else value["conversations"]
-    return Chat(_messages(messages), value.get("tools") or None)
+def unread_keys(value: Mapping[str, Any], kind: str, style: str | None, *, has_template: bool) -> list[str]:
+    """Return the keys of a record that its example does not depend on; arguments as of `to_example`."""
+    read = {key for keys in KEYS[kind] for key in keys} | _MORE.get(kind, frozenset())
+    is_chat = kind == "chat" or (kind != "text" and isinstance(value.get("prompt"), list))
+    if is_chat or (kind in ("instruct", "completion") and style is None and has_template):
+        read |= _CHAT
+    elif kind in ("instruct", "completion"):
+        pattern = PROMPT_STYLES.get(style or "plain", style or "")
+        read = read - {"input"} | {name for name in PROMPT_FIELDS if f"{{{name}" in pattern}
+        read |= {"input"} if kind == "instruct" and "{prompt" in pattern else set()
+    if kind not in ("text", "ids") and isinstance(value.get("label"), bool):
+        read |= {"label"}
+    return [key for key, part in value.items() if key not in read and part not in (None, "", [], {})]
 
 
 def _to_chat_completion(value: Mapping[str, Any]) -> Chat:
     """Read a prompt and a completion that are lists of messages."""
-    prompt, completion = _messages(value["prompt"]), value["completion"]
+    completion = value["completion"]
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
-    return Chat(prompt + _messages(completion), value.get("tools") or None, len(prompt))
+    return _chat(value, value["prompt"], completion)
 
 
-def _messages(messages: Any) -> list[Message]:
+def _chat(value: Mapping[str, Any], messages: Any, completion: Any = None) -> Chat:
+    """Return the chat of a record with what stands beside its messages.
+
+    Args:
+        value: The record.
+        messages: A list of messages.
+        completion: Messages that follow, which alone are trained; None trains all answers.
+    """
+    read = to_messages(messages)
+    system = _optional(value, "system")
+    if system and read[0]["role"] != "system":
+        read = [{"role": "system", "content": system}, *read]
+    elif system and read[0]["content"] != system:
+        raise BadRecord("Expected one system message, got another one in system than in the messages.")
+    first_trained = 0 if completion is None else len(read)
+    read += [] if completion is None else to_messages(completion)
+    weights = [message.pop("weight", 1) for message in read]
+    if wrong := [weight for weight in weights if weight not in (0, 1)]:
+        raise BadRecord(f"Expected the weight of a message to be 0 or 1, got {_brief(wrong[0])}.")
+    options = value.get("chat_template_kwargs") or {}
+    if not isinstance(options, Mapping):
+        raise BadRecord(f"Expected chat_template_kwargs to be an object, got {_brief(options)}.")
+    untrained = frozenset(at for at, weight in enumerate(weights) if weight == 0)
+    return Chat(read, _tools(value), first_trained, untrained, dict(options))
+
+
+def _tools(value: Mapping[str, Any]) -> list[Any] | None:
+    """Return descriptions of tools as OpenAI has them, of which JSON text and bare functions are made."""
+    tools = _parsed(value.get("tools") or value.get("functions"), "tools")
+    tools = [tools] if isinstance(tools, Mapping) else tools or []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise BadRecord(f"Expected tools to be a list of objects, got {_brief(tools)}.")
+    is_bare = [("name" in tool and "function" not in tool and "type" not in tool) for tool in tools]
+    wrapped = zip(tools, is_bare, strict=True)
+    return [{"type": "function", "function": tool} if bare else tool for tool, bare in wrapped] or None
+
+
+def _parsed(value: Any, name: str) -> Any:
+    """Return the value of a JSON text; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except ValueError as error:
+        raise BadRecord(f"Expected {name} to be JSON, got {_brief(value)} ({error}).") from error
+
+
+def to_messages(messages: Any, *, may_be_empty: bool = False) -> list[Message]:
+    """Return messages with the roles, the text and the calls that templates take.
+
+    Args:
+        messages: In the form of OpenAI, ShareGPT, LLaMA-Factory or TRL.
+        may_be_empty: Whether an answer may have no text.
+
+    Raises:
+        BadRecord: They are no messages.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise BadRecord(f"Expected a list of messages, got {_brief(messages)}.")
-    return [_message(message, number) for number, message in enumerate(messages, 1)]
+    return [_message(message, number, may_be_empty) for number, message in enumerate(messages, 1)]
 
 
-def _message(message: Any, number: int) -> Message:
+def _message(message: Any, number: int, may_be_empty: bool) -> Message:
     if isinstance(message, Mapping) and "from" in message and "value" in message and "role" not in message:
-        role = str(message["from"])
-        message = {"role": ROLES.get(role, role), "content": message["value"]}
+        others = {key: part for key, part in message.items() if key not in ("from", "value")}
+        message = {"role": str(message["from"]), "content": message["value"], **others}
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise BadRecord(f"Expected message {number} to have role and content, got {_brief(message)}.")
     role = message["role"]
     if role not in KNOWN_ROLES and (near := get_close_matches(role.lower(), KNOWN_ROLES, n=1, cutoff=_NEARLY)):
         raise BadRecord(f"Expected a known role in message {number}, got {role!r} (did you mean {near[0]!r}?).")
-    content, has_calls = message.get("content"), bool(message.get("tool_calls"))
-    if not isinstance(content, str | list) and not (content is None and has_calls):
-        raise BadRecord(f"Expected the content of message {number} to be text, got {_brief(content)}.")
-    if message["role"] == "assistant" and not has_calls and not _has_text(content):
-        raise BadRecord(f"Expected an answer in message {number}, got an empty one.")
     # Parquet files have every key in every message, with None where it is absent; templates test for presence.
-    return {key: part for key, part in message.items() if part is not None or key == "content"}
+    read = {key: part for key, part in message.items() if part is not None}
+    read["role"] = ROLES.get(role, role)
+    calls = _parsed(read.pop("tool_calls", None), f"tool_calls of message {number}") or []
+    calls = [*calls, read.pop("function_call")] if "function_call" in read else calls
+    content: Any = read.get("content", read.pop("refusal", None))
+    if role == "function_call":
+        found, content = _parsed(content, f"the function call of message {number}"), None
+        calls = found if isinstance(found, list) else [found]
+    read["content"] = _content(content, number, read["role"])
+    if calls:
+        read["tool_calls"] = [_call(call, number) for call in calls]
+    elif read["role"] == "assistant" and not may_be_empty and not (read["content"] or "").strip():
+        raise BadRecord(f"Expected an answer in message {number}, got an empty one.")
+    elif content is None:
+        raise BadRecord(f"Expected the content of message {number} to be text, got null.")
+    return read
 
 
-def _has_text(content: Any) -> bool:
-    return bool(content.strip() if isinstance(content, str) else content)
+def _content(content: Any, number: int, role: str) -> str | None:
+    """Return the content of a message as text; None if there is none."""
+    if content is None or isinstance(content, str):
+        return content
+    has_types = isinstance(content, list) and all(isinstance(part, str) or "type" in part for part in content)
+    if role == "tool" and not has_types:
+        return json.dumps(content, ensure_ascii=False)
+    if not isinstance(content, list):
+        raise BadRecord(f"Expected the content of message {number} to be text, got {_brief(content)}.")
+    return "".join(_part(part, number) for part in content)
+
+
+def _part(part: Any, number: int) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXT_PARTS else None
+    if not isinstance(text, str):
+        got = f"type {kind!r}" if kind else f"no type ({_brief(part)})"
+        raise BadRecord(f"Expected the parts of message {number} to be text, got one of {got}.")
+    return text
+
+
+def _call(call: Any, number: int) -> dict[str, Any]:
+    """Return a call in OpenAI's form, with its arguments as an object or as the JSON text of one."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadRecord(f"Expected the calls of message {number} to have a name, got {_brief(call)}.")
+    arguments = function.get("arguments")
+    parsed = _parsed(arguments, f"the arguments of {function['name']!r} in message {number}")
+    if not isinstance(parsed, Mapping | None):
+        raise BadRecord(
+            f"Expected the arguments of {function['name']!r} in message {number} to be an object, got "
+            f"{_brief(arguments)}."
+        )
+    has_text = isinstance(arguments, str) and parsed is not None
+    named = {"name": function["name"], "arguments": arguments if has_text else parsed or {}}
+    others = {} if function is call else {key: part for key, part in call.items() if part is not None}
+    return {"type": "function", **others, "function": named}
 
 
 def _from_prompt(value: Mapping[str, Any], kind: str) -> Chat:
@@ -175,14 +311,28 @@ def _from_prompt(value: Mapping[str, Any], kind: str) -> Chat:
         prompt, answer = "\n\n".join(part for part in parts if part), _answer(value, "output")
     else:
         prompt, answer = _text(value, "prompt"), _answer(value, "completion")
-    system = _optional(value, "system")
-    start = [{"role": "system", "content": system}] if system else []
-    return Chat([*start, {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}])
+    roles = ("user", "assistant")
+    said = [text for pair in _history(value, kind) for text in pair]
+    messages = [{"role": roles[at % 2], "content": text} for at, text in enumerate([*said, prompt, answer])]
+    return _chat(value, messages)
+
+
+def _history(value: Mapping[str, Any], kind: str) -> list[list[str]]:
+    """Return earlier pairs of a prompt and an answer, which instruct data may have."""
+    pairs = value.get("history") or [] if kind == "instruct" else []
+    is_pair = [
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, str) for one in pair) for pair in pairs
+    ]
+    if not isinstance(pairs, list) or not all(is_pair):
+        raise BadRecord(f"Expected history to be a list of pairs of texts, got {_brief(pairs)}.")
+    return pairs
 
 
 def _to_prompted(value: Mapping[str, Any], kind: str, style: str | None) -> Prompted:
     if kind == "instruct" and style is None:
         raise NoTemplate("Expected a prompt_style or a tokenizer with a chat template for instruct data, got neither.")
+    if _history(value, kind):
+        raise BadRecord("Expected no history beside a prompt_style, which has no place for it, got one.")
     answer = _answer(value, "output" if kind == "instruct" else "completion")
     fields = {"system": _optional(value, "system"), "input": _optional(value, "input")}
     if kind == "instruct":

@@ -113,7 +113,10 @@ def build_layout(
         padded_tokens=_count_positions(train_rows, settings, _width(train_rows, settings)) - tokens,
         **vars(counts),
         first_sample=_first_sample(shards, train, tokenizer),
-        notes=[NO_PAD] if tokenizer.pad_token_id is None else [],
+        notes=[
+            *([NO_PAD] if tokenizer.pad_token_id is None else []),
+            *dict.fromkeys(note for shard in shards for note in shard.manifest.get("notes", ())),
+        ],
     )
     temporary = temporary_folder(folder)
     for name, pieces, plan in zip(("train", "val"), (train, val), plans, strict=True):

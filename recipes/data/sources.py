@@ -196,7 +196,14 @@ def _read_rows(file: Path, table: ParquetFile, size: int) -> Iterator[Record]:
     for batch in table.iter_batches(batch_size=_ROWS):  # row group by row group: the file need not fit into memory
         for value in batch.to_pylist():
             number += 1
-            yield Record(f"{file}:row {number}", value, share)
+            yield Record(f"{file}:row {number}", _present(value), share)
+
+
+def _present(value: Any) -> Any:
+    """Return a value without the keys that are null: in a parquet file every object has the keys of all."""
+    if isinstance(value, dict):
+        return {key: _present(part) for key, part in value.items() if part is not None}
+    return [_present(part) for part in value] if isinstance(value, list) else value
 
 
 def _read_text(file: Path) -> Iterator[Record]:

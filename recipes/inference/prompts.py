@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
+from ..data.chat_text import ChatText
 from ..data.encoding import first_tokens
-from ..data.formats import Prompted, to_example
+from ..data.formats import BadRecord, Prompted, to_example, to_messages
 from ..data.settings import DataSettings
 from ..exporting.location import ModelLocation
 
@@ -22,7 +23,7 @@ __all__ = ["Message", "end_tokens", "find_prompt_style", "read_messages", "rende
 Message = Mapping[str, Any]
 
 _CHAT, _TEXT = "chat", "text"
-_QUESTION, _ANSWER = "loopwright question", "loopwright answer"
+_ANSWER = "loopwright answer"
 
 
 def find_prompt_style(asked: str, location: ModelLocation, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -79,19 +80,13 @@ def render_chat(
     Raises:
         ConfigError: The template refuses the messages.
     """
-    from jinja2 import TemplateError
-
     first = [{"role": "system", "content": system}] if system is not None else []
     try:
-        text = tokenizer.apply_chat_template([*first, *map(dict, messages)], tokenize=False, add_generation_prompt=True)
-    except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
-        roles = ", ".join(str(message.get("role")) for message in [*first, *messages])
-        raise ConfigError(
-            f"messages: Expected messages that the chat template accepts, got {roles}: {error}",
-            fix="change the roles, or leave system out.",
-        ) from error
+        text = ChatText(tokenizer, "all").prompt(to_messages([*first, *messages], may_be_empty=True))
+    except BadRecord as error:
+        raise ConfigError(f"messages: {error}", fix="change the messages, or leave system out.") from error
     # Templates write special tokens themselves; a tokenizer that adds its own would double the first one.
-    return list(tokenizer(str(text), add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def read_messages(messages: Path | str | Sequence[Message]) -> list[Message]:
@@ -127,26 +122,10 @@ def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """
     configured = model.generation_config.eos_token_id
     found = list(configured) if isinstance(configured, list | tuple) else [configured]
-    found += [tokenizer.eos_token_id, _end_of_turn(tokenizer)]
+    found.append(tokenizer.eos_token_id)
+    if tokenizer.chat_template:
+        found += map(tokenizer.convert_tokens_to_ids, ChatText(tokenizer, "assistant").end_tokens())
     return sorted({int(token) for token in found if token is not None})
-
-
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the special token that follows an answer in the chat template; None if there is none."""
-    if not tokenizer.chat_template:
-        return None
-    from jinja2 import TemplateError
-
-    messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-    try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except (TemplateError, TypeError, ValueError, KeyError, IndexError):
-        return None  # a template for other messages; the tokenizer's end token remains
-    rest = text.rpartition(_ANSWER)[2].lstrip()
-    special = [str(one) for one in tokenizer.added_tokens_decoder.values() if one.special]
-    following = [one for one in special if one and rest.startswith(one)]
-    token = tokenizer.convert_tokens_to_ids(max(following, key=len)) if following else None
-    return token if isinstance(token, int) else None
 
 
 def _trained_style(location: ModelLocation) -> str | None:

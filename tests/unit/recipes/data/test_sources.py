@@ -101,3 +101,15 @@ def test_a_file_of_another_format_is_not_read_as_a_text(tmp_path: Path, name: st
     assert f"Expected jsonl, json, parquet or text, got {Path(name).suffix}" in problem
     (tmp_path / "README").write_text("a text without a suffix")
     assert find_files(tmp_path / "README") == ([tmp_path / "README"], "")
+
+
+def test_null_keys_of_parquet_files_are_absent(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"messages": [{"a": 1, "call": {"x": 1}}]}, {"messages": [{"a": None, "call": {"y": "z"}}]}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert [record.value for record in read_records(tmp_path / "a.parquet")] == [
+        rows[0],
+        {"messages": [{"call": {"y": "z"}}]},
+    ]
