@@ -751,6 +751,17 @@ class Strategy(Capabilities):
 
     get_module_state_dict = module_state_dict
 
+    def of_stages(self, module: nn.Module, facts: dict[str, T]) -> dict[str, T]:
+        """Return facts about a module, its submodules and parameters, each from the ranks that have these.
+
+        On every rank: it communicates where ranks have different layers.
+
+        Args:
+            module: The module as it was set up.
+            facts: By path or name in the module as the user wrote it.
+        """
+        return facts
+
     def every_weight(self, module: nn.Module) -> StateDict:
         """Return the state of a module as `module_state_dict` does, with what checkpoints may leave out."""
         return self.module_state_dict(module)

@@ -114,7 +114,7 @@ class BeforeValidation:
     rng: StateDict
     generators: StateDict
     metric_objects: dict[str, StateDict]
-    evaluating: list[str]
+    evaluating: set[str]
     eval_batches: int
     window: int
     is_over: bool = False
@@ -160,6 +160,7 @@ class Run:
         is_after_error: Whether on_exception is being called: the other ranks may be elsewhere.
         undo: Takes back, when the run ends, what it changed on parameters; None where nothing was.
         carried: The window that continues in the next epoch; None without `accumulate_across_epochs`.
+        callback_marks: States of the user's callbacks when training began, pickled; with pipeline stages.
     """
 
     trainer: Trainer
@@ -207,6 +208,7 @@ class Run:
     is_over: bool = False
     is_after_error: bool = False
     monitored: MonitoredNames | None = None
+    callback_marks: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def ranks_answer(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...errors import CheckpointError
 from ..tree import leaves, map_leaves
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from ...protocols import StoredTensor
 
 __all__ = [
+    "FULL_STATE",
     "RemoteShards",
     "as_shards",
     "fits",
@@ -30,9 +33,33 @@ __all__ = [
     "local",
     "local_slice",
     "read_full",
+    "refuse_pickling",
 ]
 
 # Any in this file: the content of checkpoints, and what mypy does not know of torch.
+
+FULL_STATE = (
+    "state = trainer.full_state_dict(module) on every rank, which gives rank 0 the full tensors on the CPU; there, "
+    "torch.save(state, path), or model.save_pretrained(path, state_dict=state) of transformers"
+)
+"""What to call where a part of a module's state would be saved."""
+
+
+def refuse_pickling() -> None:
+    """Let pickling of a sharded tensor, which `torch.save` does, be an error: the file would have this rank's part."""
+    from torch.distributed.tensor import DTensor
+
+    copyreg.pickle(DTensor, _reduced)
+
+
+def _reduced(tensor: DTensor) -> Any:
+    if tensor.device_mesh.size() == 1:
+        return tensor.__reduce_ex__(2)
+    raise CheckpointError(
+        f"Expected tensors in full to pickle, got one of shape {tuple(tensor.shape)} that is spread over "
+        f"{tensor.device_mesh.size()} ranks (a DTensor): this rank's part would be saved as if it were everything.",
+        fix=f"call {FULL_STATE}. For this rank's part alone, save tensor.to_local().",
+    )
 
 
 class RemoteShards:

@@ -14,7 +14,7 @@ from ...errors import ModuleError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["check_buffers"]
+__all__ = ["check_buffers", "mark_of", "saved_buffers"]
 
 
 def check_buffers(module: nn.Module, group: ProcessGroup | None, axis: str) -> None:
@@ -28,7 +28,7 @@ def check_buffers(module: nn.Module, group: ProcessGroup | None, axis: str) -> N
     Raises:
         ModuleError: A buffer differs: the step has computed it from a part of a sequence or of features.
     """
-    marks = {name: _mark(one) for name, one in _saved_buffers(module).items() if not one.is_meta}
+    marks = {name: mark_of(one) for name, one in saved_buffers(module).items() if not one.is_meta}
     size = dist.get_world_size(group)
     everywhere: list[Any] = [None] * size  # Any: what torch gathers
     dist.all_gather_object(everywhere, marks, group=group)
@@ -43,7 +43,7 @@ def check_buffers(module: nn.Module, group: ProcessGroup | None, axis: str) -> N
         )
 
 
-def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint has, by their names."""
     return {
         f"{path}.{key}" if path else key: buffer
@@ -53,7 +53,8 @@ def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _mark(tensor: Tensor) -> int:
+def mark_of(tensor: Tensor) -> int:
+    """Return a checksum of a tensor's bytes. On a device it waits."""
     dense = tensor.detach().cpu()
     dense = dense if dense.layout is torch.strided else dense.to_dense()
     values: bytes = dense.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from .context.parallel import ContextParallel
 
 __all__ = ["MeshStrategy"]
+
+T = TypeVar("T")
 
 # Any in this file: batches, what steps take and return, entries of states, and arguments of FSDPStrategy.
 
@@ -289,16 +291,26 @@ class MeshStrategy(MeshLayers):
 
     def module_state_dict(self, module: nn.Module) -> StateDict:
         """Return the state of a module under the user's names; what other stages have is gathered by `gather_state`."""
-        state, runner = super().module_state_dict(module), runner_of(self.unwrap(module))
-        return state if runner is None else stages_state(runner, state)
+        runner = runner_of(self.unwrap(module))
+        if runner is None:
+            return super().module_state_dict(module)
+        with runner.split.in_parts():
+            return stages_state(runner, super().module_state_dict(module))
 
     get_module_state_dict = module_state_dict
 
     def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> LoadedKeys:
         """Load a state of any layout; see `Strategy.load_module_state_dict`."""
         runner = runner_of(self.unwrap(module))
-        own = state if runner is None else own_module_state(runner.split, state)
-        return super().load_module_state_dict(module, own, strict)
+        if runner is None:
+            return super().load_module_state_dict(module, state, strict)
+        with runner.split.in_parts():
+            return super().load_module_state_dict(module, own_module_state(runner.split, state), strict)
+
+    def of_stages(self, module: nn.Module, facts: dict[str, T]) -> dict[str, T]:
+        """Return facts about modules and parameters from the ranks that have these; see `Strategy.of_stages`."""
+        runner = runner_of(self.unwrap(module))
+        return facts if runner is None else runner.joined(facts)
 
     def optimizer_state(self, optimizer: Optimizer, module: nn.Module | None = None) -> StateDict:
         """Return the state of an optimizer; those of the stages are joined by `gather_state`."""

@@ -21,8 +21,9 @@ import loopwright as lw
 from loopwright.loggers import DummyLogger
 from loopwright.strategies import FSDPStrategy, MeshStrategy, Strategy
 from loopwright.strategies.distributed.shards import full_tensor, is_sharded
+from loopwright.strategies.mesh.buffers import saved_buffers
 
-__all__ = ["STEPS", "TRAINED", "Heard", "Program", "Rows", "SaveAt", "fit", "mesh", "whole"]
+__all__ = ["STEPS", "TRAINED", "Heard", "Program", "Rows", "SaveAt", "fit", "mesh", "part_of", "whole"]
 
 # Any in this file: batches, and options of the Trainer.
 
@@ -174,8 +175,13 @@ def fit(
     return trainer, module, rows
 
 
+def part_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return what this rank has of a module's state, under the names of the module."""
+    return {**dict(module.named_parameters(remove_duplicate=False)), **saved_buffers(module)}
+
+
 def whole(module: nn.Module) -> dict[str, Tensor]:
-    """Return the full weights. On every rank."""
+    """Return the full weights of this rank's stages. On every rank."""
     with torch.no_grad():
-        state = module.state_dict()
+        state = part_of(module)
         return {n: full_tensor(v) if is_sharded(v) else v.clone() for n, v in state.items()}

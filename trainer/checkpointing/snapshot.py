@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from ...errors import CheckpointError, LoopwrightError
 from ...lazy import is_core
 from ...messages import warn
 from ...protocols import StateDict
-from ...strategies.base import plain_names
+from ...strategies.base import plain_name, plain_names
 from ..hooks import find_override
 from ..loop import manual
 from ..run import BeforeValidation, Run
@@ -37,8 +38,10 @@ __all__ = [
     "counts_batches",
     "hyperparameters",
     "logger_states",
+    "mark_callbacks",
     "note_row_of_validation",
     "parameter_names",
+    "plain_path",
     "put_back_loggers",
     "read",
     "restore_frozen",
@@ -97,10 +100,7 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
         states["metric_objects"] = metric_states(run.module)
         states["rng"] = capture_rng()
         states["validation_generators"] = run.loaders.capture_generators()
-        states["frozen"] = {
-            "parameters": [name for name, parameter in run.module.named_parameters() if not parameter.requires_grad],
-            "modules": _evaluating(run.module),
-        }
+        states["frozen"] = _frozen(run)
         states["unfinished"] = _unfinished(run)
         states["loggers"] = logger_states(run.output)
         _leave_validation(run, states)
@@ -137,6 +137,7 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
         version=__version__,
     )
     run.trainer.saving.complete(checkpoint)
+    before = dict(checkpoint)
     if is_weights_only:
         run.lifecycle.of_callbacks("on_save_checkpoint", chosen=lambda callback: callback.replaces_weights)(checkpoint)
         own_hook = run.lifecycle.own("on_save_checkpoint")
@@ -144,7 +145,43 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
             own_hook(checkpoint)
     else:
         run.lifecycle.on_save_checkpoint(checkpoint)
+    if ranks_answer and fabric.strategy.has_stages:
+        _take_from_last_stage(run, checkpoint, before)
     return checkpoint
+
+
+def mark_callbacks(run: Run) -> None:
+    """Remember the states of the user's callbacks, where ranks have different stages: see `_take_from_last_stage`."""
+    if run.fabric.strategy.has_stages:
+        run.callback_marks = _marks_of_callbacks(run)
+
+
+def _marks_of_callbacks(run: Run) -> dict[str, bytes]:
+    from ...strategies.distributed.shards import has_parts
+
+    states = callback_states([callback for callback in run.callbacks if not is_core(type(callback))])
+    return {key: pickle.dumps(state) for key, state in states.items() if not has_parts(state)}
+
+
+def _take_from_last_stage(run: Run, checkpoint: StateDict, before: StateDict) -> None:
+    """Let the checkpoint hold what the user's code keeps on the rank with the last stage, the only one with losses.
+
+    These are entries that hooks have added, and states of callbacks that have changed there since the run began. Others
+    stay those of rank 0.
+    """
+    from ...strategies.distributed.shards import has_parts
+    from ..metrics.metric_objects import to_cpu
+
+    strategy = run.fabric.strategy
+    assert strategy.reporting_ranks is not None, "there are stages"
+    marks, callbacks = _marks_of_callbacks(run), checkpoint.get("callbacks", {})
+    changed = {
+        key: callbacks[key] for key, mark in marks.items() if key in callbacks and run.callback_marks.get(key) != mark
+    }
+    added = {key: one for key, one in checkpoint.items() if before.get(key) is not one and not has_parts(one)}
+    found, states = to_cpu(strategy.broadcast(to_cpu((added, changed)), src=strategy.reporting_ranks[0]))
+    checkpoint.update(found)
+    callbacks.update(states)
 
 
 def _stepped(optimizer: Any) -> list[Tensor]:  # Any: DeepSpeed's have flat tensors in `param_groups`, and `groups`
@@ -201,7 +238,6 @@ def _leave_validation(run: Run, states: StateDict) -> None:
     if before is None:
         return
     states["rng"] = before.rng
-    states["frozen"]["modules"] = before.evaluating
     if progress.validated_at != progress.total_batches:  # it will be repeated as a whole
         states["validation_generators"] = before.generators
         states["metric_objects"] = before.metric_objects
@@ -227,9 +263,29 @@ def _unfinished(run: Run) -> StateDict:
     return due
 
 
-def _evaluating(module: nn.Module) -> list[str]:
+def _frozen(run: Run) -> dict[str, list[str]]:
+    """Return the names of frozen parameters, under all names of tied ones, and of modules that train in eval mode."""
+    module, before = run.module, run.before_validation
+    trained = {name: one.requires_grad for name, one in module.named_parameters(remove_duplicate=False)}
+    modes = {path: child.training for path, child in module.named_modules(remove_duplicate=False)}
+    if before is not None:
+        modes = {path: path not in before.evaluating for path in modes}
+    if run.ranks_answer:
+        trained, modes = (run.fabric.strategy.of_stages(run.model, facts) for facts in (trained, modes))
+    return {
+        "parameters": [plain_name(name) for name, is_trained in trained.items() if not is_trained],
+        "modules": [plain_path(path) for path, is_training in modes.items() if not is_training],
+    }
+
+
+def plain_path(path: str) -> str:
+    """Return the path of a module as it is without torch.compile."""
+    return plain_name(f"{path}.")[:-1]
+
+
+def _evaluating(module: nn.Module) -> set[str]:
     """Return the paths of modules in eval mode."""
-    return [path for path, child in module.named_modules() if not child.training]
+    return {path for path, child in module.named_modules(remove_duplicate=False) if not child.training}
 
 
 def stream_state(run: Run) -> StateDict:
@@ -480,17 +536,16 @@ def restore_training(run: Run, content: Content, path: str) -> Callable[[], None
 def restore_frozen(run: Run, content: Content) -> None:
     """Put back which parameters are frozen and which modules are in eval mode: hooks that set it do not run again."""
     frozen = content.states.get("frozen")
-    if frozen is None or run.fabric.strategy.has_stages:
-        return  # with stages it says what rank 0 has; the others' modules are as they were built
-    parameters, modules = set(frozen["parameters"]), set(frozen["modules"])
+    if frozen is None:
+        return
+    parameters, modules = {*map(plain_name, frozen["parameters"])}, {*map(plain_path, frozen["modules"])}
     changed = []
     for name, parameter in run.module.named_parameters():
-        if parameter.requires_grad == (name in parameters):
-            parameter.requires_grad_(name not in parameters)
+        if parameter.requires_grad == (plain_name(name) in parameters):
+            parameter.requires_grad_(not parameter.requires_grad)
             changed.append(name)
     for path, child in run.module.named_modules():
-        if path in modules:
-            child.training = False
+        child.training = plain_path(path) not in modules
     if changed:
         logger.info("frozen or not as in the checkpoint: %s", ", ".join(changed))
 

@@ -96,13 +96,26 @@ def _digest(parts: list[str]) -> str:
     return f"{zlib.crc32('|'.join(parts).encode()):08x}"
 
 
-def compare(strategy: Strategy, facts: dict[str, str], where: str = "") -> None:
+_SAME_SCRIPT = (
+    "start the same script with the same arguments, packages and seed everywhere; code that depends on the rank "
+    "belongs after the Trainer's verbs or in hooks; what depends on chance, a clock or a file is decided on rank 0 and "
+    "sent with trainer.strategy.broadcast(...)."
+)
+_SAME_GROUPS = (
+    "give the optimizers of all pipeline stages the same groups in the same order, with an empty list where a stage "
+    'has no parameters for one: {"params": list(self.blocks[3].parameters()), "lr": 0.01} does so; and change a '
+    "group on all ranks alike."
+)
+
+
+def compare(strategy: Strategy, facts: dict[str, str], where: str = "", fix: str = _SAME_SCRIPT) -> None:
     """Compare facts over ranks.
 
     Args:
         strategy: Communicates.
         facts: Name -> fact as a short text.
         where: When it is, for the message.
+        fix: What to do, for the message.
 
     Raises:
         ConfigError: On every rank: names each fact that differs, its values, and the ranks that have them.
@@ -121,9 +134,7 @@ def compare(strategy: Strategy, facts: dict[str, str], where: str = "") -> None:
         listed = "".join(f"\n  - {line}" for line in lines)
         raise ConfigError(
             f"the ranks do not agree on what they are about to run{where}:{listed}",
-            fix="start the same script with the same arguments, packages and seed everywhere; code that depends on the "
-            "rank belongs after the Trainer's verbs or in hooks; what depends on chance, a clock or a file is decided "
-            "on rank 0 and sent with trainer.strategy.broadcast(...).",
+            fix=fix,
         )
 
 
@@ -181,17 +192,18 @@ def _compare_steps(run: Run) -> None:
         ConfigError: On every rank: names each fact that differs.
     """
     strategy = run.fabric.strategy
-    if strategy.has_stages:  # each stage has parameters and groups of its own
-        return
-    names = [name for name, parameter in run.module.named_parameters() if parameter.requires_grad]
-    facts = {
-        "micro-batches of a window": str(run.trainer.accumulation_for_epoch(run.progress.epochs)),
-        "trained parameters": f"{len(names)} (names {_digest(names)})",
-    }
+    where = f" in epoch {run.progress.epochs}"
+    facts = {"micro-batches of a window": str(run.trainer.accumulation_for_epoch(run.progress.epochs))}
     for number, optimizer in enumerate(run.optimizers if run.compares_rates else ()):
         for index, group in enumerate(optimizer.param_groups):
             facts[f"learning rate of group {index} of optimizer {number}"] = repr(float(group.get("lr", 0.0)))
-    where = f" in epoch {run.progress.epochs}"
+            if strategy.has_stages:  # schedules and checkpoints have one setting for all stages
+                facts[f"weight decay of group {index} of optimizer {number}"] = repr(group.get("weight_decay"))
+    if strategy.has_stages:  # which have other parameters
+        compare(strategy, facts, where=where, fix=_SAME_GROUPS)
+        return
+    names = [name for name, parameter in run.module.named_parameters() if parameter.requires_grad]
+    facts["trained parameters"] = f"{len(names)} (names {_digest(names)})"
     try:
         compare(strategy, facts, where=where)
     except ConfigError:
@@ -310,7 +322,8 @@ def meet(trainer: Trainer, what: str) -> None:
         why = "has continued without it" if waited_s is None else f"did not come within {waited_s:.0f} s"
         raise CheckpointError(
             f"{what} was called on rank {trainer.global_rank}, but {_ranks(missing)} {why}.",
-            fix="call it on every rank, outside of `if trainer.is_global_zero`: only rank 0 writes the file.",
+            fix="call it on every rank, outside of `if trainer.is_global_zero`: only rank 0 writes the file or gets "
+            "the result.",
         )
 
 
@@ -367,8 +380,8 @@ def _wait_for_all(
         failure = watch.first_failure()
         if failure is not None:
             raise failure.to_error()
-        places = watch.places()
-        left = {rank for rank in missing if has_left(places.get(rank, {}), trainer.place())}
+        places, ahead = watch.places(), watch.ahead()
+        left = {rank for rank in missing if rank in ahead or has_left(places.get(rank, {}), trainer.place())}
         if left & left_before:  # seen twice: a place is what a rank said up to a second ago
             return sorted(left & left_before), None
         left_before = left

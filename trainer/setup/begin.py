@@ -573,6 +573,7 @@ def set_modes(run: Run, content: Content | None) -> None:
     # A submodule that the user put into eval mode (a frozen batch norm) stays there.
     if not run.module.training:
         run.module.train()
+    snapshot.mark_callbacks(run)
     if content is not None:
         snapshot.restore_frozen(run, content)
     elif run.has_ranks and not run.progress.total_batches:

@@ -20,6 +20,7 @@ from ....errors import ModuleError
 from ...distributed.shards import is_sharded
 from ...fsdp.root import groups_of
 from ...tree import leaves
+from ..pipeline.attributes import unchanged
 from .random_numbers import kept_numbers
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def verify(
         ModuleError: On every rank: they differ; names where, by how much, and what may be the cause.
     """
     seen: list[list[Tensor]] = []
-    with _evaluating(model), torch.no_grad(), kept_numbers(device) as have_moved:
+    with unchanged(model), _evaluating(model), torch.no_grad(), kept_numbers(device) as have_moved:
         with _observing(interception, lambda tensors: seen.append([_part(one, parts) for one in tensors])):
             whole = run_whole()
         has_drawn = have_moved()

@@ -173,7 +173,8 @@ def _put_back(value: Any, content: Any) -> None:
         return
     if isinstance(value, Tensor):
         with torch.no_grad():
-            value.copy_(content)
+            if not torch.equal(value, content):  # else a backward pass may need it untouched
+                value.copy_(content)
     elif isinstance(value, torch.Generator):
         value.set_state(content)
     elif isinstance(value, list):

@@ -61,6 +61,7 @@ class Position:
         unsplit: Runs all modules, in place of a stage; None: a stage runs.
         comparison: Compares the arguments of blocks; None: it is not due.
         states: What steps of several stages change; None: nothing is split yet.
+        is_in_parts: Whether `state_dict()` of a module returns what this rank has of it.
     """
 
     called: str
@@ -76,6 +77,7 @@ class Position:
     unsplit: UnsplitRun | None = None
     comparison: Comparison | None = None
     states: StageStates | None = None
+    is_in_parts: bool = False
 
     def refuse_gradient(self, _: Tensor) -> None:
         """Called with the gradient of the last block's output: an error within a step, where it is not the loss's."""

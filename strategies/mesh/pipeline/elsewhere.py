@@ -28,6 +28,9 @@ READABLE = frozenset(
 )
 """Functions of torch that read what a tensor is, and none of its values."""
 
+# Hooks that freeze a layer run on all ranks.
+_ALLOWED = READABLE | {Tensor.requires_grad_, getattr(Tensor, "requires_grad").__set__}  # noqa: B009  # no bool here
+
 _REMEDY = (
     "use a parameter only in the module that owns it; share it by assigning it to both modules (head.weight = "
     "embedding.weight), or name a smaller part of the model in Pipeline(module=...)."
@@ -73,7 +76,7 @@ class Elsewhere(Tensor):
         Raises:
             ModuleError: The values are needed; names the tensor and its stage.
         """
-        if func in READABLE:
+        if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         one = next(value for _, value in leaves((args, kwargs)) if isinstance(value, cls))

@@ -50,10 +50,11 @@ class _Arranging(Gathering):
         everyone = self.of_all_ranks(own)
         firsts = {name: shared.names[0] for shared in self.split.shared for name in shared.names}
         found: dict[str, Any] = {}
+        extra = self.extra_states(tree)
         state = {}
         for name, value in tree.items():
             if name not in owner_of:
-                state[name] = self.gather(value, (*path, name))
+                state[name] = extra[name] if name in extra else self.gather(value, (*path, name))
                 continue
             first = firsts.get(name, name)
             first = first if first in owner_of else name

@@ -8,12 +8,14 @@ those outside of the submodule that is split, which each rank has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from ....errors import ModuleError
+from ...distributed.shards import FULL_STATE
 from .attributes import StageStates
 from .blocks import StagePlan, plan_stages
 from .calls import BlockCall, ChildCall, Cut, Position
@@ -57,9 +59,12 @@ class StageSplit:
         rank: This rank's place in its pipeline.
         num_ranks: Ranks of the pipeline.
         stages: This rank's stages, ascending.
-        owners: Name of each parameter and buffer of the unsplit module -> the ranks of the pipeline that have it.
+        owners: Name of each parameter and buffer of the unsplit module -> the ranks of the pipeline that have it. The
+            value of the first one counts: of a buffer that all have, that of the rank with the last stage.
         shared: Parameters of several ranks, in the order of the module; the same on all ranks.
         state_names: Names in the state of the unsplit module, in its order.
+        module_ranks: Path of each module -> the rank whose copy of it counts, as with buffers.
+        parameter_names: Names of the parameters of the unsplit module, in its order.
         at: Where the present step is.
         states: What steps of several stages change.
         on_cut: Called where a step ends at the first block of the next stage.
@@ -73,6 +78,8 @@ class StageSplit:
     owners: dict[str, tuple[int, ...]]
     shared: tuple[Shared, ...]
     state_names: tuple[str, ...]
+    module_ranks: dict[str, int]
+    parameter_names: dict[str, None]
     at: Position
     states: StageStates
     on_cut: Callable[[], None] = field(default=lambda: None, repr=False)
@@ -146,6 +153,30 @@ class StageSplit:
         finally:
             at.received, at.is_called, at.is_past = before
 
+    def owner_of(self, name: str) -> int:
+        """Return the rank that knows best about a module, or what belongs to it, by its name."""
+        if name in self.owners:
+            return self.owners[name][0]
+        while name not in self.module_ranks:
+            name = name.rpartition(".")[0]
+        return self.module_ranks[name]
+
+    def leave_to_last(self, name: str) -> None:
+        """Leave a buffer that every rank has to the rank with the last stage. On every rank of the pipeline."""
+        path, _, key = name.rpartition(".")
+        self.owners[name] = self.owners[name][:1]
+        if self.owners[name] != (self.rank,):
+            _leave(self.module.get_submodule(path), (key,), path, self.plan.num_stages - 1, self.at, _LATE)
+
+    @contextmanager
+    def in_parts(self) -> Iterator[None]:
+        """Return a context in which the module's `state_dict()` returns what this rank has, without an error."""
+        self.at.is_in_parts = True
+        try:
+            yield
+        finally:
+            self.at.is_in_parts = False
+
     def parameters_of(self, stage: int) -> Iterator[nn.Parameter]:
         """Yield the parameters that a stage of this rank may use, each once, as they are now."""
         seen: set[int] = set()
@@ -189,7 +220,13 @@ def split_stages(
     at.states = states = StageStates(module, (block for _, block in blocks))
     twins = make_twins(sides, device) if stages != (0,) else {}
     state_names = tuple(module.state_dict(keep_vars=True))
-    owners, shared = _owners(module, stage_of, rank_of, num_ranks)
+    owners, shared = _owners(module, stage_of, rank_of)
+    names = dict.fromkeys(name for name, _ in module.named_parameters(remove_duplicate=False))
+    last = rank_of[plan.num_stages - 1]
+    module_ranks = {
+        path: rank_of.get(stage_of.get(id(one), EVERYWHERE), last)
+        for path, one in module.named_modules(remove_duplicate=False)
+    }
     members: dict[int, list[nn.Module]] = {}
     for one in module.modules():
         members.setdefault(stage_of.get(id(one), EVERYWHERE), []).append(one)
@@ -201,9 +238,11 @@ def split_stages(
     for name, (side, is_before) in sides.items():
         is_own = (0 if is_before else plan.num_stages - 1) in stages
         place(side, name, is_before=is_before, is_own=is_own, at=at, twin=twins.get(name))
-    _leave_others(module, stage_of, rank_of, rank)
+    _leave_others(module, stage_of, rank_of, rank, at)
     list_all_parameters(module, at)
-    split = StageSplit(module, plan, rank, num_ranks, stages, owners, shared, state_names, at, states)
+    split = StageSplit(
+        module, plan, rank, num_ranks, stages, owners, shared, state_names, module_ranks, names, at, states
+    )
     split._members = {stage: ones for stage, ones in members.items() if stage in (*stages, EVERYWHERE)}
     if not any(True for stage in stages for _ in split.parameters_of(stage)):
         raise ModuleError(
@@ -214,21 +253,25 @@ def split_stages(
 
 
 def _owners(
-    module: nn.Module, stage_of: dict[int, int], rank_of: dict[int, int], num_ranks: int
+    module: nn.Module, stage_of: dict[int, int], rank_of: dict[int, int]
 ) -> tuple[dict[str, tuple[int, ...]], tuple[Shared, ...]]:
     """Return which ranks have each tensor by its name, and the parameters that several of them have."""
-    everyone = tuple(range(num_ranks))
+    everyone = sorted(set(rank_of.values()))
+    last = rank_of[max(rank_of)]
     owners: dict[str, tuple[int, ...]] = {}
     names: dict[int, list[str]] = {}
     ranks: dict[int, set[int]] = {}
     for path, one in module.named_modules(remove_duplicate=False):
         stage = stage_of.get(id(one), EVERYWHERE)
-        having = everyone if stage == EVERYWHERE else (rank_of[stage],)
+        having = tuple(everyone) if stage == EVERYWHERE else (rank_of[stage],)
         for key, tensor in (*one._parameters.items(), *one._buffers.items()):
             if tensor is None:
                 continue
             name = f"{path}.{key}" if path else key
             owners[name] = having
+            if len(having) > 1 and not isinstance(tensor, nn.Parameter):
+                # Code behind the blocks, which may change it, runs with the last stage only.
+                owners[name] = (last, *(rank for rank in having if rank != last))
             if isinstance(tensor, nn.Parameter):
                 names.setdefault(id(tensor), []).append(name)
                 ranks.setdefault(id(tensor), set()).update(having)
@@ -236,18 +279,61 @@ def _owners(
     return owners, tuple(shared)
 
 
-def _leave_others(module: nn.Module, stage_of: dict[int, int], rank_of: dict[int, int], rank: int) -> None:
+@dataclass(eq=False)
+class _StateCall:
+    """Refuses `state_dict()` of a module whose tensors another stage has: a hook on it.
+
+    Attributes:
+        path: Its name in the user's module.
+        stage: The stage that has it.
+        at: Says whether parts are wanted.
+    """
+
+    path: str
+    stage: int
+    at: Position
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self.at.is_in_parts:
+            raise ModuleError(
+                f"Expected state_dict() of a module that this rank has in full, got one with {self.path}, which stage "
+                f"{self.stage} of the pipeline has: the rest would be saved as if it were everything.",
+                fix=f"call {FULL_STATE}.",
+            )
+
+
+def _leave_others(
+    module: nn.Module, stage_of: dict[int, int], rank_of: dict[int, int], rank: int, at: Position
+) -> None:
     """Turn parameters and buffers of other ranks' stages into attributes."""
     for path, one in list(module.named_modules()):
         stage = stage_of.get(id(one), EVERYWHERE)
         if stage == EVERYWHERE or rank_of[stage] == rank:
             continue
         one.__dict__["_load_from_state_dict"] = _load_nothing  # a norm adds entries of older versions by itself
-        for tensors in (one._parameters, one._buffers):
-            for key, tensor in list(tensors.items()):
-                if tensor is not None:
-                    del tensors[key]
-                    one.__dict__[key] = Elsewhere.of(tensor, f"{path}.{key}" if path else key, stage)
+        _leave(one, (*one._parameters, *one._buffers), path, stage, at)
+
+
+_LATE = (
+    "it is changed behind the blocks, which only the last stage does, and read elsewhere: change it before the model "
+    "is called, from what all stages have, such as the batch; or read it behind the blocks only."
+)
+
+
+def _leave(
+    one: nn.Module, keys: tuple[str, ...], path: str, stage: int, at: Position, remedy: str | None = None
+) -> None:
+    """Turn parameters and buffers of a module that another rank's stage has into attributes."""
+    gone = {
+        key: tensor for key, tensor in {**one._parameters, **one._buffers}.items() if key in keys and tensor is not None
+    }
+    for key, tensor in gone.items():
+        one._parameters.pop(key, None)
+        one._buffers.pop(key, None)
+        made = Elsewhere.of(tensor, f"{path}.{key}" if path else key, stage)
+        one.__dict__[key] = made if remedy is None else made.with_remedy(remedy)
+    if gone:
+        one.register_state_dict_pre_hook(_StateCall(path or "the module", stage, at))
 
 
 def _load_nothing(*args: object, **kwargs: object) -> None:

@@ -151,8 +151,9 @@ class Gathering:
         self.group = runner.group
         self.keep = keep
         # A part of a state may have nothing of some stages: it is one where any rank sees that.
-        found = self.of_all_ranks(list(_states_in(tree, ())))
-        self._states = {path for paths in found for path in paths}
+        found = self.of_all_ranks((list(_states_in(tree, ())), runner.copies.marks()))
+        runner.copies.check([marks for _, marks in found])
+        self._states = {path for paths, _ in found for path in paths}
         self._exchange = Exchange(runner.group, runner.device)
         # Rank 0 has coordinate 0 on all axes; others of a stage help to gather shards, and send nothing.
         self._is_in_line = dist.get_process_group_ranks(runner.group)[0] == 0
@@ -183,11 +184,25 @@ class Gathering:
 
     def module_state(self, tree: Mapping[str, Any], path: tuple[object, ...]) -> dict[str, Any]:
         """Return the state of a module from those of its stages."""
-        owners = self.split.owners
+        owners, extra = self.split.owners, self.extra_states(tree)
         return {
-            key: self.tensor(value, owners[key][0]) if key in owners else self.gather(value, (*path, key))
+            key: self.tensor(value, owners[key][0])
+            if key in owners
+            else extra[key]
+            if key in extra
+            else self.gather(value, (*path, key))
             for key, value in tree.items()
         }
+
+    def extra_states(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what modules return from `get_extra_state`, from the ranks that run them: others have it, too."""
+        names = [name for name in self.split.state_names if name not in self.split.owners and name in tree]
+        if not names:  # the same on all ranks
+            return {}
+        everyone = self.of_all_ranks(
+            {name: tree[name] for name in names if self.split.owner_of(name) == self.split.rank}
+        )
+        return {name: value for theirs in everyone for name, value in theirs.items()}
 
     def description(self, value: Any) -> Any:
         """Return what other ranks are told of an entry of an optimizer's state; None: it is a tensor."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ....errors import ModuleError, NonFiniteError
 from ...tree import map_leaves
+from .copies import StageCopies
 from .exchange import Exchange
 from .options import Pipeline
 from .random_numbers import StepNumbers
@@ -41,6 +42,8 @@ __all__ = ["PipelineRunner"]
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # Any in this file: batches, and what the user's steps take and return.
 
 # Schedules keep buffers for what they receive: those of the latest shapes are kept.
@@ -64,6 +67,7 @@ class PipelineRunner:
     Attributes:
         schedules: Torch's schedules, by shapes of a micro-batch and their number.
         unreached: Knows which stages no gradient reaches.
+        copies: Compares what all stages have.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class PipelineRunner:
         split.at.numbers = self._numbers if seeds_blocks else None
         self._shapes: dict[str, dict[int, StageShapes]] = {}
         self.schedules: OrderedDict[object, Any] = OrderedDict()
+        self.copies = StageCopies(split, group)
         self._now: tuple[int, Tensor | None] = (0, None)
         self._failure: Exception | None = None
         self._is_checked = self._has_told = False
@@ -145,6 +150,18 @@ class PipelineRunner:
 
     # -- state ---------------------------------------------------------------------------------------------------
 
+    def joined(self, facts: dict[str, T]) -> dict[str, T]:
+        """Return facts about modules and parameters by name, each from the rank that has these. Communicates."""
+        split = self.split
+        everyone: list[Any] = [None] * split.num_ranks
+        dist.all_gather_object(everyone, facts, group=self.group)
+        return {
+            name: fact
+            for rank, theirs in enumerate(everyone)
+            for name, fact in theirs.items()
+            if split.owner_of(name) == rank
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """Return the shapes that stages exchange, by those of batches. On every rank: it communicates.
 
@@ -190,6 +207,7 @@ class PipelineRunner:
             ModuleError: The step cannot be pipelined.
             NonFiniteError: The first loss is NaN, though what the last stage received is finite.
         """
+        self.copies.begin_window()
         self._batches, self._step, self._share = batches, step, share
         self._losses = [None] * len(batches)
         keys = [shapes_of(batch) for batch in batches]

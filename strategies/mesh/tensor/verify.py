@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ....errors import ModuleError
 from ...distributed.shards import full_tensor
 from ...tree import leaves, map_leaves
+from ..pipeline.attributes import unchanged
 from ..pipeline.elsewhere import READABLE
 from .alone import Call, Values, floats, run_alone
 from .layouts import gather
@@ -110,7 +111,7 @@ def verify_plan(plan: TensorPlan, root: nn.Module, calls: dict[str, Call]) -> No
     """Compare each group of a plan with the full modules. On every rank: it communicates.
 
     In evaluation mode (masks of dropout depend on the number of ranks), in the dtypes of the parameters and under the
-    autocast that is active. It leaves gradients, buffers and random numbers as they are.
+    autocast that is active. It leaves gradients, attributes, buffers and random numbers as they are.
 
     Args:
         plan: Applied to `root`.
@@ -133,7 +134,8 @@ def verify_plan(plan: TensorPlan, root: nn.Module, calls: dict[str, Call]) -> No
             missing.append(name or type(root).__name__)
             continue
         _check_inputs(name, calls[name], mesh, is_shard=name in plan.takes_shards)
-        _compare(plan, name, modules[name], calls[name], full, placements)
+        with unchanged(modules[name]):
+            _compare(plan, name, modules[name], calls[name], full, placements)
     if missing and dist.get_rank() == 0:
         logger.warning(
             "%s did not run in the first batch, and could not be compared with one process: %s",

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from mesh_program import part_of
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -52,7 +53,7 @@ def fit(size: int, strategy: Strategy | str) -> tuple[lw.Trainer, Net]:
 
 def whole(module: nn.Module) -> dict[str, Tensor]:
     with torch.no_grad():
-        state = module.state_dict()
+        state = part_of(module)
         return {n: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone() for n, v in state.items()}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from expert_models import SAMPLES, Mixture, loader
+from mesh_program import part_of
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -31,7 +32,7 @@ def trainer_of(size: int, strategy: Any, **arguments: Any) -> lw.Trainer:
 
 def full(module: nn.Module) -> dict[str, Tensor]:
     with torch.no_grad():
-        state = module.state_dict()
+        state = part_of(module)
         return {n: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone() for n, v in state.items()}
 
 

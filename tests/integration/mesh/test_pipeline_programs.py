@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from mesh_program import part_of
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -93,7 +94,7 @@ def fit(rank: int, size: int, strategy: Strategy | str, arguments: dict[str, Any
     data = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(data), batch_size=4)  # ten batches: the last window of an epoch has one
     trainer.fit(module, loader, DataLoader(TensorDataset(data[:12]), batch_size=4))
-    state = {name: value.clone() for name, value in module.state_dict().items()}
+    state = {name: value.detach().clone() for name, value in part_of(module).items()}
     return state, kept.rows, trainer.global_step
 
 

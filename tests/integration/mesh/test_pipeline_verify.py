@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from mesh_program import part_of
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -155,7 +156,7 @@ def fit(rank: int, size: int, kind: type[Net], options: Pipeline, verify: bool) 
         trainer.fit(module, DataLoader(Rows(), batch_size=4))
     except Exception as error:  # Whatever it is: its text is compared.
         return f"{type(error).__name__}: {error}"
-    state = {name: value.clone() for name, value in module.state_dict().items()}
+    state = {name: value.detach().clone() for name, value in part_of(module).items()}
     return state, module.calls, module.count
 
 
