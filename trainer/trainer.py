@@ -857,7 +857,7 @@ class Trainer(TrainerAttributes):
                 from .graph_advice import advice_on_evaluation, advice_on_graph
                 from .inference_tensors import advice_on
 
-                if "DTensor" in str(error):
+                if "DTensor" in str(error) or "invalid python storage" in str(error):
                     from ..strategies.fsdp.steps import explain
 
                     explain(error)
@@ -1317,6 +1317,27 @@ class Trainer(TrainerAttributes):
                 "trainer.save_checkpoint was called before a module was attached.", fix="call trainer.fit first."
             )
         self.saving.save(run, filepaths, is_weights_only=bool(weights_only), storage_options=storage_options)
+
+    def full_state_dict(self, module: nn.Module | None = None) -> StateDict:
+        """Return full weights on rank 0's CPU, {} on other ranks. On every rank: it communicates.
+
+        `module.state_dict()` has this rank's part where a strategy shards a model, or is an error. For a model of
+        transformers: `state = trainer.full_state_dict(self.model)`, then `self.model.save_pretrained(path,
+        state_dict=state)` on rank 0.
+
+        Args:
+            module: The module that is trained (None), or a submodule of it, whose names begin there.
+
+        Raises:
+            CheckpointError: A rank has gone past this place without calling it.
+            ModuleError: It is another module, or none was attached yet.
+        """
+        run = self.latest_run()
+        if run is None:
+            raise ModuleError(
+                "trainer.full_state_dict was called before a module was attached.", fix="call trainer.fit first."
+            )
+        return self.saving.full_state(run, module)
 
     @property
     def saves_in_background(self) -> bool:

@@ -132,7 +132,7 @@ def _connect(trainer: Trainer) -> Callable[[nn.Module], None]:
 
 
 def _state_of_module(trainer: Trainer) -> Callable[[], StateDict]:
-    """Return the module's state, gathered where it is sharded. On every rank."""
+    """Return the module's state; on rank 0 where it is sharded. On every rank."""
 
     def lightning_module_state_dict() -> StateDict:
         run = trainer.latest_run()
@@ -140,7 +140,10 @@ def _state_of_module(trainer: Trainer) -> Callable[[], StateDict]:
             if trainer.lightning_module is None:
                 raise ModuleError("There is no module yet.", fix="call trainer.fit first.")
             return trainer.lightning_module.state_dict()
-        return trainer.fabric.strategy.module_state_dict(run.model)
+        strategy = trainer.fabric.strategy
+        if strategy.shards_parameters or strategy.has_stages:
+            return trainer.full_state_dict()
+        return strategy.module_state_dict(run.model)
 
     return lightning_module_state_dict
 

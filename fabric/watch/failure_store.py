@@ -185,14 +185,14 @@ class FailureStore:
 
     # --- heartbeats -----------------------------------------------------------------------------------------------
 
-    def beat(self, count: int, place: dict[str, object]) -> None:
-        """Publish a heartbeat with this rank's position."""
-        self.store.set(f"beat/{self._rank}", json.dumps([count, place], default=str))
+    def beat(self, count: int, place: dict[str, object], collectives: int) -> None:
+        """Publish a heartbeat with this rank's position, and its number of collectives over all ranks."""
+        self.store.set(f"beat/{self._rank}", json.dumps([count, place, collectives], default=str))
 
     def beats(self, ranks: list[int]) -> dict[int, tuple[int, dict[str, object]]]:
         """Return heartbeat count and position of ranks that have published their process."""
         values = self.store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
-        return {rank: tuple(json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
+        return {rank: tuple(json.loads(value)[:2]) for rank, value in zip(ranks, values, strict=True)}
 
     def place_of(self, rank: int) -> dict[str, object]:
         """Return a rank's last published position."""
@@ -200,6 +200,10 @@ class FailureStore:
             return {}
         place: dict[str, object] = json.loads(self.store.get(f"beat/{rank}"))[1]
         return place
+
+    def collectives_of(self, rank: int) -> int:
+        """Return a rank's last published number of collectives over all ranks."""
+        return int(json.loads(self.store.get(f"beat/{rank}"))[2]) if self.store.check([f"beat/{rank}"]) else 0
 
     def write_done(self, status: RankStatus) -> None:
         """Publish that this rank ends normally."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Collective", "RankStatus", "last_collective", "phrase", "progress_of_collectives"]
+__all__ = ["Collective", "RankStatus", "count_collectives", "last_collective", "phrase", "progress_of_collectives"]
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 
@@ -67,6 +67,15 @@ def progress_of_collectives() -> tuple[tuple[str, str], ...]:
         return tuple(sorted((str(group), str(counts["last_enqueued_collective"])) for group, counts in status.items()))
     except (TypeError, KeyError, AttributeError):
         return ()
+
+
+def count_collectives() -> int:
+    """Return how many collectives over all ranks this process has called; 0 where it is unknown."""
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0
+    world = dist.group.WORLD
+    return int(dict(progress_of_collectives()).get("" if world is None else world.group_name, 0))
 
 
 def last_collective() -> Collective | None:

@@ -45,7 +45,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -56,13 +56,15 @@ from .errors import is_communication_error, is_timeout
 from .failure_store import FailureStore, Record
 from .local_ranks import Launcher, LocalRanks
 from .peers import Peer, StackOnSignal
-from .rank_status import RankStatus, last_collective
+from .rank_status import RankStatus, count_collectives, last_collective
 from .remote_ranks import RemoteRanks
 from .signal_wakeup import RunSignals, SignalWakeup
 from .stall_report import ANSWER_S, StallReport, StallReporter
 from .stop_coordinator import StopCoordinator
 
 __all__ = ["Watch"]
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -343,10 +345,24 @@ class Watch:
 
     def places(self) -> dict[int, dict[str, object]]:
         """Return the positions of the other ranks, about a second old; runs on the main thread."""
-        found: dict[int, dict[str, object]] = {}
+        return self._of_others(lambda rank: self._failure_store.place_of(rank))
+
+    def ahead(self) -> list[int]:
+        """Return the ranks that a second ago had called more collectives over all ranks than this one has, or ended.
+
+        Runs on the main thread, outside of a collective: such a rank will not come to where this one is.
+        """
+        own = count_collectives()
+        found = self._of_others(
+            lambda rank: self._failure_store.collectives_of(rank) > own or self._failure_store.is_done(rank)
+        )
+        return [rank for rank, is_ahead in found.items() if is_ahead]
+
+    def _of_others(self, ask: Callable[[int], T]) -> dict[int, T]:
+        found: dict[int, T] = {}
 
         def look() -> None:
-            found.update({rank: self._failure_store.place_of(rank) for rank in range(self._size) if rank != self._rank})
+            found.update({rank: ask(rank) for rank in range(self._size) if rank != self._rank})
 
         self._run_on_thread(look, wait_s=_SECOND_S)
         return found
@@ -467,7 +483,7 @@ class Watch:
             thread=self._main,
         )
         self._me = replace(me, crash_file=open_crash_file())
-        self._failure_store.beat(0, {})
+        self._failure_store.beat(0, {}, 0)
         self._failure_store.introduce(self._me)
 
     def _tick(self) -> bool:
@@ -502,7 +518,7 @@ class Watch:
     def _each_second(self, now: float) -> None:
         self._place = self._where()
         self._beat += 1
-        self._failure_store.beat(self._beat, self._place)
+        self._failure_store.beat(self._beat, self._place, count_collectives())
         self._local_ranks.add(self._failure_store.new_neighbors())
         silent = self._remote_ranks.find_silent(self._me, now, after_s=self.stall_timeout_s)
         if silent is not None and self._record is None and not self._failure_store.is_done(silent.rank):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...errors import ModuleError
 from ..ddp.replica import Call, loss_tensor
+from ..distributed.shards import FULL_STATE
 from .root import STORAGE_OF, ShardedRoot, reshard
 
 if TYPE_CHECKING:
@@ -85,7 +86,9 @@ def bound(root: ShardedRoot, step: StepFunction, strategy: FSDPStrategy) -> Step
 
 
 def explain(error: RuntimeError) -> None:
-    """Add the cause to an error of torch, where a parameter was read as a DTensor; once."""
+    """Add the cause to an error of torch, where a parameter was read or saved as a DTensor; once."""
+    if "invalid python storage" in str(error):  # safetensors, which save_pretrained() writes
+        error.add_note(f"This rank has parts of the tensors (DTensors), which cannot be saved. Call {FULL_STATE}.")
     if not any(text in str(error) for text in ("mixed torch.Tensor and DTensor", "inputs with different meshes")):
         return
     if _READ_OUTSIDE not in getattr(error, "__notes__", ()):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ...checkpoint.checkpoint_io import saves_in_background
-from ...errors import CheckpointError
+from ...errors import CheckpointError, ModuleError
 from ...messages import counted
 from ...protocols import StateDict
 from ..loop.run_signals import add_place
@@ -190,6 +190,33 @@ class Saving:
         else:
             return
         self._begin_wait(filepaths)
+
+    def full_state(self, run: Run, module: nn.Module | None) -> StateDict:
+        """Return full weights on rank 0; see `Trainer.full_state_dict`."""
+        trainer, strategy = self._trainer, self._trainer.strategy
+        of_whole = module is None or module in (run.module, run.model)
+        path = None if of_whole else next((path for path, one in run.module.named_modules() if one is module), None)
+        if not of_whole and path is None:
+            raise ModuleError(
+                f"Expected a module of {type(run.module).__name__}, got another {type(module).__name__}.",
+                fix="pass the module that is trained, or a submodule of it, such as self.model.",
+            )
+        if trainer.ranks_answer:
+            from ..loop import rank_coordination
+
+            rank_coordination.meet(trainer, "trainer.full_state_dict")
+        state = strategy.every_weight(run.model)
+        if run.has_ranks and not trainer.ranks_answer:
+            from ..loop.rank_coordination import require_full
+
+            require_full(state, "full_state_dict()")
+        else:
+            state = strategy.gather_state(state)
+        if not trainer.is_global_zero:
+            return {}
+        prefix = f"{snapshot.plain_path(path)}." if path else ""
+        found = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in found.items()}
 
     def write(self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: object) -> None:
         """Write a checkpoint that was taken already, in another process say."""
