@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -114,7 +115,8 @@ class DataModule:
     @property
     def trainer(self) -> Trainer | None:
         """The trainer that uses this data module; None if not attached."""
-        return self._lw_trainer
+        trainer = self._lw_trainer
+        return trainer.itself if isinstance(trainer, weakref.ProxyType) else trainer
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:

@@ -10,7 +10,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -117,6 +117,11 @@ class TrainerAttributes:
 
                 refuse_arguments(kwargs.keys() - known.keys(), known)
             return super().__new__(cls)
+
+    @property
+    def itself(self) -> Self:
+        """This Trainer, also for those who know it weakly."""
+        return self
 
     def present_run(self) -> Run | None:
         """Return what is happening now; None between two verbs."""

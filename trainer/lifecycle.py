@@ -9,6 +9,7 @@ each call is measured.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -265,10 +266,19 @@ class Lifecycle:
                 setattr(self, event.name, self._compile(event))
         self._warn_of_unused()
 
-    if TYPE_CHECKING:
+    def __getattr__(self, name: str) -> Hook:
+        """Events are attributes that `__init__` sets from the table; after `release` they are compiled when asked."""
+        event = HOOKS.get(name)
+        if event is None or event.kind != "event":
+            raise AttributeError(name)
+        return self._compile(event)
 
-        def __getattr__(self, name: str) -> Hook:
-            """Events are attributes that `__init__` sets from the table."""
+    def release(self) -> None:
+        """Keep no function that holds the trainer, when the run has ended."""
+        self._trainer = weakref.proxy(self._trainer)
+        self._system = {}
+        for event in EVENTS:
+            vars(self).pop(event.name, None)
 
     def _warn_of_unused(self) -> None:
         """Warn of the module's hooks that are not called because the data module defines them, too."""
@@ -521,7 +531,7 @@ class Lifecycle:
         for callback in callbacks:
             hook = find_override(callback, name, callback_bases())
             if hook is not None:
-                bound = partial(hook, self._trainer, self._module)
+                bound = partial(hook, self._trainer.itself, self._module)
                 hooks.append(self.bracketed(bound, self.name_of("Callback", callback, name)))
         return hooks
 

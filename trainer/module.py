@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -724,8 +725,11 @@ class Module(nn.Module):
             stand_in: Trainer | None = self._lw_stand_in_for_trainer()
             if stand_in is not None:
                 return stand_in
-            raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer; call trainer.fit(module) first.")
-        return self._lw_trainer
+            raise RuntimeError(
+                f"{type(self).__name__} is not attached to a Trainer, or its Trainer no longer exists; call "
+                "trainer.fit(module) first, and keep the Trainer in a variable."
+            )
+        return self._lw_trainer.itself if isinstance(self._lw_trainer, weakref.ProxyType) else self._lw_trainer
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:

@@ -5,9 +5,10 @@ The loops and the step read everything from it; the functions of the hot path ar
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +122,14 @@ class BeforeValidation:
     loggers: StateDict | None = None
 
 
-@dataclass(slots=True)
+@runtime_checkable
+class _KnowsTrainer(Protocol):
+    """A callback that keeps the Trainer of its run."""
+
+    def release_run(self) -> None: ...
+
+
+@dataclass(slots=True, weakref_slot=True)
 class Run:
     """One fit, validate, test or predict.
 
@@ -209,6 +217,18 @@ class Run:
     is_after_error: bool = False
     monitored: MonitoredNames | None = None
     callback_marks: dict[str, bytes] = field(default_factory=dict)
+
+    def release(self) -> None:
+        """Leave no cycle behind when the verb has returned: what holds the last reference then frees everything."""
+        self.trainer = weakref.proxy(self.trainer)
+        self.own_steps = None
+        self.after_epoch.clear()
+        for callback in self.callbacks:
+            if vars(callback).get("log") == getattr(self.module, "log", None):
+                del callback.__dict__["log"], callback.__dict__["log_dict"]
+            if isinstance(callback, _KnowsTrainer):
+                callback.release_run()
+        self.lifecycle.release()
 
     @property
     def ranks_answer(self) -> bool:

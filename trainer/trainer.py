@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -222,8 +223,10 @@ class Trainer(TrainerAttributes):
         self.accumulate_grad_batches = arguments.accumulate_grad_batches
         self.gradient_clip_val = arguments.gradient_clip_val
         self.gradient_clip_algorithm = arguments.gradient_clip_algorithm
+        # Here and in a run that has ended: no cycle, so that `del trainer, module` frees memory at once.
+        weak: Trainer = weakref.proxy(self)
         self.fit_loop = FitLoop(
-            self,
+            weak,
             max_epochs=arguments.max_epochs,
             min_epochs=arguments.min_epochs,
             max_steps=arguments.max_steps,
@@ -254,7 +257,7 @@ class Trainer(TrainerAttributes):
         self._lw_own_compiler: tuple[nn.Module, Compiler | None] | None = None
         self._lw_compiling: ExitStack | None = None
         self._lw_results: Mapping[str, float] = {}
-        self.saving = Saving(self)
+        self.saving = Saving(weak)
         self._lw_identity = os.urandom(8).hex()  # the same in processes that this one starts
         self.is_in_child = False
         self._lw_begun_s = 0.0
@@ -504,7 +507,8 @@ class Trainer(TrainerAttributes):
             deterministic=modes.deterministic, benchmark=modes.benchmark, matmul_precision=modes.matmul_precision
         )
         course = self.training_rng
-        with self._lw_run_signals, self._lw_attachment:
+        with ExitStack() as at_last, self._lw_run_signals, self._lw_attachment:
+            at_last.callback(self._lw_release)
             course.enter()
             try:
                 yield
@@ -537,6 +541,7 @@ class Trainer(TrainerAttributes):
         """
         if isinstance(module, Module):
             module.trainer, module.fabric = self, self.fabric
+            begin.know_weakly(self, module)
         if self._lw_last_run is None:
             self._lw_spawned_module = module
         self._lw_assigned_datamodule = datamodule
@@ -955,6 +960,16 @@ class Trainer(TrainerAttributes):
         self._lw_backend_modes.put_back()
         if run is not None and run.undo is not None:
             run.undo()
+        if run is not None:
+            run.release()
+
+    def _lw_release(self) -> None:
+        """Let the module and the data module know this Trainer weakly from now on; see `Run.release`."""
+        module, datamodule = self.lightning_module, self.datamodule
+        if module is not None:
+            begin.know_weakly(self, module)
+        if datamodule is not None:
+            begin.know_weakly(self, datamodule)
         if self.state.fn == "fit":
             self.toggles.end()
         if self._lw_revert_layer_sync is not None:

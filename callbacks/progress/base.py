@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ModuleError
@@ -41,7 +42,15 @@ class ProgressBar(Callback):
         """
         if self._trainer is None:
             raise ModuleError(f"{type(self).__name__}.trainer was read before a run began.", fix="read it in a hook.")
-        return self._trainer
+        if not isinstance(self._trainer, weakref.ProxyType):
+            return self._trainer
+        try:
+            return self._trainer.itself
+        except ReferenceError:
+            raise ModuleError(
+                f"{type(self).__name__}.trainer was read after its Trainer was deleted.",
+                fix="keep the Trainer in a variable.",
+            ) from None
 
     @property
     def sanity_check_description(self) -> str:
@@ -135,6 +144,11 @@ class ProgressBar(Callback):
         self._trainer = trainer
         if not trainer.is_global_zero:
             self.disable()
+
+    def release_run(self) -> None:
+        """Know the Trainer weakly, when its run is over."""
+        if self._trainer is not None and not isinstance(self._trainer, weakref.ProxyType):
+            self._trainer = weakref.proxy(self._trainer)
 
     def get_metrics(self, trainer: Trainer, pl_module: nn.Module) -> dict[str, float | int | str]:
         """Return what is shown beside the bar: what was logged with prog_bar. May be overridden.

@@ -194,6 +194,9 @@ class Trainer(trainer.Trainer):
         waiting = {name: value.to(torch.get_default_dtype()) for name, value in metrics.waiting_for_loggers().items()}
         return {**values, **waiting}
 
+    def _lw_release(self) -> None:
+        """Stay with the module, which programs ask for its Trainer when they have dropped their own reference."""
+
     @property
     def estimated_stepping_batches(self) -> int | float:
         """How many steps fit takes; after it, how many it would take."""

@@ -49,6 +49,9 @@ class Saving:
         self.has_score = False
         self._saved_at, self._saved_path = -1, ""
 
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_trainer": self._trainer.itself}
+
     def path_at(self, step: int) -> str | None:
         """Return the last checkpoint that holds the state after this optimizer step; None where there is none."""
         return self._saved_path if self._saved_at == step else None

@@ -55,7 +55,7 @@ class FitLoop:
         self._rank_zero_said = False
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_step": train_window}
+        return {**self.__dict__, "_step": train_window, "_trainer": self._trainer.itself}
 
     # --- limits ----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -286,6 +287,26 @@ def _members(plan: Plan, module: nn.Module) -> Callable[[], None]:
     return put_back
 
 
+def know_weakly(trainer: Trainer, owner: nn.Module | DataModule) -> None:
+    """Let a module or data module find its Trainer as long as somebody else has it: they form no cycle."""
+    reference = weakref.ref(owner)
+
+    def forget(weak: object) -> None:
+        owner = reference()
+        for part in () if owner is None else _parts(owner):
+            if vars(part).get("_lw_trainer") is weak:
+                vars(part).update(_lw_trainer=None, _lw_fabric=None)
+
+    weak = weakref.proxy(trainer, forget)
+    for part in _parts(owner):
+        if vars(part).get("_lw_trainer") is trainer:
+            vars(part)["_lw_trainer"] = weak
+
+
+def _parts(owner: nn.Module | DataModule) -> list[nn.Module] | list[DataModule]:
+    return [*owner.modules()] if isinstance(owner, nn.Module) else [owner]
+
+
 def _states(module: nn.Module, *, trains: bool) -> Callable[[], None]:
     """Return what restores what a run on this module changes, besides the weights that it trains."""
     from ..metrics.metric_objects import load_metric_states, metric_states  # only where runs are nested
@@ -356,7 +377,9 @@ def make_run(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> Ru
         if plan.run_signals.stop_coordinator is not None:
             from ..loop.stop_coordination import StopCoordination
 
-            stop_coordination = StopCoordination(plan.trainer, plan.run_signals, plan.run_signals.stop_coordinator)
+            stop_coordination = StopCoordination(
+                weakref.proxy(plan.trainer), plan.run_signals, plan.run_signals.stop_coordinator
+            )
     return Run(
         trainer=plan.trainer,
         fabric=fabric,
@@ -545,7 +568,7 @@ def open_loop(
     if loop.data_limits:
         from ..loop.data_limits import DataLimits
 
-        limits = DataLimits(trainer, run)
+        limits = DataLimits(weakref.proxy(trainer), weakref.proxy(run))
         run.plan.transfer, run.plan.count_window = limits.counting(run.plan.transfer), limits.end_window
     if run.fabric.strategy.accumulate_dtype is not None:
         from ..loop.float32_gradients import bind_float32_gradients
@@ -558,7 +581,7 @@ def carry_window(run: Run, states: StateDict, path: str | None, *, is_carrying: 
     if is_carrying:
         from ..loop.carried_window import CarriedWindow
 
-        run.carried = CarriedWindow(run.trainer, run)
+        run.carried = CarriedWindow(weakref.proxy(run.trainer), weakref.proxy(run))
         if "window" in states:
             run.carried.load_states(states, path or "the last fit")
     elif "window" in states:
@@ -618,9 +641,9 @@ def build_optimizers(run: Run) -> None:
 
 def manage_optimizers(run: Run) -> None:
     """Make the optimizers that the module gets."""
-    step = manual.step_given if run.is_automatic else manual.step_in_manual
+    step, weak = manual.step_given if run.is_automatic else manual.step_in_manual, weakref.proxy(run)
     run.managed = [
-        ManagedOptimizer(optimizer, run.trainer, lambda o, closure: step(run, o, closure))
+        ManagedOptimizer(optimizer, weakref.proxy(run.trainer), lambda o, closure: step(weak, o, closure))
         for optimizer in run.optimizers
     ]
 

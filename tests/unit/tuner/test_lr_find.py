@@ -63,7 +63,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert all(p.grad is None for p in module.parameters())
     assert set(vars(module)) == attributes
     assert module.sizes == []
-    assert module._lw_trainer is trainer
+    assert module.trainer is trainer
     after = capture_rng()
     assert not kinds_that_moved(before, after)
     assert torch.equal(module.data.generator.get_state(), drawn)

@@ -580,7 +580,8 @@ def test_an_epoch_that_ends_before_the_next_drawing_has_a_speed(
 
 def test_rich_tasks_can_be_read_without_a_terminal() -> None:
     bar = RichProgressBar()
-    quiet(callbacks=[bar], enable_progress_bar=True, max_epochs=1).fit(net(ValidatedNet), loader(6, 3), loader(6, 3))
+    trainer = quiet(callbacks=[bar], enable_progress_bar=True, max_epochs=1)
+    trainer.fit(net(ValidatedNet), loader(6, 3), loader(6, 3))
     assert bar.progress is not None
     assert ("Epoch 1/1", 2) in [(task.description, task.completed) for task in bar.progress.tasks]
 

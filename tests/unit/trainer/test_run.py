@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import ValidatedNet, loader, net, quiet
+
+import loopwright as lw
+
+# Any in this file: arguments of a Trainer.
+
+VERBS = ("fit", "validate", "test", "predict")
+
+
+class Failing(ValidatedNet):
+    """Raises in its second step."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 2:
+            raise ArithmeticError
+        return super().loss(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+
+class Data(lw.DataModule):
+    def train_dataloader(self) -> Any:
+        return loader()
+
+    val_dataloader = train_dataloader
+
+
+@pytest.fixture
+def collector_off() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def alive_after(run: Callable[[Any, Any], Any], kind: type[ValidatedNet] = ValidatedNet, **kwargs: Any) -> list[str]:
+    """Return what exists after a run when nobody has the Trainer and the module any more."""
+    trainer, module = quiet(max_epochs=2, **kwargs), net(kind)
+    weak = [weakref.ref(trainer), weakref.ref(module), weakref.ref(module.net[0].weight)]
+    with suppress(ArithmeticError):
+        run(trainer, module)
+    assert module.trainer is trainer
+    del trainer, module
+    return [type(one()).__name__ for one in weak if one() is not None]
+
+
+def call(verb: str) -> Callable[[Any, Any], Any]:
+    loaders = [loader(), loader()] if verb == "fit" else [loader()]
+    return lambda trainer, module: getattr(trainer, verb)(module, *loaders)
+
+
+@pytest.mark.usefixtures("collector_off")
+@pytest.mark.parametrize("kind", [ValidatedNet, Failing])
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_finished_run_leaves_no_cycle(verb: str, kind: type[ValidatedNet]) -> None:
+    assert alive_after(call(verb), kind) == []
+
+
+def fit_and_test(trainer: Any, module: Any) -> None:
+    trainer.fit(module, loader(), loader())
+    trainer.test(dataloaders=loader(), ckpt_path="last")
+    trainer.save_checkpoint(Path(trainer.default_root_dir) / "x.ckpt")
+
+
+def fit_twice(trainer: Any, module: Any) -> None:
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module, loader(), loader())
+
+
+@pytest.mark.usefixtures("collector_off")
+@pytest.mark.parametrize(
+    ("run", "kwargs"),
+    [
+        (fit_and_test, {"enable_checkpointing": True, "logger": True, "enable_progress_bar": True}),
+        (fit_twice, {"profiler": "simple"}),
+        (lambda trainer, module: trainer.fit(module, datamodule=Data()), {}),
+        (call("fit"), {"accumulate_grad_batches": 3, "accumulate_across_epochs": True, "max_samples": 8}),
+    ],
+    ids=["fit, test, save", "twice", "data module", "carried window"],
+)
+def test_neither_do_callbacks_loggers_and_kinds_of_loops(
+    run: Callable[[Any, Any], Any], kwargs: Any, tmp_path: Path
+) -> None:
+    assert alive_after(run, default_root_dir=tmp_path, **kwargs) == []
+
+
+def test_a_module_finds_its_trainer_as_long_as_it_exists() -> None:
+    module = net(ValidatedNet)
+    trainer = quiet(max_epochs=1)
+    trainer.fit(module, loader(), loader())
+    assert module.trainer is trainer
+    assert module.global_step == trainer.global_step
+    del trainer
+    gc.collect()
+    with pytest.raises(RuntimeError, match="its Trainer no longer exists"):
+        module.trainer  # noqa: B018
+    assert module.global_step == 0
+    assert module.fabric is None
