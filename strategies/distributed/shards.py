@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import sys
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -33,30 +34,34 @@ __all__ = [
     "local",
     "local_slice",
     "read_full",
-    "refuse_pickling",
+    "refuse_in_files",
 ]
 
 # Any in this file: the content of checkpoints, and what mypy does not know of torch.
 
 FULL_STATE = (
     "state = trainer.full_state_dict(module) on every rank, which gives rank 0 the full tensors on the CPU; there, "
-    "torch.save(state, path), or model.save_pretrained(path, state_dict=state) of transformers"
+    "torch.save(state, path), or model.save_pretrained(path, state_dict=state) of transformers. With Fabric, call "
+    "fabric.save"
 )
 """What to call where a part of a module's state would be saved."""
 
 
-def refuse_pickling() -> None:
-    """Let pickling of a sharded tensor, which `torch.save` does, be an error: the file would have this rank's part."""
+def refuse_in_files() -> None:
+    """Let `torch.save` of a sharded tensor be an error: the file would have this rank's part."""
     from torch.distributed.tensor import DTensor
 
     copyreg.pickle(DTensor, _reduced)
 
 
 def _reduced(tensor: DTensor) -> Any:
-    if tensor.device_mesh.size() == 1:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != torch.serialization.__file__:
+        frame = frame.f_back
+    if frame is None or tensor.device_mesh.size() == 1:  # None: for a process or rank that has the same mesh
         return tensor.__reduce_ex__(2)
     raise CheckpointError(
-        f"Expected tensors in full to pickle, got one of shape {tuple(tensor.shape)} that is spread over "
+        f"Expected tensors in full to save, got one of shape {tuple(tensor.shape)} that is spread over "
         f"{tensor.device_mesh.size()} ranks (a DTensor): this rank's part would be saved as if it were everything.",
         fix=f"call {FULL_STATE}. For this rank's part alone, save tensor.to_local().",
     )

@@ -33,7 +33,7 @@ from ..construction.materialize import (
     modules_of_unit,
 )
 from ..construction.wrap_policy import choose_units
-from ..distributed.shards import as_shards, is_sharded, refuse_pickling
+from ..distributed.shards import as_shards, is_sharded, refuse_in_files
 from .root import ROOT, ShardedRoot, groups_of, units_of
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def shard(
             logger.info("%s", note)
     chosen = [unit for _, unit in units.units]
     settings = _settings(plan, target.mesh, precision, target.device)
-    refuse_pickling()
+    refuse_in_files()
     if plan.activation_checkpointing is not None:
         apply_activation_checkpointing(module, plan.activation_checkpointing, units=chosen)
     # A norm over a batch computes in its own dtype, whatever the rest does.

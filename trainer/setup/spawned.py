@@ -90,6 +90,7 @@ def _run_in_child(trainer: Trainer, verb: str, module: nn.Module | None, argumen
         content["timeline"] = trainer.timeline
         content["rng_of_ranks"] = trainer.strategy.gather_objects(trainer.training_rng.left)
     states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
+    states.update(content["checkpoint"].get("callbacks", {}) if is_fit else {})  # of the stage that knows them
     content["callbacks"] = trainer.strategy.gather_state(states)  # averages of shards, say
     return content if trainer.is_global_zero else {}
 
@@ -103,10 +104,12 @@ def _module_content(trainer: Trainer, run: Run, checkpoint: StateDict) -> StateD
         value = weights.get(name)
         if isinstance(value, Tensor) and isinstance(saved, Tensor) and _are_equal(value, saved):
             weights[name] = saved  # sent once
+    buffers = {name: one.detach().cpu() for name, one in run.module.named_buffers()}
+    trained = {name: one.requires_grad for name, one in run.module.named_parameters(remove_duplicate=False)}
     return {
         "weights": weights,
-        "buffers": {name: one.detach() for name, one in run.module.named_buffers() if name not in names},
-        "trained": {name: one.requires_grad for name, one in run.module.named_parameters()},
+        "buffers": {name: one for name, one in strategy.of_stages(run.model, buffers).items() if name not in names},
+        "trained": strategy.of_stages(run.model, trained),
         "hparams": {
             name: value for name, value in getattr(run.module, "hparams", {}).items() if isinstance(value, _PLAIN)
         },

@@ -141,13 +141,16 @@ class OnRankZero(lw.Callback):
         self.count = state["count"]
 
 
-def fit(size: int, axes: dict[str, Any], steps: int, resume: str | None) -> tuple[lw.Trainer, Net, Losses, OnRankZero]:
+def fit(
+    size: int, axes: dict[str, Any], steps: int, resume: str | None = None, **options: Any
+) -> tuple[lw.Trainer, Net, Losses, OnRankZero]:
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
     losses, counted = Losses(), OnRankZero()
     trainer = lw.Trainer(
         accelerator="cpu", strategy=MeshStrategy(**{"fsdp": 1, **axes}) if axes else "auto", devices=size,
         precision="64-true", max_steps=steps, max_epochs=9, logger=False, accumulate_grad_batches=2,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[losses, counted],
+        **options,
     )  # fmt: skip
     module = Net()
     trainer.fit(module, DataLoader(TensorDataset(x), batch_size=4 // axes.get("fsdp", 1)), ckpt_path=resume)
@@ -155,7 +158,7 @@ def fit(size: int, axes: dict[str, Any], steps: int, resume: str | None) -> tupl
 
 
 def save(rank: int, size: int, axes: dict[str, Any], path: str) -> None:
-    fit(size, axes, STEPS, None)[0].save_checkpoint(path)
+    fit(size, axes, STEPS)[0].save_checkpoint(path)
 
 
 def load(rank: int, size: int, axes: dict[str, Any], paths: list[str]) -> list[dict[str, Any]]:
@@ -227,3 +230,23 @@ def test_each_layout_continues_with_what_the_file_has(name: str, saved: dict[str
             assert rank["user"] == (file["total"], losses["total"], losses["batches"], counted["count"])
             seen |= rank["trained"].keys() | rank["buffers"].keys()
         assert seen >= set(names)
+
+
+def test_a_fit_in_forked_processes_brings_back_what_all_stages_have() -> None:
+    _, one, *counted = fit(1, {}, STEPS)
+    _, module, *ours = fit(2, {**LAYOUTS["pp2"], "start_method": "fork"}, STEPS)
+    trained = [{name: value.requires_grad for name, value in each.named_parameters()} for each in (one, module)]
+    assert trained[0] == trained[1]
+    assert (module.center - one.center).abs().max() <= 1e-12
+    assert [each.state_dict() for each in ours] == [pytest.approx(each.state_dict(), rel=1e-12) for each in counted]
+
+
+def test_windows_that_span_epochs_are_refused_with_stages() -> None:
+    (text, _) = run_ranks(refused, 2, connect=False)
+    assert "accumulate_across_epochs=True with pipeline stages" in text
+
+
+def refused(rank: int, size: int) -> str:
+    with pytest.raises(lw.ConfigError) as caught:
+        fit(size, LAYOUTS["pp2"], STEPS, accumulate_across_epochs=True)
+    return str(caught.value)
