@@ -19,7 +19,7 @@ def class_node(name: str, value: str | Mapping[str, Any] | None) -> tuple[dict[s
     """Return a class by its path with its arguments, and what is wrong with them.
 
     Args:
-        name: "optimizer" or "lr_scheduler".
+        name: "lr_scheduler", or a setting whose name ends with "optimizer".
         value: Name of a class, or a mapping with `class_path` and `init_args`.
 
     Returns:
@@ -33,7 +33,7 @@ def class_node(name: str, value: str | Mapping[str, Any] | None) -> tuple[dict[s
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    base, first = (Optimizer, "params") if name == "optimizer" else (LRScheduler, "optimizer")
+    base, first = (Optimizer, "params") if name.endswith("optimizer") else (LRScheduler, "optimizer")
     try:
         found = find_class(str(path), base)
     except ClassProblem as problem:

@@ -149,6 +149,8 @@ def _width(dtype: str | None) -> int:
 
 def _moments(settings: TrainSettings) -> tuple[int, bool]:
     """Return the number of tensors that the optimizer keeps per parameter, and whether that is known."""
+    if settings.groups:
+        return 2, False
     node = settings.optimizer_settings().optimizer
     if node is None:
         return 2, True

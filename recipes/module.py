@@ -123,7 +123,7 @@ class RecipeModule(Module):
 
     @override
     def configure_optimizers(self) -> Any:
-        optimizer = make_optimizer(self.optimizer_settings, self.named_parameters())
+        optimizer = make_optimizer(self.optimizer_settings, self)
         schedule = make_schedule(self.optimizer_settings, optimizer, self.num_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -1,13 +1,16 @@
-"""`OptimizerSettings`: optimizer and learning rate of a recipe."""
+"""`OptimizerSettings`: optimizers and learning rates of a recipe, for all parameters or for kinds of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
@@ -15,11 +18,21 @@ from ..cli.names import ClassProblem, find_class
 from ..errors import ConfigError, nearest
 from ..optim import adamw
 
-__all__ = ["SCHEDULES", "OptimizerSettings", "learning_rate_share", "make_optimizer", "make_schedule"]
+__all__ = [
+    "PARAMETER_KINDS",
+    "SCHEDULES",
+    "JoinedOptimizer",
+    "OptimizerSettings",
+    "learning_rate_share",
+    "make_optimizer",
+    "make_schedule",
+]
 
 # Any in this file: arguments of optimizers and schedules.
 
 SCHEDULES = ("cosine", "linear", "constant")
+# What `groups` may name. A stack has three or more dimensions, as the weights of experts; a tied head is an embedding.
+PARAMETER_KINDS = ("matrices", "vectors", "embeddings", "head", "stacks")
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,8 @@ class OptimizerSettings:
         optimizer: Another optimizer: `{"class_path": ..., "init_args": {...}}`. It gets the groups of parameters, and
             `learning_rate` where its arguments have no `lr`.
         lr_scheduler: Another schedule, in the same form, stepped after each optimizer step.
+        groups: Kind of parameters -> `optimizer`, in the same form, `learning_rate`, `weight_decay`, and arguments of
+            the optimizer. What is not given is that of the other settings.
     """
 
     learning_rate: float = 2e-4
@@ -48,6 +63,7 @@ class OptimizerSettings:
     min_lr: float = 0.0
     optimizer: Mapping[str, Any] | None = None
     lr_scheduler: Mapping[str, Any] | None = None
+    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def problems(self) -> list[str]:
         """Return every invalid setting as `name: Expected ..., got ...`."""
@@ -72,6 +88,8 @@ class OptimizerSettings:
             node = getattr(self, name)
             if node is not None:
                 yield from _class_problems(name, node, base)
+        for kind, options in self.groups.items():
+            yield from _group_problems(kind, options)
 
 
 def _class_problems(name: str, node: Any, base: type[Any]) -> Iterator[str]:
@@ -87,14 +105,61 @@ def _class_problems(name: str, node: Any, base: type[Any]) -> Iterator[str]:
         yield f"{name}: Expected a schedule of steps, got ReduceLROnPlateau, which needs a metric."
 
 
-def make_optimizer(settings: OptimizerSettings, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+def _group_problems(kind: str, options: Any) -> Iterator[str]:
+    if kind not in PARAMETER_KINDS:
+        known = ", ".join(PARAMETER_KINDS)
+        yield f"groups: Expected kinds of parameters ({known}), got {kind!r}{nearest(kind, PARAMETER_KINDS)}."
+    elif not isinstance(options, Mapping):
+        yield f"groups.{kind}: Expected optimizer, learning_rate and weight_decay, got {options!r}."
+    else:
+        for name in ("learning_rate", "weight_decay"):
+            value = options.get(name, 1)
+            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+                yield f"groups.{kind}.{name}: Expected at least 0, got {value!r}."
+        if options.get("optimizer") is not None:
+            yield from _class_problems(f"groups.{kind}.optimizer", options["optimizer"], Optimizer)
+
+
+class JoinedOptimizer(Optimizer):
+    """Optimizers of different parameters as one, with the groups and the state of all.
+
+    Args:
+        parts: The optimizers.
+    """
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        super().__init__([group for one in parts for group in one.param_groups], {})
+        self._parts = [(one, len(one.param_groups)) for one in parts]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_parts": self._parts}
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # overloads
+        """Step each part on its groups."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = iter(self.param_groups)
+        for one, count in self._parts:  # a loaded state and strategies exchange the groups
+            one.param_groups, one.state = list(islice(groups, count)), self.state
+            one.step()
+        return loss
+
+
+def make_optimizer(settings: OptimizerSettings, module: nn.Module) -> Optimizer:
     """Return the optimizer of the parameters that require gradients, vectors without weight decay.
 
     Args:
         settings: The settings.
-        parameters: Names and parameters of the model.
+        module: A module with the model as `model`, or the model.
+
+    Raises:
+        ConfigError: The optimizer does not take its arguments or parameters, or a group has no parameters.
     """
-    trained = [(name, one) for name, one in parameters if one.requires_grad]
+    trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+    if settings.groups:
+        return _make_joined(settings, module, trained)
     matrices = [one for name, one in trained if _decays(name, one)]
     vectors = [one for name, one in trained if not _decays(name, one)]
     groups: list[dict[str, Any]] = [
@@ -102,26 +167,95 @@ def make_optimizer(settings: OptimizerSettings, parameters: Iterable[tuple[str, 
         for some, decay in ((matrices, settings.weight_decay), (vectors, 0.0))
         if some
     ]
-    if settings.optimizer is None:
-        return adamw(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps)
-    made: Any = find_class(str(settings.optimizer["class_path"]), Optimizer)
-    arguments = dict(settings.optimizer.get("init_args") or {})
-    arguments.setdefault("lr", settings.learning_rate)
-    if "weight_decay" in arguments:
-        groups[0]["weight_decay"] = arguments["weight_decay"] if matrices else 0.0
+    if settings.optimizer is not None:
+        arguments = dict(settings.optimizer.get("init_args") or {})
+        if "weight_decay" in arguments:
+            groups[0]["weight_decay"] = arguments["weight_decay"] if matrices else 0.0
+    return _make("optimizer", settings, settings.optimizer, groups, settings.learning_rate)
+
+
+def _make_joined(
+    settings: OptimizerSettings, module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]
+) -> JoinedOptimizer:
+    kinds = _kinds(module)
+    parts = []
+    for kind in PARAMETER_KINDS:
+        options = dict(settings.groups.get(kind, {}))
+        found = [one for name, one in trained if (kinds.get(name) or _kind_of(name, one)) == kind]
+        if not found and options:
+            raise ConfigError(
+                f"groups.{kind}: Expected trained parameters of this kind, got none.",
+                fix="leave the group out; a head that is tied to the embedding belongs to embeddings.",
+            )
+        if found:
+            node = options.pop("optimizer", None) or settings.optimizer
+            decay = options.pop("weight_decay", 0.0 if kind == "vectors" else settings.weight_decay)
+            group = {"params": found, "weight_decay": decay, "name": kind}
+            rate = options.pop("learning_rate", settings.learning_rate)
+            parts.append(_make(f"groups.{kind}", settings, node, [group], rate, options))
+    return JoinedOptimizer(parts)
+
+
+def _make(
+    name: str,
+    settings: OptimizerSettings,
+    node: Mapping[str, Any] | None,
+    groups: list[dict[str, Any]],
+    learning_rate: float,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Optimizer:
+    """Return an optimizer; AdamW without a class.
+
+    Args:
+        name: Setting that the error names.
+        settings: Of AdamW.
+        node: The class with its arguments.
+        groups: The parameters.
+        learning_rate: Of them.
+        options: Further arguments.
+
+    Raises:
+        ConfigError: The class does not take the arguments or the parameters.
+    """
+    made: Any = adamw if node is None else find_class(str(node["class_path"]), Optimizer)
+    arguments: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps} if node is None else {}
+    arguments.update({**((node or {}).get("init_args") or {}), **options})
+    arguments.setdefault("lr", learning_rate)
     try:
         optimizer: Optimizer = made(groups, **arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"optimizer: Expected arguments of {made.__name__}, got {sorted(arguments)} ({error}).",
-            fix="correct init_args of the optimizer.",
+            f"{name}: Expected arguments and parameters that {made.__name__} takes, got {sorted(arguments)} ({error}).",
+            fix="correct the arguments; an optimizer of matrices, such as Muon, is for groups.matrices.optimizer.",
         ) from error
     return optimizer
 
 
+def _kinds(module: nn.Module) -> dict[str, str]:
+    """Return the kinds of parameters that their layers tell: embeddings and the head, by name."""
+    model: Any = getattr(module, "model", module)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    kinds = {}
+    for name, one in module.named_modules():
+        kind = "embeddings" if isinstance(one, nn.Embedding) else "head" if one is head else None
+        if kind is not None:
+            kinds.update({f"{name}.{part}": kind for part, value in one.named_parameters() if _dims(value) > 1})
+    return kinds
+
+
+def _kind_of(name: str, parameter: nn.Parameter) -> str:
+    if not _decays(name, parameter):
+        return "vectors"
+    return "matrices" if _dims(parameter) == 2 else "stacks"
+
+
+def _dims(parameter: Tensor) -> int:
+    return len(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 keeps a flat shard
+
+
 def _decays(name: str, parameter: nn.Parameter) -> bool:
-    shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 keeps a flat shard
-    return len(shape) > 1 and not name.endswith("bias")
+    return _dims(parameter) > 1 and not name.endswith("bias")
 
 
 def make_schedule(settings: OptimizerSettings, optimizer: Optimizer, num_steps: int) -> LRScheduler:
@@ -129,7 +263,14 @@ def make_schedule(settings: OptimizerSettings, optimizer: Optimizer, num_steps: 
     if settings.lr_scheduler is None:
         return LambdaLR(optimizer, learning_rate_share(settings, num_steps))
     made: Any = find_class(str(settings.lr_scheduler["class_path"]), LRScheduler)
-    schedule: LRScheduler = made(optimizer, **(settings.lr_scheduler.get("init_args") or {}))
+    arguments = settings.lr_scheduler.get("init_args") or {}
+    try:
+        schedule: LRScheduler = made(optimizer, **arguments)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"lr_scheduler: Expected arguments that {made.__name__} takes, got {sorted(arguments)} ({error}).",
+            fix="correct the arguments of the schedule.",
+        ) from error
     return schedule
 
 

@@ -95,12 +95,13 @@ class RunFolder:
                     f"{', '.join(others[:3])}{' and others' if len(others) > 3 else ''}."
                 )
 
-    def changes(self, command: str, settings: Mapping[str, Any]) -> list[str]:
+    def changes(self, command: str, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
         """Return what differs from the run in this folder, as problems; nothing if there is none.
 
         Args:
             command: "finetune" or "pretrain".
             settings: As `plain_settings` returns them.
+            defaults: Of settings that the run may not have known.
         """
         try:
             stored = self.read()
@@ -110,7 +111,7 @@ class RunFolder:
             return []
         if stored.get("command") != command:
             return [f"out: Expected a run of {command}, got {self.path}, a run of {stored.get('command')}."]
-        before = dict(stored.get("settings") or {})
+        before = {**defaults, **(stored.get("settings") or {})}
         if settings["global_batch"] in ("auto", stored.get("global_batch")):
             before["global_batch"] = settings["global_batch"]
         return [

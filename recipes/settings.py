@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from .data.settings import DataSettings
 from .model.loading import LoraSettings, ModelSettings
 from .module import OptimizerSettings
 
-__all__ = ["FinetuneSettings", "PretrainSettings", "TrainSettings", "plain_settings"]
+__all__ = ["FinetuneSettings", "PretrainSettings", "TrainSettings", "default_settings", "plain_settings"]
 
 # Any in this file: arguments of classes that the user names, and values of YAML.
 
@@ -58,6 +58,9 @@ class TrainSettings(DataSettings):
         min_lr: Last learning rate, as a share of the largest.
         optimizer: Another optimizer, by name or path; its arguments are optimizer.NAME.
         lr_scheduler: Another schedule, stepped after each optimizer step; its arguments are lr_scheduler.NAME.
+        groups: Optimizers of kinds of parameters (matrices, vectors, embeddings, head, stacks), as in
+            groups.matrices.optimizer=Muon groups.matrices.learning_rate=0.02. Each has optimizer, learning_rate,
+            weight_decay, and arguments of the optimizer; what is not given is that of the other settings.
         strategy: Strategy of the Trainer, such as "ddp", "fsdp", "deepspeed_stage_3" or "mesh:fsdp=2,tp=2".
         devices: Number of devices, a list of indices, or "auto".
         precision: Precision of the Trainer, such as "bf16-mixed"; None for 32 bits.
@@ -92,6 +95,7 @@ class TrainSettings(DataSettings):
     min_lr: float = 0.0
     optimizer: str | dict[str, Any] | None = None
     lr_scheduler: str | dict[str, Any] | None = None
+    groups: dict[str, Any] = field(default_factory=dict)
     strategy: str | dict[str, Any] = "auto"
     devices: int | str | list[int] = "auto"
     precision: int | str | None = None
@@ -146,6 +150,7 @@ class TrainSettings(DataSettings):
             learning_rate=rate,
             optimizer=class_node("optimizer", self.optimizer)[0],
             lr_scheduler=class_node("lr_scheduler", self.lr_scheduler)[0],
+            groups={kind: _with_class(kind, options) for kind, options in self.groups.items()},
             **{name: getattr(self, name) for name in names},
         )
 
@@ -174,6 +179,9 @@ class TrainSettings(DataSettings):
                 yield f"trainer.{name}: Expected the setting {OWNED[name]} instead, got trainer.{name}."
         for name in ("optimizer", "lr_scheduler"):
             yield from class_node(name, getattr(self, name))[1]
+        for kind, options in self.groups.items():
+            if isinstance(options, Mapping) and "optimizer" in options:
+                yield from class_node(f"groups.{kind}.optimizer", options["optimizer"])[1]
         yield from self.optimizer_settings().problems()
 
 
@@ -243,6 +251,21 @@ def plain_settings(settings: TrainSettings) -> dict[str, Any]:
     for name in ("data", "val_data"):
         found[name] = _absolute_sources(found[name])
     return found
+
+
+def default_settings(settings: TrainSettings) -> dict[str, Any]:
+    """Return the defaults of all settings that have one, as values that YAML can hold."""
+    made = [
+        (one.name, one.default if one.default_factory is MISSING else one.default_factory()) for one in fields(settings)
+    ]
+    return {name: _plain(value) for name, value in made if value is not MISSING}
+
+
+def _with_class(kind: str, options: Any) -> Any:
+    """Return the options of a group, with its optimizer in the form of `OptimizerSettings`."""
+    if not isinstance(options, Mapping) or "optimizer" not in options:
+        return options
+    return {**options, "optimizer": class_node(f"groups.{kind}.optimizer", options["optimizer"])[0]}
 
 
 def _absolute(path: str | None) -> str | None:

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING
 from ..errors import ConfigError, MissingDependency
 from ..fabric import seed_everything
 from ..messages import counted
+from ..strategies import DeepSpeedStrategy
 from .data import DataReport, RecipeData
 from .exporting.export import export_run
 from .meter import Meter
-from .model.loading import model_problems, open_tokenizer, read_config
+from .model.loading import meta_model, model_problems, open_tokenizer, read_config
 from .module import RecipeModule, strategy_problems
+from .optimizer import make_optimizer, make_schedule
 from .report import RunReport, describe_data, make_report
 from .run_folder import RunFolder
-from .settings import FinetuneSettings, PretrainSettings, TrainSettings, plain_settings
+from .settings import FinetuneSettings, PretrainSettings, TrainSettings, default_settings, plain_settings
 from .step_plan import StepPlan, accumulation, plan_steps
 from .trainer_arguments import INTERRUPTED, Machine, find_machine, make_trainer
 
@@ -221,7 +223,7 @@ def _prepare(command: str, settings: TrainSettings) -> tuple[Prepared | None, li
     run = RunFolder(settings.out.expanduser())
     problems = [*settings.problems(), *model_problems(settings.model_settings()), *run.problems()]
     if settings.resume != "force":
-        problems += run.changes(command, plain_settings(settings))
+        problems += run.changes(command, plain_settings(settings), default_settings(settings))
     config, tokenizer = _open_tokenizer(settings, problems)
     machine, found = find_machine(settings, run)
     problems += found
@@ -230,6 +232,8 @@ def _prepare(command: str, settings: TrainSettings) -> tuple[Prepared | None, li
         problems += strategy_problems(settings.model_settings(), machine.strategy, packing=settings.packing)
         accumulate, problem = accumulation(_global_batch(settings, run, machine), settings.micro_batch, machine.ranks)
         problems += [problem] if problem else []
+    if not problems:
+        problems += _optimizer_problems(settings, machine)
     data = None if tokenizer is None else RecipeData(settings.data_settings(), tokenizer, run.cache)
     meter, trainer = None, None
     if machine is not None and data is not None:
@@ -252,6 +256,21 @@ def _prepare(command: str, settings: TrainSettings) -> tuple[Prepared | None, li
     assert meter is not None
     assert trainer is not None
     return Prepared(command, settings, run, config, tokenizer, data, machine, accumulate, trainer, meter), []
+
+
+def _optimizer_problems(settings: TrainSettings, machine: Machine | None) -> list[str]:
+    """Return why optimizer and schedule cannot be made, for parameters without values."""
+    chosen = settings.optimizer_settings()
+    name = str((chosen.optimizer or {}).get("class_path", "")).rpartition(".")[2]
+    if machine is not None and isinstance(machine.strategy, DeepSpeedStrategy) and (chosen.groups or name == "Muon"):
+        what = "groups" if chosen.groups else "optimizer"
+        got = name or f"groups of {', '.join(chosen.groups)}"
+        return [f"{what}: Expected AdamW or the like with DeepSpeed, which flattens parameters, got {got}."]
+    try:
+        make_schedule(chosen, make_optimizer(chosen, meta_model(settings.model_settings())), 100)
+    except ConfigError as error:
+        return [error.what]
+    return []
 
 
 def refused(command: str, problems: list[str]) -> ConfigError:

@@ -11,6 +11,7 @@ from recipe_models import import_libraries
 from recipe_runs import make_inputs, settings
 
 import loopwright as lw
+from loopwright.errors import ConfigError
 from loopwright.recipes.model.settings import LoraSettings
 from loopwright.recipes.plan import plan
 from loopwright.recipes.train import finetune
@@ -69,6 +70,20 @@ def test_bytes_and_steps_are_those_of_the_training(inputs: Path, tmp_path: Path,
     assert planned.steps.num_steps == report.steps
     assert (planned.sizes.trained, planned.sizes.frozen) == (report.parameters, report.frozen_parameters)
     assert planned.steps.trained_per_step * planned.steps.steps_per_epoch >= report.data["trained_tokens"]
+
+
+def test_a_plan_makes_the_optimizer(inputs: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer: Expected .* Muon takes.* only supports 2D"):
+        plan(settings(inputs, tmp_path / "run", method="full", optimizer="Muon", steps=1))
+    groups = {"matrices": {"optimizer": "Muon", "learning_rate": 0.02}}
+    with pytest.raises(ConfigError, match="groups: Expected AdamW or the like with DeepSpeed"):
+        plan(settings(inputs, tmp_path / "run", method="full", groups=groups, strategy="deepspeed_stage_2"))
+    chosen = settings(inputs, tmp_path / "run", method="full", groups=groups, steps=1)
+    planned = plan(chosen)
+    assert planned is not None
+    assert "as for AdamW" in planned.describe()
+    assert finetune(chosen) is not None
+    assert finetune(chosen) is not None  # the same settings, as they were written
 
 
 def test_a_plan_of_sixteen_bits_says_so(inputs: Path, tmp_path: Path) -> None:

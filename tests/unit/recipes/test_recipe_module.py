@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch import Tensor
 import loopwright as lw
 from loopwright import CheckpointError, ConfigError, DataError
 from loopwright.recipes.loss import find_router_loss
-from loopwright.recipes.model.loading import LoraSettings, ModelSettings, open_model
+from loopwright.recipes.model.loading import LoraSettings, ModelSettings, meta_model, open_model
 from loopwright.recipes.module import OptimizerSettings, RecipeModule, block_classes
-from loopwright.recipes.optimizer import learning_rate_share, make_optimizer
+from loopwright.recipes.optimizer import learning_rate_share, make_optimizer, make_schedule
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -223,7 +224,7 @@ def test_a_term_that_would_be_left_out_is_refused(tmp_path: Path) -> None:
 
 def test_vectors_have_no_weight_decay(folder: Path) -> None:
     module = open_model(settings(folder))
-    optimizer = make_optimizer(OptimizerSettings(weight_decay=0.1), module.named_parameters())
+    optimizer = make_optimizer(OptimizerSettings(weight_decay=0.1), module)
     decayed, others = ({id(one) for one in group["params"]} for group in optimizer.param_groups)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     for name, one in module.named_parameters():
@@ -245,6 +246,80 @@ def test_another_optimizer_and_schedule(folder: Path) -> None:
     assert type(optimizer) is torch.optim.SGD
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
     assert optimizer.param_groups[0]["momentum"] == 0.9
+
+
+MUON = {
+    "matrices": {"optimizer": {"class_path": "Muon"}, "learning_rate": 0.02, "momentum": 0.9, "weight_decay": 0.1},
+    "embeddings": {"learning_rate": 3e-3},
+}
+
+
+def fit_groups(folder: Path, max_steps: int, path: Path | None = None) -> tuple[lw.Trainer, RecipeModule]:
+    chosen = OptimizerSettings(learning_rate=1e-2, eps=1e-4, schedule="linear", warmup=0, groups=MUON)
+    runner, module = trainer(max_steps=max_steps), RecipeModule(settings(folder), chosen, 4)
+    runner.fit(module, loader(2), ckpt_path=path)
+    return runner, module
+
+
+def test_groups_of_parameters_have_optimizers_and_rates(folder: Path, tmp_path: Path) -> None:
+    runner, module = fit_groups(folder, 4)
+    names = [group["name"] for group in runner.optimizers[0].param_groups]
+    assert names == ["matrices", "vectors", "embeddings", "head"]
+
+    model: Any = open_model(settings(folder))
+    by_name = dict(model.named_parameters())
+    table, head = by_name["model.embed_tokens.weight"], by_name["lm_head.weight"]
+    matrices = [one for one in by_name.values() if one.ndim == 2 and one is not table and one is not head]
+    adamw = partial(lw.optim.adamw, weight_decay=0, eps=1e-4)
+    optimizers = [
+        torch.optim.Muon(matrices, lr=0.02, momentum=0.9, weight_decay=0.1),
+        adamw([one for one in by_name.values() if one.ndim == 1], lr=1e-2),
+        adamw([table], lr=3e-3),
+        adamw([head], lr=1e-2),
+    ]
+    rates = [one.param_groups[0]["lr"] for one in optimizers]
+    for step, given in zip(range(4), loader(2), strict=False):
+        for one, rate in zip(optimizers, rates, strict=True):
+            one.param_groups[0]["lr"] = rate * (1 - step / 4)
+            one.zero_grad()
+        loss, count = own_loss(model, given)
+        (loss / count).backward()
+        for one in optimizers:
+            one.step()
+    for name, one in module.model.named_parameters():
+        # Muon divides updates by their norm, which enlarges the rounding of gradients (1e-7).
+        torch.testing.assert_close(one, by_name[name], rtol=0, atol=2e-5, msg=name)
+
+    half, _ = fit_groups(folder, 2)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    _, resumed = fit_groups(folder, 4, tmp_path / "half.ckpt")
+    assert all(torch.equal(one, resumed.state_dict()[name]) for name, one in module.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("chosen", "problem"),
+    [
+        ({"optimizer": {"class_path": "Muon"}}, "optimizer: Expected arguments and parameters that Muon takes"),
+        ({"groups": {"vectors": {"optimizer": {"class_path": "Muon"}}}}, "groups.vectors: Expected .* Muon takes"),
+        ({"groups": {"matrices": {"momentun": 1}}}, "groups.matrices: Expected .*'momentun'"),
+        ({"groups": {"stacks": {"learning_rate": 1}}}, "groups.stacks: Expected trained parameters of this kind"),
+        ({"lr_scheduler": {"class_path": "StepLR"}}, "lr_scheduler: Expected arguments that StepLR takes, got"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_is_named(folder: Path, chosen: dict[str, Any], problem: str) -> None:
+    given = OptimizerSettings(**chosen)
+    with pytest.raises(ConfigError, match=problem):
+        make_schedule(given, make_optimizer(given, meta_model(settings(folder))), 10)
+
+
+def test_invalid_groups_are_named() -> None:
+    groups: Any = {"matrix": {}, "head": 3, "vectors": {"learning_rate": -1}}
+    kind, *others = OptimizerSettings(groups=groups).problems()
+    assert "(matrices, vectors, embeddings, head, stacks), got 'matrix' (did you mean 'matrices'?)" in kind
+    assert others == [
+        "groups.head: Expected optimizer, learning_rate and weight_decay, got 3.",
+        "groups.vectors.learning_rate: Expected at least 0, got -1.",
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
