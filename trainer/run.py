@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -122,13 +122,6 @@ class BeforeValidation:
     loggers: StateDict | None = None
 
 
-@runtime_checkable
-class _KnowsTrainer(Protocol):
-    """A callback that keeps the Trainer of its run."""
-
-    def release_run(self) -> None: ...
-
-
 @dataclass(slots=True, weakref_slot=True)
 class Run:
     """One fit, validate, test or predict.
@@ -223,11 +216,6 @@ class Run:
         self.trainer = weakref.proxy(self.trainer)
         self.own_steps = None
         self.after_epoch.clear()
-        for callback in self.callbacks:
-            if vars(callback).get("log") == getattr(self.module, "log", None):
-                del callback.__dict__["log"], callback.__dict__["log_dict"]
-            if isinstance(callback, _KnowsTrainer):
-                callback.release_run()
         self.lifecycle.release()
 
     @property

@@ -964,12 +964,18 @@ class Trainer(TrainerAttributes):
             run.release()
 
     def _lw_release(self) -> None:
-        """Let the module and the data module know this Trainer weakly from now on; see `Run.release`."""
+        """Let those who were told of this Trainer know it weakly from now on; see `Run.release`."""
         module, datamodule = self.lightning_module, self.datamodule
         if module is not None:
             begin.know_weakly(self, module)
         if datamodule is not None:
             begin.know_weakly(self, datamodule)
+        for callback in self.callbacks:
+            if vars(callback).get("log") == getattr(module, "log", None):
+                vars(callback).pop("log", None)
+                vars(callback).pop("log_dict", None)
+            if hasattr(callback, "release_run"):
+                callback.release_run()
         if self.state.fn == "fit":
             self.toggles.end()
         if self._lw_revert_layer_sync is not None:
