@@ -217,7 +217,8 @@ class _Tokenizing:
         if self._problems.count > self._before:
             return
         if not self.writer.tokens:
-            self._problems.add(f"{path}: Expected at least one sample, got none.")
+            left_out = "".join(f": {counted(count, 'record')} with {one}" for one, count in self._left_out.items())
+            self._problems.add(f"{path}: Expected at least one sample, got none{left_out}.")
         elif not self.writer.trained:
             self._problems.add(f"{path}: Expected trained tokens, got none: all labels are masked.")
         elif self._kind in ("chat", "instruct", "completion") and not self._has_end:

@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from .formats import BadRecord, Chat, Message
@@ -27,6 +26,7 @@ Span: TypeAlias = "tuple[int, int]"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINKING = re.compile(r"</?think>")
 _QUESTION, _ANSWER = "loopwright question", "loopwright answer"
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "loopwright_call", "arguments": {"key": "value"}}}
 # Keys of messages that name something for programs, not for the model.
 _NAMES = ("tool_call_id", "id")
 
@@ -92,9 +92,7 @@ class ChatText:
             if message["role"] != "assistant":
                 self._note_unwritten(chat, message, full)
         if self._train_on == "all":
-            if turns and 0 < turns[-1] == len(chat.messages) - 1:
-                full = self._turn(chat, turns[-1]).text
-            return [Spanned(full, None, bool(self._special.search(full)))]
+            return [self._whole(chat, turns[-1], full) if turns else Spanned(full, None)]
         chosen = [index for index in turns if index >= chat.first_trained and index not in chat.untrained]
         if not chosen:
             got = "none that is trained" if turns else "none"
@@ -116,14 +114,26 @@ class ChatText:
         return self._write(self._fit(Chat(messages)), len(messages), prompt=True)[0]
 
     def end_tokens(self) -> list[str]:
-        """Return the tokens that end an answer; none if the template refuses a question with an answer."""
-        try:
-            chat = self._fit(Chat([{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]))
-            closing = self._close(chat, 1)
-            end = closing.text[: closing.end] or self._follow(chat, 1)
-        except BadRecord:
-            return []
-        return re.findall(self._end, end)[-1:]
+        """Return the tokens that end an answer and a call; none if the template refuses both."""
+        found: dict[str, None] = {}
+        # Two calls: the end of one call does not end the turn.
+        for answer in ({"content": _ANSWER}, {"content": None, "tool_calls": [_CALL, _CALL]}):
+            question = {"role": "user", "content": _QUESTION}
+            try:
+                chat = self._fit(Chat([question, {"role": "assistant", **answer}]))
+                turn = self._ended(chat, 1, self._write(chat, 2)[0], 0)
+            except BadRecord:
+                continue
+            if turn.has_end and not _missing(_pieces(chat.messages[1]), turn.text):
+                found[re.findall(self._end, turn.text[: _end_of(turn)])[-1]] = None
+        return list(found)
+
+    def _whole(self, chat: Chat, index: int, full: str) -> Spanned:
+        """Return a chat all of which is trained, with the end of its last answer."""
+        last = self._ended(chat, index, self._write(chat, index + 1)[0], 0)
+        if missing := _missing(_pieces(chat.messages[index]), last.text):
+            raise _unwritten(index, missing)
+        return Spanned(last.text if last.text.startswith(full) else full, None, last.has_end)
 
     def _turn(self, chat: Chat, index: int) -> Spanned:
         """Return the text up to an answer with it, and the ranges of the answer."""
@@ -148,10 +158,7 @@ class ChatText:
         if missing := _missing(_pieces(message), turn.text[start:]):
             if continued := self._continued(chat, index, before):
                 return continued
-            raise BadRecord(
-                f"Expected the chat template to write all of the answer in message {index + 1}, got a text without "
-                f"{missing if len(missing) <= 40 else missing[:37] + '...'!r}."
-            )
+            raise _unwritten(index, missing)
         if start < len(before):
             self.notes[
                 f"The chat template's generation prompt ends with {before[start:]!r}, which it does not write before "
@@ -208,7 +215,9 @@ class ChatText:
             return Spanned(text, ((start, end),))
         if not closing.end and (following := self._follow(chat, index)):
             return Spanned(text + following, ((start, len(text + following)),))
-        if last := self._last_special.search(text, start):  # of calls, which may have another end than answers
+        # Calls may have another end than answers. A special token behind an answer without an end is its own.
+        has_other = closing.end or chat.messages[index].get("tool_calls")
+        if has_other and (last := self._last_special.search(text, start)):
             return Spanned(text, ((start, last.end()),))
         return Spanned(text, ((start, len(text)),), has_end=False)
 
@@ -230,7 +239,7 @@ class ChatText:
         """Return what the template writes behind an answer in place of this one."""
         if self._closing is None:
             text, _ = self._write(_but(chat, index, self._answer()), index + 1)
-            behind = text.rpartition(_ANSWER)[2] if _ANSWER in text else ""
+            behind = text.partition(_ANSWER)[2]
             tokens = re.search(rf"(?:{self._end})+", behind)
             self._closing = _Closing(behind, tokens.end() if tokens else 0)
         return self._closing
@@ -279,7 +288,9 @@ class ChatText:
         """
         calls = [call["function"]["arguments"] for one in chat.messages for call in one.get("tool_calls", ())]
         kind = any(calls), all(one["content"] for one in chat.messages)
-        known = [self._forms[kind]] if kind in self._forms else list(product((False, True), (False, True)))
+        known = (
+            [self._forms[kind]] if kind in self._forms else [(False, False), (True, False), (False, True), (True, True)]
+        )
         first: Chat | None = None
         problem: BadRecord | None = None
         for form in known:
@@ -375,10 +386,15 @@ def _end_of(part: Spanned) -> int:
 def _marked(turn: Spanned, marks: Sequence[Span]) -> Spanned:
     """Return the parts of an answer that the template marks."""
     ((start, end),) = turn.spans or ()
-    spans = tuple((max(a, start), min(b, end)) for a, b in marks if max(a, start) < min(b, end))
+    spans: list[Span] = []
+    for first, last in ((max(a, start), min(b, end)) for a, b in marks):
+        if spans and spans[-1][1] == first < last:
+            spans[-1] = spans[-1][0], last
+        elif first < last:
+            spans.append((first, last))
     if not spans:
         raise BadRecord("Expected the template's generation marks to cover an answer, got none that does.")
-    return Spanned(turn.text, spans, turn.has_end and spans[-1][1] == end)
+    return Spanned(turn.text, tuple(spans), turn.has_end and spans[-1][1] == end)
 
 
 def _content(message: Message) -> str:
@@ -395,6 +411,13 @@ def _pieces(message: Message) -> list[str]:
     ]
     names = [name for one, keys in zip(functions, arguments, strict=True) for name in (one["name"], *keys)]
     return [piece for piece in [*pieces, *names] if piece]
+
+
+def _unwritten(index: int, missing: str) -> BadRecord:
+    shown = repr(missing if len(missing) <= 40 else f"{missing[:37]}...")
+    return BadRecord(
+        f"Expected the chat template to write all of the answer in message {index + 1}, got a text without {shown}."
+    )
 
 
 def _missing(pieces: Iterable[str], text: str) -> str:

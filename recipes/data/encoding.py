@@ -170,9 +170,9 @@ class Encoder:
 
     def _tokens(self, text: str) -> tuple[list[int], Array]:
         """Return the tokens of a text, and where each begins."""
-        options = {"return_attention_mask": False, "return_offsets_mapping": True, "verbose": False}
-        out = self._tokenizer(text, add_special_tokens=False, **options)
-        return list(out["input_ids"]), _starts(out["offset_mapping"])
+        # Without the tokenizer's checks of arguments, which take longer than a prompt.
+        encoded = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        return list(encoded.ids), _starts(encoded.offsets)
 
     def _wrap(self, draft: Draft, ids: Array, mask: Array | None) -> Part:
         """Put the first and last tokens around those of the text; the last one is trained, as it ends the answer."""

@@ -145,6 +145,7 @@ def test_a_shard_is_pickled_without_its_content(tmp_path: Path) -> None:
 
 PROMPTLESS = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 UNENDED = "{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration %}\n{% endfor %}"
+TAGGED = {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2<|im_start|>"}]}
 
 
 @pytest.mark.parametrize(
@@ -153,6 +154,8 @@ UNENDED = "{% for message in messages %}{% generation %}{{ message.content }}{% 
         (None, chat(1), "a.jsonl:1: Expected a tokenizer with a chat_template for chat data, got one without."),
         (PROMPTLESS, chat(1), "a.jsonl: Expected a trained end token, got none in any answer"),
         (UNENDED, chat(1), "a.jsonl: Expected a trained end token, got none in any answer"),
+        (UNENDED, TAGGED, "a.jsonl: Expected a trained end token, got none in any answer"),
+        (CHATML, {**TAGGED, "label": False}, "Expected at least one sample, got none: 1 record with label=false."),
         (CHATML, {"input_ids": [3, 4], "labels": [-100, -100]}, "a.jsonl: Expected trained tokens, got none"),
         (CHATML, {"input_ids": [3, 999]}, "the size of the tokenizer, got 999."),
         (CHATML, {"foo": 1}, "got the keys foo."),

@@ -216,9 +216,12 @@ def test_end_tokens_of_generation_are_those_of_the_template() -> None:
     from types import SimpleNamespace
 
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None))
-    for template, special, found in ((COHERE, COHERE_TOKENS, "<|END|>"), (ROLES, ROLE_TOKENS, "<|user|>")):
+    for template, special, found in (
+        (COHERE, COHERE_TOKENS, ["<|END|>"]),  # writes no calls
+        (ROLES, ROLE_TOKENS, ["<|user|>", "<|observation|>"]),
+    ):
         tokenizer = small_tokenizer(template, special=special, end=special[0])
-        assert end_tokens(model, tokenizer) == sorted(tokenizer.convert_tokens_to_ids([special[0], found]))
+        assert end_tokens(model, tokenizer) == sorted(tokenizer.convert_tokens_to_ids([special[0], *found]))
 
 
 # The end of a turn.
@@ -274,7 +277,7 @@ def test_a_turn_that_the_next_role_ends_is_trained_with_it() -> None:
     assert trained(sample) == ["one<|user|>", "two</answer><|user|>"]
     (sample,) = samples(tokenizer, called)
     assert trained(sample) == [
-        json.dumps(CALL["function"]).replace('{"name"', '{"name"') + "<|observation|>",
+        json.dumps(CALL["function"]) + "<|observation|>",
         "<answer>2</answer><|user|>",
     ]
 
@@ -304,6 +307,14 @@ def swallowing(tokenizer: Any) -> Any:
     )
     made.chat_template = tokenizer.chat_template
     return made
+
+
+def test_everything_is_trained_with_the_end_of_the_last_turn() -> None:
+    tokenizer = small_tokenizer(ROLES, special=ROLE_TOKENS, end="<|eos|>")
+    (sample,) = samples(tokenizer, ask("one"), "all")
+    assert trained(sample) == ["<|user|>\nQuestion 0?<|assistant|>\none<|user|>"]
+    with pytest.raises(BadRecord, match="got a text without 'add'"):
+        samples(small_tokenizer(), [*ask("one"), {"role": "assistant", "content": "", "tool_calls": [CALL]}], "all")
 
 
 # Marks.

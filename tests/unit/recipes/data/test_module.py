@@ -204,6 +204,18 @@ def test_the_report_counts_and_shows_the_first_sample(tmp_path: Path) -> None:
     assert "".join(text for text, _ in report.first_sample) == full
 
 
+def test_what_is_not_read_of_records_is_noted_once_per_source(tmp_path: Path) -> None:
+    records = [{**chat(number), "id": number, "label": number != 3} for number in range(8)]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    tokenizer = small_tokenizer()
+    report = opened(DataSettings(path, max_length=96), tmp_path, tokenizer).report
+    assert report.notes[1:] == [
+        f"{path}: Keys of records that are not read: id.",
+        f"{path}: 1 record with label=false left out.",
+    ]
+    assert (report.records, report.samples) == (8, 7)
+
+
 def test_held_out_records_are_not_trained_on(tmp_path: Path) -> None:
     tokenizer = small_tokenizer()
     path = write_jsonl(tmp_path / "a.jsonl", [chat(number) for number in range(20)])
