@@ -209,15 +209,17 @@ def prepare(command: str, settings: TrainSettings) -> Prepared:
 
 
 def check(settings: TrainSettings) -> list[str]:
-    """Return everything that is wrong with settings, model and data of a training, as `name: Expected ..., got ...`.
+    """Return what is wrong with settings, model and first records of a training, as `name: Expected ..., got ...`.
 
     Raises:
         MissingDependency: A package is not installed.
     """
-    return _prepare("pretrain" if isinstance(settings, PretrainSettings) else "finetune", settings)[1]
+    command = "pretrain" if isinstance(settings, PretrainSettings) else "finetune"
+    return _prepare(command, settings, is_trial=True)[1]
 
 
-def _prepare(command: str, settings: TrainSettings) -> tuple[Prepared | None, list[str]]:
+def _prepare(command: str, settings: TrainSettings, *, is_trial: bool = False) -> tuple[Prepared | None, list[str]]:
+    """Return what a training needs, None with problems, and the problems; on trial, no data are tokenized."""
     if importlib.util.find_spec("transformers") is None:
         raise MissingDependency("transformers", needed_for=f"recipe {command}", extra="recipes")
     run = RunFolder(settings.out.expanduser())
@@ -243,8 +245,11 @@ def _prepare(command: str, settings: TrainSettings) -> tuple[Prepared | None, li
         problems += found
     is_first = trainer is None or trainer.is_global_zero
     if data is not None and is_first and not list(run.problems()):
-        problems += data.problems(None if config is None else _vocab_size(config))
-        problems += [] if problems else _rows_problems(settings, run, data, machine, accumulate)
+        if problems or is_trial:  # a mistake in a setting is named before an hour of tokenizing
+            problems += data.first_problems()
+        else:
+            problems += data.problems(None if config is None else _vocab_size(config))
+            problems += [] if problems else _rows_problems(settings, run, data, machine, accumulate)
     # Rank 0 wrote the settings into the folder meanwhile, or will name what is wrong: it alone decides.
     is_refused = problems and is_first
     if is_refused or None in (config, tokenizer, data, machine, meter, trainer):

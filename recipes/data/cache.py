@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ __all__ = ["Cache", "ProblemList", "describe_tokenizer"]
 
 VERSION = 2
 _SHOWN = 20
+_SKIPPED = "skipped.txt"  # beside the tokens
+_TRIED = 200  # records that are read where other settings are wrong
 _CHARACTERS = 1 << 20  # tokenized at a time
 _DRAFTS = 1024
 _EDGE = 1 << 16  # bytes at both ends of a file that count for its identity
@@ -83,6 +86,8 @@ class Cache:
             "train_on": settings.train_on,
             "prompt_style": settings.prompt_style,
         }
+        if settings.on_bad_record == "skip":
+            described["max_bad_records"] = settings.max_bad_records
         return self._folder / f"tokens-{_digest(json.dumps(described))}"
 
     def fill(self, source: Source, problems: ProblemList) -> None:
@@ -99,6 +104,19 @@ class Cache:
             if not folder.is_dir():
                 self._tokenize(source, files, folder, problems)
 
+    def try_out(self, source: Source, problems: ProblemList) -> None:
+        """Check the first records of a source that is not tokenized yet; nothing is tokenized or kept."""
+        folder = self.find(source)
+        if folder.is_dir():
+            return
+        files, problem = find_files(source.path)
+        if problem:
+            problems.add(problem)
+            return
+        work = _Tokenizing(self._settings, self._tokenizer, folder, problems, is_trial=True)
+        for record in islice((record for file in files for record in read_records(file)), _TRIED):
+            work.add(record)
+
     def _check_tokenized(self, source: Source, problems: ProblemList) -> None:
         manifest = Shard(source.path).manifest
         if manifest.get("tokenizer") != self._tokenizer_key:
@@ -108,7 +126,7 @@ class Cache:
         began, before = time.monotonic(), problems.count
         temporary = temporary_folder(folder)
         try:
-            work = self._read_all(source, files, temporary, problems)
+            work = self._read_all(source, files, temporary, problems, folder)
             if problems.count == before:
                 publish(temporary, folder)
                 seconds = time.monotonic() - began
@@ -116,7 +134,9 @@ class Cache:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # with problems, or after Ctrl-C
 
-    def _read_all(self, source: Source, files: Sequence[Path], folder: Path, problems: ProblemList) -> _Tokenizing:
+    def _read_all(
+        self, source: Source, files: Sequence[Path], folder: Path, problems: ProblemList, final: Path
+    ) -> _Tokenizing:
         work = _Tokenizing(self._settings, self._tokenizer, folder, problems)
         total = sum(file.stat().st_size for file in files)
         bar = tqdm(total=total, desc=f"Tokenizing {source.path.name}", unit="B", unit_scale=True, disable=None)
@@ -125,7 +145,7 @@ class Cache:
                 for record in read_records(file):
                     work.add(record)
                     bar.update(record.size)
-            work.finish(source.path, self._tokenizer_key)
+            work.finish(source.path, self._tokenizer_key, final)
         return work
 
 
@@ -133,8 +153,15 @@ class _Tokenizing:
     """The pass over one source: records in, tokens out, in batches."""
 
     def __init__(
-        self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, folder: Path, problems: ProblemList
+        self,
+        settings: DataSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        folder: Path,
+        problems: ProblemList,
+        *,
+        is_trial: bool = False,
     ) -> None:
+        self._is_trial = is_trial
         self._settings, self._problems = settings, problems
         self._before = problems.count
         self._tokenizer = tokenizer
@@ -148,6 +175,7 @@ class _Tokenizing:
         self._has_end = self._has_said_template = False
         self._unread: dict[str, None] = {}  # keys of records, in order
         self._left_out = Counter[str]()
+        self._skipped: list[str] = []
 
     @property
     def writer(self) -> ShardWriter:
@@ -173,13 +201,32 @@ class _Tokenizing:
             self._left_out[str(reason)] += 1
             return
         except BadRecord as error:
-            self._problems.add(f"{record.place}: {error}")
+            self._refuse(f"{record.place}: {error}")
+            return
+        if self._is_trial:
             return
         for draft in (draft for sample in samples for draft in sample):
             self._waiting.append((draft, self._records - 1))
             self._characters += len(draft.text)
         if self._characters >= _CHARACTERS or len(self._waiting) >= _DRAFTS:
             self._flush()
+
+    def _refuse(self, problem: str) -> None:
+        """Note a record that cannot be used: as one that is skipped, or as a problem."""
+        limit = self._settings.max_bad_records
+        if self._settings.on_bad_record == "error":
+            self._problems.add(problem)
+            return
+        self._skipped.append(problem)
+        if len(self._skipped) == limit + 1:
+            place = problem.partition(": ")[0]
+            self._problems.add(
+                f"max_bad_records: Expected at most {limit} bad records in a source, got more at {place}."
+            )
+            for one in self._skipped:
+                self._problems.add(one)
+        elif len(self._skipped) > limit:
+            self._problems.add(problem)
 
     def _drafts(self, record: Record) -> list[list[Draft]]:
         if self._kind is None:
@@ -211,8 +258,14 @@ class _Tokenizing:
         self._waiting.clear()
         self._characters = 0
 
-    def finish(self, path: Path, tokenizer_key: str) -> None:
-        """Tokenize the rest, look at all samples together, and write the manifest."""
+    def finish(self, path: Path, tokenizer_key: str, folder: Path) -> None:
+        """Tokenize the rest, look at all samples together, and write the manifest.
+
+        Args:
+            path: The source.
+            tokenizer_key: Digest of the tokenizer.
+            folder: Where the tokens are going to be.
+        """
         self._flush()
         if self._problems.count > self._before:
             return
@@ -227,10 +280,17 @@ class _Tokenizing:
                 "Generation marks of the chat template have to cover its end-of-turn token."
             )
         manifest = {"version": VERSION, "kind": self._kind, "records": self._records, "tokenizer": tokenizer_key}
-        self.writer.finish({**manifest, "notes": [f"{path}: {note}" for note in self._notes()]})
+        if self._skipped:
+            (self._folder / _SKIPPED).write_text("".join(f"{one}\n" for one in self._skipped))
+        self.writer.finish({**manifest, "notes": [f"{path}: {note}" for note in self._notes(folder)]})
 
-    def _notes(self) -> Iterator[str]:
+    def _notes(self, folder: Path) -> Iterator[str]:
         """Yield what was not read of the records."""
+        if self._skipped:
+            yield (
+                f"{counted(len(self._skipped), 'bad record')} skipped, listed in {folder / _SKIPPED}; "
+                f"the first: {self._skipped[0]}"
+            )
         if self._unread:
             names = [str(name) for name in self._unread]
             rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

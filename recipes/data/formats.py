@@ -58,7 +58,7 @@ class BadRecord(ValueError):
 
 
 class LeftOut(Exception):
-    """A record is marked as one that is not trained; the text says by what."""
+    """A record is one that is not trained; the text says by what."""
 
 
 class NoTemplate(BadRecord):
@@ -128,7 +128,7 @@ def to_example(value: Any, kind: str, style: str | None, *, has_template: bool) 
 
     Raises:
         BadRecord: It has other keys, or a value is invalid.
-        LeftOut: It is marked as a wrong answer (`label`: false).
+        LeftOut: It is marked as a wrong answer (`label`: false), or a text is empty.
     """
     if not isinstance(value, Mapping):
         raise BadRecord(f"Expected an object with keys, got {_brief(value)}.")
@@ -136,6 +136,8 @@ def to_example(value: Any, kind: str, style: str | None, *, has_template: bool) 
         expected = " or ".join(" and ".join(sorted(keys)) for keys in KEYS[kind])
         raise BadRecord(f"Expected {expected} ({kind} data), got {_keys(value)}.")
     if kind == "text":
+        if value["text"] is None or (isinstance(value["text"], str) and not value["text"].strip()):
+            raise LeftOut("an empty text")
         return Text(_text(value, "text"))
     if kind == "ids":
         return _to_ids(value)

@@ -81,6 +81,17 @@ class RecipeData(DataModule):
                 found.setdefault(source, []).append(str(record + 1))
         return "; ".join(f"{sources[source].path}, {_listed(records)}" for source, records in found.items())
 
+    def first_problems(self) -> list[str]:
+        """Return what is wrong with settings, tokenizer and the first records, without tokenizing anything."""
+        problems = [*self._settings.problems(), *self._tokenizer_problems()]
+        if problems:
+            return problems
+        cache = Cache(self._folder, self._settings, self._tokenizer)
+        found = ProblemList()
+        for source in self._sources():
+            cache.try_out(source, found)
+        return found.lines()
+
     def problems(self, vocab_size: int | None = None) -> list[str]:
         """Return everything that is wrong with the data: `file:line: Expected ..., got ...`, the first 20 and a count.
 

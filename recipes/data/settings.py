@@ -14,6 +14,7 @@ __all__ = ["KINDS", "PROMPT_STYLES", "DataSettings", "Source"]
 
 KINDS = ("chat", "instruct", "completion", "text", "ids")
 TRAIN_ON = ("assistant", "last", "all")
+ON_BAD_RECORD = ("error", "skip")
 TOO_LONG = ("cut", "drop", "split")
 # Prompts of instruct and completion data, by name. An empty input leaves its section out.
 PROMPT_STYLES = {
@@ -45,6 +46,8 @@ class DataSettings:
         train_on: Trained messages of a chat: those of the assistant, the last of these, or everything.
         prompt_style: Prompt of instruct and completion data: "alpaca", "plain", or a format string. None uses the
             tokenizer's chat template.
+        on_bad_record: "error" names all records that cannot be used; "skip" leaves them out, and lists them in a file.
+        max_bad_records: Largest number of skipped records in a source.
         max_length: Tokens in a row.
         too_long: What happens with longer samples; text is always split, unless it is dropped.
         packing: Whether a row holds several samples, kept apart by `position_ids`.
@@ -61,6 +64,8 @@ class DataSettings:
     kind: str = "auto"
     train_on: str = "assistant"
     prompt_style: str | None = None
+    on_bad_record: str = "error"
+    max_bad_records: int = 100
     max_length: int = 2048
     too_long: str = "cut"
     packing: bool = True
@@ -83,12 +88,12 @@ class DataSettings:
         return list(self._problems())
 
     def _problems(self) -> Iterator[str]:
-        choices = {"kind": ("auto", *KINDS), "train_on": TRAIN_ON, "too_long": TOO_LONG}
+        choices = {"kind": ("auto", *KINDS), "train_on": TRAIN_ON, "too_long": TOO_LONG, "on_bad_record": ON_BAD_RECORD}
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:
                 yield f"{name}: Expected one of {', '.join(known)}, got {value!r}{nearest(str(value), known)}."
-        for name, least in {"max_length": 2, "micro_batch": 1, "num_workers": 0}.items():
+        for name, least in {"max_length": 2, "micro_batch": 1, "num_workers": 0, "max_bad_records": 1}.items():
             if getattr(self, name) < least:
                 yield f"{name}: Expected at least {least}, got {getattr(self, name)}."
         if not 0 <= self.val_fraction < 1:

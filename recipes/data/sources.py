@@ -157,7 +157,10 @@ def _read_json(file: Path) -> Iterator[Record]:
     """Read a list of objects, or one object per line, which some write into files of this name."""
     size = file.stat().st_size
     try:
-        parsed = _Json(file.read_text("utf-8-sig"))
+        text = file.read_text("utf-8-sig")
+        if not text.strip():
+            return  # as a jsonl file without lines
+        parsed = _Json(text)
     except UnicodeDecodeError as error:
         yield Record(f"{file}:1", size=size, problem=_not_utf8(error))
         return

@@ -18,7 +18,7 @@ from loopwright.checkpoint import storage
 from loopwright.errors import ConfigError, NonFiniteError
 from loopwright.loggers import CSVLogger
 from loopwright.recipes.exporting.export import export_run
-from loopwright.recipes.train import finetune
+from loopwright.recipes.train import check, finetune
 
 # Any in this file: settings.
 
@@ -266,6 +266,15 @@ def test_all_mistakes_are_named_at_once(inputs: Path, tmp_path: Path) -> None:
     ):
         assert part in text
     assert not (tmp_path / "run" / "recipe.yaml").exists()
+
+
+def test_a_wrong_setting_is_named_before_the_data_are_tokenized(inputs: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="schedule: Expected one of") as caught:
+        finetune(settings(inputs, tmp_path / "run", schedule="cosin"))
+    assert "got 1 problem" in str(caught.value)
+    assert check(settings(inputs, tmp_path / "run")) == []
+    assert not list(tmp_path.rglob("tokens-*"))
+    assert not list(tmp_path.rglob("rows-*"))
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(inputs: Path, tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_labels_of_ids_are_a_mask() -> None:
         ({**ALPACA, "history": [["a", "b"]]}, "instruct", "Expected no history beside a prompt_style"),
         ({**ALPACA, "output": ""}, "instruct", "Expected an answer in output, got an empty text."),
         ({**PAIR, "prompt": 1}, "completion", "Expected prompt to be a text, got 1."),
-        ({"text": ""}, "text", "Expected text to be a text, got an empty text."),
+        ({"text": 3}, "text", "Expected text to be a text, got 3."),
         ({"input_ids": []}, "ids", "Expected input_ids to be a list of token ids, got an empty list."),
         ({"input_ids": [1, 2], "labels": [1]}, "ids", "Expected as many labels as input_ids (2), got 1."),
         ({"input_ids": [1, 2], "labels": [2, -100]}, "ids", "Expected label 0 to be input_ids[0]=1 or -100, got 2."),

@@ -15,6 +15,7 @@ from recipe_texts import chat, sentence, small_tokenizer, write_jsonl
 import loopwright as lw
 from loopwright.data import BatchStream, Shard
 from loopwright.recipes.data import DataSettings, RecipeData
+from loopwright.recipes.data.sources import read_records
 
 
 def opened(settings: DataSettings, folder: Path, tokenizer: object = None) -> RecipeData:
@@ -234,3 +235,42 @@ def test_a_weight_repeats_a_source_and_a_fraction_takes_a_part(tmp_path: Path) -
     data = opened(DataSettings(sources, max_length=128), tmp_path, tokenizer)
     counts = Counter(samples_of(data.train_dataloader(), tokenizer.eos_token_id))
     assert sorted(counts.values()) == [1] * 5 + [2] * 4
+
+
+def test_empty_texts_are_left_out_and_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, text in {"a.txt": "one two three", "b.txt": "", "c.txt": " \n", "d.txt": "four five six"}.items():
+        (folder / name).write_text(text)
+    lines = write_jsonl(tmp_path / "a.jsonl", [{"text": "seven eight"}, {"text": ""}, {"text": None}])
+    (tmp_path / "none.json").write_text("")
+    data = opened(DataSettings([str(folder), str(lines)], max_length=64), tmp_path)
+    assert data.report.samples == 3
+    assert data.report.records == 7
+    assert [note for note in data.report.notes if "left out" in note] == [
+        f"{folder}: 2 records with an empty text left out.", f"{lines}: 2 records with an empty text left out."
+    ]  # fmt: skip
+    assert list(read_records(tmp_path / "none.json")) == []
+
+
+def test_bad_records_are_skipped_up_to_a_limit_and_listed(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [chat(number) for number in range(6)])
+    good = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*good[:2], "{broken\n", *good[2:], '{"messages": []}\n']))
+
+    def settings(**changes: object) -> DataSettings:
+        return DataSettings(path, **{"max_length": 128, "on_bad_record": "skip", **changes})  # type: ignore[arg-type]
+
+    data = opened(settings(), tmp_path)
+    assert data.report.samples == 6
+    (note,) = [note for note in data.report.notes if "skipped" in note]
+    assert f"2 bad records skipped, listed in {tmp_path}" in note
+    assert f"the first: {path}:3: Expected a JSON object in one line, got" in note
+    listed = Path(note.partition("listed in ")[2].partition(";")[0]).read_text().splitlines()
+    assert [line.partition(": ")[0] for line in listed] == [f"{path}:3", f"{path}:8"]
+    assert data.describe_rows(range(data.num_train_rows)).startswith(f"{path}, records ")
+
+    for changes, first in (({"max_bad_records": 1}, "max_bad_records: "), ({"on_bad_record": "error"}, f"{path}:3: ")):
+        problems = RecipeData(settings(**changes), small_tokenizer(), tmp_path / "cache").problems()
+        assert problems[0].startswith(first)
+        assert f"{path}:8: Expected a list of messages, got an empty list." in problems
