@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....errors import ModuleError
 from ...distributed.shards import is_sharded
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .split import StageSplit
 
 __all__ = ["StageCopies"]
+
+_PLAIN = (Tensor, nn.Parameter)
 
 Marks = dict[str, int]
 """A checksum of each tensor, by its name in the user's module."""
@@ -62,7 +64,9 @@ class StageCopies:
             mine = [parameters[name] for name in shared.names if name in parameters]
             if mine:
                 found[shared.names[0]] = mine[0]
-        return {name: mark_of(_plain(one)) for name, one in found.items() if not one.is_meta}
+        parts = {name: one.to_local() if is_sharded(one) else one for name, one in found.items()}
+        # Quantized and other subclasses do not show their bytes.
+        return {name: mark_of(one) for name, one in parts.items() if type(one) in _PLAIN and not one.is_meta}
 
     def check(self, everyone: list[Marks]) -> None:
         """Compare the checksums of all ranks. A buffer that only the last stage changes is left to it.
@@ -118,7 +122,3 @@ class StageCopies:
                     if mine.removeprefix(path) != theirs.removeprefix(part):
                         return path, part, rank, mine, theirs
         return None
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_sharded(tensor) else tensor
