@@ -153,3 +153,30 @@ def test_hooks_on_zero_grad_see_gradients_after_the_forward_pass() -> None:
         module.had_gradient = []
         quiet(max_epochs=1, limit_val_batches=0).fit(module, loader())
         assert module.had_gradient == expected
+
+
+def test_gradients_can_be_read_until_the_next_step_or_a_validation_begins() -> None:
+    class Noting(Wide):
+        def note(self, at: str) -> None:
+            self.seen.append((at, self.net[0].weight.grad is not None))
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            self.note("start")
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.note("step")
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.note("end")
+
+        def on_validation_start(self) -> None:
+            self.note("validation")
+
+    module = Noting()
+    module.seen = []
+    quiet(max_steps=2, limit_val_batches=1, num_sanity_val_steps=0, val_check_interval=2).fit(
+        module, loader(), loader()
+    )
+    steps = [("start", False), ("step", False), ("end", True), ("start", True), ("step", False), ("end", True)]
+    assert module.seen == [*steps, ("validation", False)]
