@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copyreg
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...messages import warn
 from ..tree import leaves, map_leaves
 
 if TYPE_CHECKING:
@@ -34,7 +36,9 @@ __all__ = [
     "local",
     "local_slice",
     "read_full",
+    "reading_numbers",
     "refuse_in_files",
+    "watch_numbers",
 ]
 
 # Any in this file: the content of checkpoints, and what mypy does not know of torch.
@@ -168,6 +172,50 @@ def full_tensor(tensor: DTensor) -> Tensor:
         result = tensor.full_tensor()
         is_same = result.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
         return result.clone() if is_same else result
+
+
+class _Reading:
+    """Whether all ranks run the same code now, so that a number may be gathered."""
+
+    is_shared = False
+
+
+@contextmanager
+def reading_numbers() -> Iterator[None]:
+    """Return a context in which `item()` of a sharded tensor is the number of all ranks: all of them run it."""
+    before, _Reading.is_shared = _Reading.is_shared, True
+    try:
+        yield
+    finally:
+        _Reading.is_shared = before
+
+
+def watch_numbers() -> None:
+    """See each `item()`, `float(...)` and `bool(...)` of a sharded tensor, which is a part of a norm or sum in torch.
+
+    Within `reading_numbers` it is the number of all ranks. Elsewhere it stays a part, with a warning: hooks may run
+    on one rank, which would wait forever. Torch's table of special operations is the only place that sees this
+    operation alone: a mode would see each operation of a step, and a subclass is lost with the first result.
+    """
+    from torch.distributed.tensor import DTensor
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = _read_number
+
+
+def _read_number(operation: Any, args: tuple[DTensor, ...], kwargs: object) -> bool | float | int | complex:
+    tensor = args[0]
+    part: Any = _local(tensor)
+    if not all(one.is_replicate() for one in tensor.placements):
+        if _Reading.is_shared:
+            part = full_tensor(tensor)
+        elif any(one.is_partial() for one in tensor.placements):
+            warn(
+                "item(), float(...) or bool(...) of a sharded tensor, such as the norm of a gradient, is that of this "
+                "rank's part. Call .full_tensor() before it, on every rank; or log the tensor with self.log"
+            )
+    result: bool | float | int | complex = part.item()
+    return result
 
 
 def _gather_strided(tensor: DTensor, part: Tensor) -> Tensor:

@@ -340,6 +340,12 @@ class ShardedRoot(nn.Module):
         """Return the parameters that units gather, in the order of the units."""
         return [one.sharded_param for one in self._members(None)]
 
+    def named_shards(self) -> list[tuple[str, Tensor]]:
+        """Return the sharded parameters with their names; those that units gather are not the module's in a step."""
+        shards = {str(one._param_fqn).removeprefix("module."): one.sharded_param for one in self._members(None)}
+        others = ((name, one) for name, one in self.module.named_parameters() if name not in shards)
+        return [*shards.items(), *others]
+
     def _members(self, parameters: Iterable[Tensor] | None) -> list[FSDPParam]:
         """Return torch's objects for these sharded parameters, None: for all, in the order of the units."""
         members = [one for unit in units_of(self) for group in groups_of(unit) for one in group.fsdp_params]

@@ -33,7 +33,7 @@ from ..construction.materialize import (
     modules_of_unit,
 )
 from ..construction.wrap_policy import choose_units
-from ..distributed.shards import as_shards, is_sharded, refuse_in_files
+from ..distributed.shards import as_shards, is_sharded, refuse_in_files, watch_numbers
 from .root import ROOT, ShardedRoot, groups_of, units_of
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def shard(
         ModuleError: The module cannot be sharded, or values of it are missing; names them.
     """
     _check(module)
+    watch_numbers()
     ignored = plan.find_ignored(module)
     # By name: a parameter without values is replaced when it gets them.
     # Those without a dimension, or without elements, cannot be sharded.

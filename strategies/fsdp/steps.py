@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ...errors import ModuleError
 from ..ddp.replica import Call, loss_tensor
-from ..distributed.shards import FULL_STATE
+from ..distributed.shards import FULL_STATE, is_sharded
 from .root import STORAGE_OF, ShardedRoot, reshard
 
 if TYPE_CHECKING:
@@ -85,14 +86,39 @@ def bound(root: ShardedRoot, step: StepFunction, strategy: FSDPStrategy) -> Step
     return run
 
 
-def explain(error: RuntimeError) -> None:
-    """Add the cause to an error of torch, where a parameter was read or saved as a DTensor; once."""
+def explain(error: RuntimeError, loss: Tensor | None = None, roots: Iterable[ShardedRoot] = ()) -> None:
+    """Add the cause to an error of torch, where a parameter was read or saved as a DTensor; once.
+
+    Args:
+        error: Any.
+        loss: Whose backward pass failed.
+        roots: Have the parameters, which are named if the loss depends on them as DTensors.
+    """
     if "invalid python storage" in str(error):  # safetensors, which save_pretrained() writes
         error.add_note(f"This rank has parts of the tensors (DTensors), which cannot be saved. Call {FULL_STATE}.")
     if not any(text in str(error) for text in ("mixed torch.Tensor and DTensor", "inputs with different meshes")):
         return
-    if _READ_OUTSIDE not in getattr(error, "__notes__", ()):
-        error.add_note(_READ_OUTSIDE)
+    if _READ_OUTSIDE in getattr(error, "__notes__", ()):
+        return
+    names = [] if loss is None else _read_in(loss, roots)
+    if names:
+        error.add_note(f"The loss depends on the DTensors {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}.")
+    error.add_note(_READ_OUTSIDE)
+
+
+def _read_in(loss: Tensor, roots: Iterable[ShardedRoot]) -> list[str]:
+    """Return the names of sharded parameters on which a loss depends."""
+    found: set[int] = set()
+    seen, nodes = set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen or type(node).__name__ == "_ToTorchTensorBackward":  # a layer reads it
+            continue
+        seen.add(node)
+        if is_sharded(variable := getattr(node, "variable", None)):
+            found.add(id(variable))
+        nodes += [one for one, _ in node.next_functions]
+    return [name for root in roots for name, one in root.named_shards() if id(one) in found]
 
 
 _READ_OUTSIDE = (

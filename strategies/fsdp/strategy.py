@@ -30,7 +30,7 @@ from ..distributed.changes import agree_on_changes, params_of_group
 from ..distributed.clipping import scale_to_norm, total_norm
 from ..distributed.live_objects import LiveObjects
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
-from ..distributed.shards import gather_full, is_sharded, local
+from ..distributed.shards import gather_full, is_sharded, local, reading_numbers
 from ..tensor_subclasses import refuse_shards, unpack_subclasses
 from .arguments import read_arguments
 from .fitting import fit_module_state, fit_optimizer_state, fit_state_of
@@ -498,7 +498,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         except RuntimeError as error:
             from .steps import explain
 
-            explain(error)
+            explain(error, tensor, self._lw_roots)
             raise
         for root in self._lw_roots:
             root.end_held()
@@ -546,7 +546,8 @@ class FSDPStrategy(ProcessGroupStrategy):
                     fix="run the last backward pass of an accumulation window without it: no_backward_sync(model, "
                     "enabled=not is_last).",
                 )
-        has_stepped = super().optimizer_step(optimizer, closure)
+        with reading_numbers():
+            has_stepped = super().optimizer_step(optimizer, closure)
         if is_first:
             refuse_shards(optimizer, warns=not self.saves_optimizers)
         return has_stepped

@@ -19,6 +19,7 @@ from torch import Tensor
 from ...data.move import find_batch_size
 from ...errors import ModuleError
 from ...protocols import Batch, Gather, StateDict, Tree
+from ...strategies.distributed.shards import full_tensor, is_sharded
 from ..lifecycle import HOOKS, LOG_RULES, LogRule
 from ..loop.loss import Loss
 from .accumulators import MetricAccumulator, ScalarAccumulator, accumulation_dtype, is_metric, shapes_of, version_of
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 __all__ = ["HookTable", "Metrics"]
 
 _METRIC_ACCUMULATOR_STATE = ("name", "hook", "on_step", "on_epoch", "prog_bar", "logger", "rank_zero_only")
+
+
+def _whole(value: Tensor) -> Tensor:
+    """Return a plain tensor; of a sharded one (the norm of a gradient, say) that of all ranks: it communicates."""
+    return full_tensor(value) if is_sharded(value) else value
 
 
 def _stage_of(hook: str) -> str:
@@ -250,7 +256,7 @@ class Metrics:
         """Return value and weight of what is not a plain tensor."""
         if isinstance(value, Loss):
             weight = value.weight
-            return value.mean().detach(), weight.detach().clone() if isinstance(weight, Tensor) else weight
+            return _whole(value.mean().detach()), weight.detach().clone() if isinstance(weight, Tensor) else weight
         if isinstance(accumulator, MetricAccumulator):
             if accumulator.on_epoch and accumulator.is_empty and not self.pools_objects:
                 self._refuse_pooled(accumulator)
@@ -263,7 +269,7 @@ class Metrics:
                 )
             return cached, 1.0
         if isinstance(value, Tensor):
-            value = value.detach().clone()  # a parameter: the optimizer changes it in place
+            value = _whole(value.detach()).clone()  # a parameter: the optimizer changes it in place
         elif not isinstance(value, int | float):
             from .log_arguments import bad_value
 

@@ -176,13 +176,13 @@ class _Localized:
 
     def replay(self, module: nn.Module) -> Callable[[], AbstractContextManager[None]] | None:
         """Return what lets the module's code run once more, within a call of the module."""
-        return (lambda: _swapped_in(module, self.mesh)) if module.__dict__.get(_STACK) else None
+        return (lambda: _swapped_in(_owners(module), self.mesh)) if module.__dict__.get(_STACK) else None
 
 
 @contextmanager
-def _swapped_in(module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
-    """Return a context in which the module's code reads its parameters as plain tensors."""
-    swapped = swap_in(_owners(module), mesh)
+def _swapped_in(owners: list[tuple[nn.Module, str]], mesh: DeviceMesh) -> Iterator[None]:
+    """Return a context in which code reads these parameters as plain tensors."""
+    swapped = swap_in(owners, mesh)
     try:
         yield
     finally:
@@ -198,7 +198,12 @@ def is_of_plan(module: nn.Module, key: int, hook: object) -> bool:
 
 @contextmanager
 def running(plan: TensorPlan, root: nn.Module) -> Iterator[None]:
-    """Let a method of the root read its parameters as plain tensors; see `TensorPlan.running`."""
+    """Let a method of the root read its parameters as plain tensors; see `TensorPlan.running`.
+
+    Not those that modules use for parts of the activations: the gradient of each rank's use there is added, and that of
+    a penalty, which each rank computes for all of it, is not to be.
+    """
     assert plan.mesh is not None, "the plan is applied first"
-    with _swapped_in(root, plan.mesh), PlainLoss(plan.mesh) if plan.loss_parallel else nullcontext():
+    owners = [(one, name) for one, name in _owners(root) if name not in one.__dict__.get(PARTIAL, ())]
+    with _swapped_in(owners, plan.mesh), PlainLoss(plan.mesh) if plan.loss_parallel else nullcontext():
         yield

@@ -369,7 +369,8 @@ def refused(rank: int, size: int) -> list[str]:
     loss = nn.functional.mse_loss(model(batch(0)[0]), batch(0)[1])
     with pytest.raises(RuntimeError) as mixed:
         fabric.backward(loss + model.first.weight.square().sum())
-    assert "Take parameter.full_tensor()" in mixed.value.__notes__[0]
+    assert "depends on the DTensors first.weight" in mixed.value.__notes__[0]
+    assert "Take parameter.full_tensor()" in mixed.value.__notes__[1]
 
     class ShardsTooEarly(Fitted):
         def configure_model(self) -> None:
