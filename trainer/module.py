@@ -516,7 +516,7 @@ class Module(nn.Module):
         optimizer. On every rank: gradients are averaged over ranks and unscaled first, as a step of an optimizer would.
 
         Raises:
-            ModuleError: The trainer steps an optimizer, and counts its steps.
+            ModuleError: No training batch is under way, or the trainer steps an optimizer, and counts its steps.
         """
         self.trainer.count_step()
 

@@ -1129,6 +1129,8 @@ class Trainer(TrainerAttributes):
         if not run.at_boundary or not run.has_stepped:
             if run.at_boundary and run.is_automatic and not (run.carried is not None and run.carried.count):
                 self._lw_log_skipped(run)
+            elif not run.is_automatic and run.metrics.waiting_since is None:
+                run.metrics.waiting_since = run.metrics.window
             return
         every = self._lw_arguments.log_every_n_steps
         # On several ranks the step alone decides: whether to stop is not known to all of them yet.
@@ -1147,6 +1149,7 @@ class Trainer(TrainerAttributes):
                 run.monitored = None
         elif self.progress.steps % MOST_KEPT == 0 if run.has_ranks else len(run.watch.losses) >= MOST_KEPT:
             run.watch.look(self.progress)
+        run.metrics.waiting_since = None
 
     def _lw_log_skipped(self, run: Run) -> None:
         """Log the values of a window that made no step, with the index of the step that it would have made."""
@@ -1164,6 +1167,12 @@ class Trainer(TrainerAttributes):
     def _lw_after_train_epoch(self) -> None:
         run = self._lw_run
         assert run is not None
+        every = self._lw_arguments.log_every_n_steps
+        if run.metrics.waiting_since is not None and every and (self.progress.steps + 1) % every == 0:
+            waiting, _ = run.metrics.read_step()
+            if waiting:
+                self.log_metrics({"epoch": self.progress.epochs, **waiting}, step=self.progress.steps)
+        run.metrics.waiting_since = None
         row, _ = run.metrics.finish_epoch("train", self.progress.steps)
         if self.progress.skipped_steps:
             row = {**run.watch.counts(self.progress), **row}

@@ -89,8 +89,13 @@ def count_step(run: Run) -> None:
     """Count a step that no optimizer makes; see `Module.count_step`.
 
     Raises:
-        ModuleError: The trainer steps an optimizer, or an engine keeps the gradients.
+        ModuleError: No training batch is under way, the trainer steps an optimizer, or an engine keeps the gradients.
     """
+    if run.at_boundary:
+        raise ModuleError(
+            "count_step was called where no training batch is under way, as in a validation.",
+            fix="call it in training_step, before the update.",
+        )
     if run.own_steps is None:
         raise ModuleError(
             "count_step was called while the trainer steps an optimizer, and counts its steps.",

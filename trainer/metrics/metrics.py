@@ -106,6 +106,8 @@ class Metrics:
         self.source: Callable[[], Tensor | None] = NoneType  # which returns None
         self.detached: Tensor | None = None
         self.window = 0
+        # In manual optimization: the first window since the last step, whose values wait for the row of the next.
+        self.waiting_since: int | None = None
         self.step = 0
         self.is_weighing_steps = False
         self.is_muted = False
@@ -402,7 +404,7 @@ class Metrics:
     # --- reading -------------------------------------------------------------------------------------------------
 
     def read_step(self, extra: Tensor | None = None, *, on_all_ranks: bool = True) -> tuple[dict[str, float], float]:
-        """Copy the step values of the present window to the host, in one packed copy.
+        """Copy the step values of the present window to the host, in one packed copy; with those that wait for it.
 
         With several ranks, a key with sync_dist=True gets the value of all of them (a mean weighted by what each
         value weighs), another one that of the lowest rank that has it; the result is the same on every rank.
@@ -416,7 +418,8 @@ class Metrics:
             Key -> value for the loggers, and the value of `extra` (0.0 without one; NaN if it is not finite on some
             rank).
         """
-        fresh = [accumulator for accumulator in self._step_accumulators if accumulator.window == self.window]
+        since = self.waiting_since if self.waiting_since is not None and on_all_ranks else self.window
+        fresh = [accumulator for accumulator in self._step_accumulators if accumulator.window >= since]
         if self._ranks is not None and on_all_ranks:
             return self._ranks.read_step(fresh, extra)
         *numbers, probed = self.read_numbers(

@@ -555,6 +555,20 @@ def test_count_step_is_refused_where_the_trainer_counts() -> None:
         quiet(max_epochs=1).fit(net(Twice), loader())
 
 
+@pytest.mark.parametrize("hook", ["validation_step", "on_train_batch_end"])
+def test_count_step_is_refused_outside_of_a_training_batch(hook: str) -> None:
+    class Late(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            self.count_step()
+
+    Late.validation_step = lambda self, batch, index: None
+    setattr(Late, hook, lambda self, *_: self.count_step())
+    with pytest.raises(ModuleError, match="where no training batch is under way"):
+        quiet(max_epochs=1).fit(net(Late), loader(), loader())
+
+
 @pytest.mark.parametrize("returns", ["none", "nan"])
 def test_rows_of_skipped_steps_are_logged(returns: str) -> None:
     class Skips(Net):
@@ -575,6 +589,32 @@ def test_rows_of_skipped_steps_are_logged(returns: str) -> None:
         (0, False), (1, True), (1, True), (1, False),
     ]  # fmt: skip
     assert trainer.global_step == 2
+
+
+def test_values_of_batches_without_a_step_are_in_the_row_of_the_next_step_or_at_the_end_of_the_epoch() -> None:
+    class EveryThird(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            self.log("index", float(batch_idx))
+            if batch_idx == 3:
+                self.log("lost", float("nan"))
+            self.manual_backward(self.loss(batch))
+            if batch_idx % 3 == 2:
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", 1.0, on_step=True)
+
+    log = RecordingLogger()
+    trainer = quiet(max_epochs=1, logger=log, log_every_n_steps=1, val_check_interval=4)
+    trainer.fit(net(EveryThird), loader(16), loader())
+    assert log.values("index") == [(0, 2.0), (1, 5.0), (2, 7.0)]
+    assert [(step, math.isnan(value)) for step, value in log.values("lost")] == [(1, True)]
+    sparse = RecordingLogger()
+    quiet(max_epochs=1, logger=sparse, log_every_n_steps=2).fit(net(EveryThird), loader(16), loader())
+    assert sparse.values("index") == [(1, 5.0)]
 
 
 def test_toggling_another_optimizer_replaces_the_toggle(recwarn: pytest.WarningsRecorder) -> None:
