@@ -9,6 +9,7 @@ from typing import Any
 from ... import __version__
 from ...errors import CheckpointError, ConfigError
 from ...protocols import StateDict
+from ...strategies.base import plain_name
 from .. import content
 from ..content import LIGHTNING_VERSION_KEY, OWN_KEY, Content
 from ..deepspeed.universal import write_universal
@@ -56,13 +57,15 @@ def write_as(
     Args:
         opened: What to write.
         path: File, folder or URL.
-        to: One of FORMATS.
+        to: One of FORMATS. Prefixes that torch.compile adds to names are left out in each.
         num_shards: Number of files that a sharded one is split into.
         advance: Called with the number of bytes whenever some were written.
 
     Raises:
         CheckpointError: The content does not fit the format, or cannot be written.
     """
+    if any(plain_name(name) != name for name in opened.tree.get("state_dict") or ()):
+        opened = _with_names(opened, lambda name: plain_name(name) if isinstance(name, str) else name)
     if to == "safetensors":
         write_weights(weights_of(opened), path, advance=advance)
     elif to == "state-dict":
@@ -130,8 +133,12 @@ def rename(opened: Opened, prefixes: Sequence[tuple[str, str]]) -> Opened:
     problems += [f"several weights would be called {name!r}" for name in twice]
     if problems:
         raise ConfigError("; ".join(problems) + f". The names begin with {list(weights)[:3]}.", fix="change --map.")
-    tree = dict(opened.tree)
-    tree["state_dict"] = type(weights)((names[name], value) for name, value in weights.items())
+    return _with_names(opened, renamed)
+
+
+def _with_names(opened: Opened, renamed: Callable[[Any], Any]) -> Opened:  # Any: a name, or a number
+    tree, weights = dict(opened.tree), opened.tree["state_dict"]
+    tree["state_dict"] = type(weights)((renamed(name), value) for name, value in weights.items())
     if isinstance(states := tree.get("optimizer_states"), list):
         tree["optimizer_states"] = [_rename_optimizer(state, renamed) for state in states]
     own = tree.get(OWN_KEY)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...messages import counted
 from ...protocols import Tree
+from ...strategies.base import plain_name
 from ..plain import Untrusted
 from ..tensors import flatten, is_tensor, read_tensor, size_bytes
 
@@ -88,7 +89,7 @@ def compare(
 def _pairs(first: Tree, second: Tree, path: str) -> Iterator[tuple[str, object, object]]:  # nested checkpoints
     """Yield path and both values of every leaf, and of every branch that one of the two lacks."""
     if isinstance(first, dict) and isinstance(second, dict):
-        ours, theirs = first, second
+        ours, theirs = _plain(first), _plain(second)
     elif type(first) is type(second) and isinstance(first, _ORDERED) and isinstance(second, _ORDERED):
         ours, theirs = dict(enumerate(first)), dict(enumerate(second))
     else:
@@ -100,6 +101,12 @@ def _pairs(first: Tree, second: Tree, path: str) -> Iterator[tuple[str, object, 
             yield from _pairs(ours[key], theirs[key], below)
         else:
             yield below, ours.get(key, _MISSING), theirs.get(key, _MISSING)
+
+
+def _plain(branch: dict[Any, object]) -> dict[Any, object]:  # Any: a name or a number
+    """Return a branch under the names without torch.compile, with which a load compares them."""
+    plain = {plain_name(key) if isinstance(key, str) else key: value for key, value in branch.items()}
+    return plain if len(plain) == len(branch) else branch
 
 
 def _compare_tensors(

@@ -191,6 +191,16 @@ def test_names_are_changed_where_weights_are_named() -> None:
         rename(opened(tree), [("x", "y"), ("old.a", "c")])
 
 
+@pytest.mark.parametrize("to", ["checkpoint", "lightning", "state-dict", "safetensors", "sharded"])
+def test_names_of_compiled_modules_become_plain_and_count_as_equal(to: str, tmp_path: Path) -> None:
+    weights = {"net._orig_mod.0.weight": torch.ones(2), "other": torch.zeros(1)}
+    write_as(opened({"state_dict": weights}, is_bare=True), tmp_path / "out", to)
+    found = open_checkpoint(tmp_path / "out", Reading()).tree["state_dict"]
+    assert sorted(found) == ["net.0.weight", "other"]
+    assert not differences(weights, found)
+    assert differences(weights, {**found, "net.0.weight": torch.zeros(2)}) == [("values", "net.0.weight")]
+
+
 def test_weights_only_keeps_what_save_checkpoint_keeps() -> None:
     tree = {
         "state_dict": {}, "epoch": 1, "global_step": 2, "optimizer_states": [], "callbacks": {}, "own": 1,
