@@ -100,7 +100,8 @@ def fit(strategy: Strategy | str, size: int, detached: int | None) -> tuple[Any,
     data = DataLoader(TensorDataset(x, y), batch_size=2)
     trainer.fit(module, data, data)
     with torch.no_grad():
-        state = {key: full_tensor(one) if is_sharded(one) else one for key, one in module.state_dict().items()}
+        own = [*module.named_parameters(), *module.named_buffers()]  # of this rank's stages
+        state = {key: full_tensor(one) if is_sharded(one) else one.clone() for key, one in own}
     calls = {key: one.calls for key, one in module.named_modules() if isinstance(one, Block)}
     return state, calls, module.counts()
 
