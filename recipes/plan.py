@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -97,8 +100,22 @@ def plan(settings: TrainSettings) -> PlanReport | None:
         MissingDependency: A package is not installed.
     """
     command = "pretrain" if isinstance(settings, PretrainSettings) else "finetune"
-    prepared = prepare(command, settings)
+    with _assumed_cluster(int(settings.trainer.get("num_nodes", 1))):
+        prepared = prepare(command, settings)
     return _report(prepared) if prepared.trainer.is_global_zero else None
+
+
+@contextmanager
+def _assumed_cluster(num_nodes: int) -> Iterator[None]:
+    """Let this process stand for the first of several machines: nothing is launched or connected."""
+    assumed = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "0"} if num_nodes > 1 else {}
+    added = {name: value for name, value in assumed.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def _report(prepared: Prepared) -> PlanReport:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import shutil
 import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..errors import ConfigError, MissingDependency
 from ..fabric import seed_everything
 from ..messages import counted
 from ..strategies import DeepSpeedStrategy
-from .data import DataReport, RecipeData
+from .data import DataReport, DataSettings, RecipeData
 from .exporting.export import export_run
+from .memory import count_sizes, plan_memory
 from .meter import Meter
-from .model.loading import meta_model, model_problems, open_tokenizer, read_config
+from .model.loading import base_dtype, meta_model, model_problems, open_tokenizer, read_config
 from .module import RecipeModule, strategy_problems
 from .optimizer import make_optimizer, make_schedule
-from .report import RunReport, describe_data, make_report
+from .report import RunReport, describe_data, make_report, show_bytes
 from .run_folder import RunFolder
 from .settings import FinetuneSettings, PretrainSettings, TrainSettings, default_settings, plain_settings
 from .step_plan import StepPlan, accumulation, plan_steps
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 __all__ = ["Prepared", "check", "finetune", "prepare", "pretrain"]
+
+logger = logging.getLogger(__name__)
 
 LAST = "last.ckpt"
 
@@ -102,7 +108,7 @@ def pretrain(settings: PretrainSettings) -> RunReport | None:
 
 def _train(command: str, settings: TrainSettings) -> RunReport | None:
     prepared = prepare(command, settings)
-    trainer, run = prepared.trainer, prepared.run
+    trainer, run, settings = prepared.trainer, prepared.run, prepared.settings
     is_first = trainer.is_global_zero
     done = None if settings.resume == "force" or trainer.fast_dev_run else RunReport.of_complete(run)
     if done is not None:  # on all ranks
@@ -134,9 +140,22 @@ def _begin(prepared: Prepared) -> None:
             global_batch=plan.global_batch,
             num_steps=plan.num_steps,
             data=_counts(data.report),
+            used=_used(prepared),
         )
         run.save_tokenizer(prepared.tokenizer)
     prepared.trainer.print(describe_data(data.report, plan, in_color=sys.stdout.isatty()))
+
+
+def _used(prepared: Prepared) -> dict[str, str | float]:
+    """Return what was chosen where a setting leaves the choice."""
+    settings = prepared.settings
+    return {
+        "learning_rate": settings.optimizer_settings().learning_rate,
+        "dtype": str(base_dtype(prepared.config, settings.model_settings())).removeprefix("torch."),
+        "strategy": type(prepared.machine.strategy).__name__,
+        "devices": prepared.trainer.world_size,
+        "precision": str(prepared.trainer.precision),
+    }
 
 
 def _validate(prepared: Prepared, module: RecipeModule) -> float | None:
@@ -179,11 +198,13 @@ def _remove_interrupted(run: RunFolder) -> None:
 
 def _export(run: RunFolder) -> str:
     """Write the model from the last checkpoint, in place of one of an earlier training; return its folder."""
-    new = run.model.with_name("model.new")
-    shutil.rmtree(new, ignore_errors=True)
+    folder = run.model.with_name("model.new")
+    shutil.rmtree(folder, ignore_errors=True)
+    new = folder / run.path.absolute().name / run.model.name  # the model card has the name of the run
     export_run(run.path, new)
     shutil.rmtree(run.model, ignore_errors=True)
     new.rename(run.model)
+    shutil.rmtree(folder)
     return str(run.model)
 
 
@@ -223,11 +244,15 @@ def _prepare(command: str, settings: TrainSettings, *, is_trial: bool = False) -
     if importlib.util.find_spec("transformers") is None:
         raise MissingDependency("transformers", needed_for=f"recipe {command}", extra="recipes")
     run = RunFolder(settings.out.expanduser())
+    settings = _with_length_of_model(settings)
     problems = [*settings.problems(), *model_problems(settings.model_settings()), *run.problems()]
     if settings.resume != "force":
         problems += run.changes(command, plain_settings(settings), default_settings(settings))
     config, tokenizer = _open_tokenizer(settings, problems)
     machine, found = find_machine(settings, run)
+    if machine is not None and not problems and _is_too_large(settings, machine):
+        settings = replace(settings, strategy="fsdp")
+        machine, found = find_machine(settings, run)
     problems += found
     accumulate = 0
     if machine is not None:
@@ -294,6 +319,44 @@ def refused(command: str, problems: list[str]) -> ConfigError:
     )
 
 
+def _is_too_large(settings: TrainSettings, machine: Machine) -> bool:
+    """Return whether a model needs more memory than a device has, with the strategy that "auto" chose for several."""
+    size = device_memory(machine.strategy.device)
+    if settings.strategy != "auto" or machine.ranks < 2 or size is None:
+        return False
+    shares = machine.strategy.memory_shares(machine.ranks, int(settings.trainer.get("num_nodes", 1)))
+    needed = plan_memory(settings, count_sizes(settings.model_settings()), shares).total
+    if needed > size:
+        name, sizes = type(machine.strategy).__name__, f"{show_bytes(needed)} of {show_bytes(size)}"
+        logger.info("strategy is fsdp: with %s, a device would need about %s.", name, sizes)
+    return needed > size
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Return the bytes of a device; None for a CPU, whose memory processes share."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+
+
+def _with_length_of_model(settings: TrainSettings) -> TrainSettings:
+    """Return the settings with rows of the model's length, where the default is longer than it."""
+    if settings.max_length != DataSettings.max_length:
+        return settings
+    try:
+        longest = _longest(read_config(settings.model_settings()))
+    except ConfigError:  # reported as a problem of `model`
+        return settings
+    if longest is None or longest >= settings.max_length:
+        return settings
+    logger.info("max_length is %d, the model's, in place of the default %d.", longest, settings.max_length)
+    return replace(settings, max_length=longest)
+
+
+def _longest(config: PretrainedConfig) -> int | None:
+    """Return the number of positions that a model has; None for any."""
+    longest = getattr(_text_config(config), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) else None
+
+
 def _open_tokenizer(
     settings: TrainSettings, problems: list[str]
 ) -> tuple[PretrainedConfig | None, PreTrainedTokenizerBase | None]:
@@ -315,8 +378,8 @@ def _open_tokenizer(
         problems += error.what.splitlines()
     if config is None:
         return config, tokenizer
-    longest = getattr(_text_config(config), "max_position_embeddings", None)
-    if isinstance(longest, int) and settings.max_length > longest:
+    longest = _longest(config)
+    if longest is not None and settings.max_length > longest:
         problems.append(f"max_length: Expected at most {longest}, the model's, got {settings.max_length}.")
     if tokenizer is not None and len(tokenizer) > _vocab_size(config):
         problems.append(

@@ -48,7 +48,7 @@ class DataSettings:
             tokenizer's chat template.
         on_bad_record: "error" names all records that cannot be used; "skip" leaves them out, and lists them in a file.
         max_bad_records: Largest number of skipped records in a source.
-        max_length: Tokens in a row.
+        max_length: Tokens in a row. In a training, a model with fewer positions shortens the default.
         too_long: What happens with longer samples; text is always split, unless it is dropped.
         packing: Whether a row holds several samples, kept apart by `position_ids`.
         group_by_length: Whether a batch holds samples of similar lengths, where packing is off.

@@ -30,6 +30,7 @@ from .merge import (
     Comparison,
     cast_parameters,
     compare_hidden,
+    has_adapted_head,
     last_hidden,
     merge_adapter,
     sample_ids,
@@ -226,15 +227,17 @@ def _write(settings: ExportSettings, opened: OpenedModel, losses: _Losses, folde
     model, location = opened.model, opened.location
     ids = sample_ids(model)
     effect = merged = None
+    with_logits = location.is_adapter and has_adapted_head(model)
     if location.is_adapter:
-        adapted = last_hidden(model, ids)
-        effect = _effect(compare_hidden(adapted, without_adapter(model, ids)), location)
+        adapted = last_hidden(model, ids, with_logits=with_logits)
+        plain = without_adapter(model, ids, with_logits=with_logits)
+        effect = _effect(compare_hidden(adapted, plain), location)
     if settings.merge:
         losses.measure("before", model, opened)
         model = merge_adapter(model, dtype_named(settings.dtype) if settings.dtype else None)
     if settings.dtype is not None:
         cast_parameters(model, dtype_named(settings.dtype))
-    reference = last_hidden(model, ids)
+    reference = last_hidden(model, ids, with_logits=with_logits)
     if settings.merge:
         merged = compare_hidden(reference, adapted)
         losses.measure("after", model, opened)
@@ -252,6 +255,7 @@ def _write(settings: ExportSettings, opened: OpenedModel, losses: _Losses, folde
         settings=settings.inference(),
         device=device,
         like=reference.dtype,
+        with_logits=with_logits,
     )
     reloaded = compare_hidden(found, reference)
     for comparison, shown in ((reloaded, "the folder that was written"), (merged, "the merged model")):

@@ -102,6 +102,7 @@ def reload_hidden(
     settings: InferenceSettings,
     device: torch.device,
     like: torch.dtype,
+    with_logits: bool = False,
 ) -> Tensor:
     """Load a folder with plain transformers, an adapter with plain peft, and return its last hidden states.
 
@@ -112,6 +113,7 @@ def reload_hidden(
         settings: What is permitted.
         device: Where it is computed.
         like: Dtype of the base's weights.
+        with_logits: See `last_hidden`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -121,7 +123,7 @@ def reload_hidden(
     else:
         model = AutoModelForCausalLM.from_pretrained(str(base), dtype=like, **options)
         model = import_peft("adapters").PeftModel.from_pretrained(model, str(folder))
-    return last_hidden(model.to(device).eval(), ids)
+    return last_hidden(model.to(device).eval(), ids, with_logits=with_logits)
 
 
 def dtype_of(model: Any, *, is_adapter: bool) -> str:

@@ -204,6 +204,10 @@ def _run_settings(run: Path | None) -> dict[str, Any]:
     values = read(run / RUN_FILE)
     settings = values.get("settings")
     settings = settings if isinstance(settings, dict) else {}
+    used = values.get("used")
+    for name, value in used.items() if isinstance(used, dict) else ():
+        if settings.get(name) in (None, "auto"):
+            settings[name] = value
     return {"command": values.get("command"), **{str(name): value for name, value in settings.items()}}
 
 

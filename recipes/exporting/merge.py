@@ -17,6 +17,7 @@ __all__ = [
     "Comparison",
     "cast_parameters",
     "compare_hidden",
+    "has_adapted_head",
     "last_hidden",
     "merge_adapter",
     "sample_ids",
@@ -106,20 +107,34 @@ def compare_hidden(first: Tensor, second: Tensor) -> Comparison:
 
 
 @torch.inference_mode()
-def last_hidden(model: Any, ids: Tensor) -> Tensor:
+def has_adapted_head(model: nn.Module) -> bool:
+    """Return whether the output layer of a PeftModel has an adapter, which hidden states do not show."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base: Any = model.get_base_model()  # type: ignore[operator]
+    return isinstance(base.get_output_embeddings(), BaseTunerLayer)
+
+
+@torch.no_grad()
+def last_hidden(model: Any, ids: Tensor, *, with_logits: bool = False) -> Tensor:
     """Return the last hidden states, on the CPU.
 
-    Logits would show less: a normalization before them may hide what differs.
+    Logits alone would show less: a normalization before them may hide what differs.
+
+    Args:
+        model: The model.
+        ids: Tokens.
+        with_logits: Whether logits are behind the hidden states of each token.
     """
     out = model(input_ids=ids.to(next(iter(model.parameters())).device), use_cache=False, output_hidden_states=True)
     hidden: Tensor = out.hidden_states[-1]
-    return hidden.cpu()
+    return (torch.cat([hidden, out.logits.to(hidden)], dim=-1) if with_logits else hidden).cpu()
 
 
-def without_adapter(model: Any, ids: Tensor) -> Tensor:
+def without_adapter(model: Any, ids: Tensor, *, with_logits: bool = False) -> Tensor:
     """Return the last hidden states of an adapter's base."""
     with model.disable_adapter():
-        return last_hidden(model, ids)
+        return last_hidden(model, ids, with_logits=with_logits)
 
 
 def sample_ids(model: Any) -> Tensor:

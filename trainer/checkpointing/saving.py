@@ -39,6 +39,7 @@ class Saving:
     Attributes:
         is_after_error: Whether on_exception is being called: a checkpoint is taken wherever the run stopped, and other
             ranks may be elsewhere.
+        how_to_continue: What continues an interrupted run, for messages; None for `fit` with `ckpt_path`.
         has_score: Whether what is saved now bears the score of the latest validation, and so the weights of then.
     """
 
@@ -46,6 +47,7 @@ class Saving:
         self._trainer = trainer
         self._pending: PendingSave | None = None
         self.is_after_error = False
+        self.how_to_continue: str | None = None
         self.has_score = False
         self._saved_at, self._saved_path = -1, ""
 

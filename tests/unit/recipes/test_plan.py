@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from recipe_runs import make_inputs, settings
 
 import loopwright as lw
 from loopwright.errors import ConfigError
+from loopwright.recipes import train
 from loopwright.recipes.model.settings import LoraSettings
 from loopwright.recipes.plan import plan
+from loopwright.recipes.run_folder import RunFolder
+from loopwright.recipes.settings import FinetuneSettings
 from loopwright.recipes.train import finetune
 
 # Any in this file: settings, and arguments of hooks.
@@ -84,6 +88,31 @@ def test_a_plan_makes_the_optimizer(inputs: Path, tmp_path: Path) -> None:
     assert "as for AdamW" in planned.describe()
     assert finetune(chosen) is not None
     assert finetune(chosen) is not None  # the same settings, as they were written
+
+
+def test_a_plan_of_several_machines_needs_none(inputs: Path, tmp_path: Path) -> None:
+    planned = plan(settings(inputs, tmp_path / "run", packing=False, micro_batch=2, trainer={"num_nodes": 4}))
+    assert planned is not None
+    assert (planned.processes, planned.steps.ranks) == (4, 4)
+    assert "MASTER_ADDR" not in os.environ
+
+
+def test_rows_are_as_long_as_the_model_where_the_default_is_longer(inputs: Path, tmp_path: Path) -> None:
+    default = settings(inputs, tmp_path / "run", max_length=FinetuneSettings.max_length, steps=1)
+    report = finetune(default)
+    assert report is not None
+    assert RunFolder(tmp_path / "run").read()["settings"]["max_length"] == 128  # type: ignore[index]
+    assert finetune(default) == report  # it is not trained again
+
+
+@pytest.mark.parametrize(("memory", "name"), [(10**12, "DDPStrategy"), (1000, "FSDPStrategy"), (None, "DDPStrategy")])
+def test_a_model_that_does_not_fit_on_a_device_is_sharded(
+    inputs: Path, tmp_path: Path, memory: int | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "device_memory", lambda device: memory)
+    planned = plan(settings(inputs, tmp_path / "run", devices=2))
+    assert planned is not None
+    assert planned.strategy == name
 
 
 def test_a_plan_of_sixteen_bits_says_so(inputs: Path, tmp_path: Path) -> None:

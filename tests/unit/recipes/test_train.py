@@ -18,6 +18,8 @@ from loopwright.checkpoint import storage
 from loopwright.errors import ConfigError, NonFiniteError
 from loopwright.loggers import CSVLogger
 from loopwright.recipes.exporting.export import export_run
+from loopwright.recipes.model.settings import LoraSettings
+from loopwright.recipes.run_folder import RunFolder
 from loopwright.recipes.train import check, finetune
 
 # Any in this file: settings.
@@ -114,12 +116,14 @@ class Interrupt(lw.Callback):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_an_interruption_loses_no_step(inputs: Path, tmp_path: Path) -> None:
+def test_an_interruption_loses_no_step(inputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, shared = tmp_path / "run", {"steps": 5, "micro_batch": 2}
     for step in (2, 3):
-        with pytest.raises(KeyboardInterrupt):
+        caplog.clear()
+        with caplog.at_level("INFO"), pytest.raises(KeyboardInterrupt):
             finetune(settings(inputs, run, **shared, trainer={"callbacks": [Interrupt(step)]}))
         assert [one.name for one in (run / "checkpoints").iterdir()] == ["interrupted.ckpt"]
+        assert "continue with the same command" in caplog.text
     resumed = finetune(settings(inputs, run, **shared))
     alone = finetune(settings(inputs, tmp_path / "alone", **shared))
 
@@ -181,6 +185,21 @@ def test_learning_rate_and_norm_of_gradients_are_logged(inputs: Path, tmp_path: 
     # Of the step itself, and not of the next one.
     assert [float(row["learning_rate"]) for row in found] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 5e-4])
     assert all(float(row["grad_norm"]) > 0 for row in found)
+
+
+def test_an_adapter_of_the_output_layer_is_exported(inputs: Path, tmp_path: Path) -> None:
+    run = tmp_path / "head"
+    report = finetune(settings(inputs, run, lora=LoraSettings(targets=["lm_head"]), steps=1))
+    assert report is not None
+    card = (run / "model" / "README.md").read_text()
+    assert "\n# head\n" in card  # the name of the run
+    assert "\nlearning_rate: 0.0002\n" in card
+    assert RunFolder(run).read()["used"] == {  # type: ignore[index]
+        "learning_rate": 0.0002, "dtype": "float32", "strategy": "SingleDeviceStrategy", "devices": 1,
+        "precision": "32-true",
+    }  # fmt: skip
+    assert {one.name for one in run.iterdir()}.isdisjoint({"model.new"})
+    assert export_run(run, tmp_path / "merged", merge=True).effect > 0  # type: ignore[operator]
 
 
 def test_a_complete_run_is_not_trained_again(inputs: Path, tmp_path: Path) -> None:
