@@ -13,6 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.to_plain import resolve_omegaconf
@@ -253,6 +254,9 @@ class LogOutput:
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row, step, _, _ in rows)
         except (OSError, TypeError) as error:
             warn(f"{name} did not take {counted(len(rows), 'row')}, nor could they be kept: {error}")
+            with suppress(OSError):  # on a full disk the file is there, and empty
+                if not os.path.getsize(path):
+                    os.unlink(path)
             return
         warn(f"{name} did not take {counted(len(rows), 'row')}: they are in {path}, as JSON lines")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -114,6 +115,19 @@ def test_a_logger_that_is_gone_changes_no_weights_and_its_rows_are_kept(tmp_path
     kept = [json.loads(line) for line in (tmp_path / "unwritten_rows_Recorder.jsonl").read_text().splitlines()]
     assert bad.rows + [(row.pop("step"), row) for row in kept] == good.rows
     toys.assert_same(alone, watched)
+
+
+def test_a_full_disk_leaves_no_empty_file_of_rows(tmp_path: Path) -> None:
+    trainer = toys.quiet(max_epochs=1, logger=Recorder(fails_at=0), log_every_n_steps=1, default_root_dir=tmp_path)
+    module, loader, before = toys.net(Logging), toys.loader(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # a write raises OSError, as on a full disk
+    try:
+        with pytest.warns(UserWarning, match="Recorder") as said:
+            trainer.fit(module, loader)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "nor could they be kept" in str(said[-1].message)
+    assert not [*tmp_path.iterdir()]
 
 
 class Shaky(Recorder):
