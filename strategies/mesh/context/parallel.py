@@ -211,10 +211,10 @@ class ContextParallel:
         check_same_inputs(whole.tensors(), self._parts)
         received = None if self._stages is None else self._stages.at.received
         if received is not None:
-            check_outputs(received, *self._of_call, self._parts, "the stage before")
+            check_outputs(received[0], *self._of_call, self._parts, "the stage before")
 
         def run_whole() -> Any:
-            return self._forward(whole, None if received is None else self._parts.gather(received, self._of_call[0]))
+            return self._forward(whole, None if received is None else tuple(map(self._whole, received)))
 
         def run_part() -> Any:
             output = self._forward(part, received)
@@ -224,7 +224,13 @@ class ContextParallel:
 
         verify(self._model, run_whole, run_part, self._interception, self._parts, self._of_call[0], self._device)
 
-    def _forward(self, arguments: Arguments, received: Tensor | None) -> Any:
+    def _whole(self, received: Tensor) -> Tensor:
+        """Return what the stage before has sent, of full sequences where it is of parts."""
+        dim, length = self._of_call
+        is_part = received.ndim > dim and received.shape[dim] == length
+        return self._parts.gather(received, dim) if is_part else received
+
+    def _forward(self, arguments: Arguments, received: tuple[Tensor, ...] | None) -> Any:
         """Run the model's forward, without its hooks: of a model in stages the present one, on what it received."""
         args, kwargs = arguments.call()
         if self._stages is None:

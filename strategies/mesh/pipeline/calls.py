@@ -10,7 +10,8 @@ The calls stand outside of hooks: those of a module run where the module does, a
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ....errors import ModuleError
-from ...tree import leaves
+from ...tree import leaves, map_leaves
+from .shared_values import absent, absent_output, choose, described_output, fill, further_tensors, join, no_copy
 
 if TYPE_CHECKING:
     from .attributes import StageStates
@@ -35,10 +37,10 @@ class Cut(BaseException):
     """Leaves a step at the first block of the next stage. Not an Exception, so that no user code catches it.
 
     Attributes:
-        value: What the next stage needs.
+        value: What the next stage needs: the hidden state, and what its blocks share with earlier ones.
     """
 
-    def __init__(self, value: Tensor) -> None:
+    def __init__(self, value: tuple[Tensor, ...]) -> None:
         super().__init__()
         self.value = value
 
@@ -53,7 +55,7 @@ class Position:
         first: Its first block.
         end: The block after its last one.
         num_blocks: Of all stages.
-        received: What the stage before has sent; None on the first stage.
+        received: What the stage before has sent, the hidden state first; None on the first stage.
         is_called: Whether the module that is split has been called.
         is_past: Whether the stage's first block has been called.
         is_training: Whether a window of training runs.
@@ -62,6 +64,14 @@ class Position:
         comparison: Compares the arguments of blocks; None: it is not due.
         states: What steps of several stages change; None: nothing is split yet.
         is_in_parts: Whether `state_dict()` of a module returns what this rank has of it.
+        carries: By the first block of a stage and the number of tensors that it gets beside the hidden state: which of
+            them are sent.
+        outputs: By the number of a block that returns more than its hidden state: what stands for it on other stages.
+        describes: Whether outputs of this rank's blocks are noted there.
+        rehearses: Whether the present pass is a rehearsal, perhaps on other shapes than what was sent has.
+        reply: Gets which tensors are to be sent, where the stage before waits for it.
+        taken: What the latest stage has taken of what it received, where no schedule runs.
+        awaits: The key in `carries` of the latest split, where the next stage has to say what it needs.
     """
 
     called: str
@@ -69,7 +79,7 @@ class Position:
     stage: int | None = None
     first: int = 0
     end: int = 0
-    received: Tensor | None = None
+    received: tuple[Tensor, ...] | None = None
     is_called: bool = False
     is_past: bool = False
     is_training: bool = False
@@ -78,6 +88,13 @@ class Position:
     comparison: Comparison | None = None
     states: StageStates | None = None
     is_in_parts: bool = False
+    carries: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    describes: bool = False
+    rehearses: bool = False
+    reply: Callable[[tuple[int, ...]], None] | None = None
+    taken: tuple[Tensor, ...] = ()
+    awaits: tuple[int, int] | None = None
 
     def refuse_gradient(self, _: Tensor) -> None:
         """Called with the gradient of the last block's output: an error within a step, where it is not the loss's."""
@@ -146,7 +163,7 @@ class BlockCall:
         """Run the block, pass on the input, or leave the step, depending on the stage that runs.
 
         Raises:
-            ModuleError: Blocks are called in another order, or twice, or do not return one tensor.
+            ModuleError: Blocks are called in another order, or twice, or share what cannot be sent.
         """
         at, index = self.at, self.index
         if at.unsplit is not None:
@@ -168,14 +185,17 @@ class BlockCall:
             if index < at.first:
                 if numbers is not None:
                     numbers.seed(2 * index + 1)
-                return _absent(_input_of(args, kwargs, self.name), is_first=index == 0)
+                hidden = _input_of(args, kwargs, self.name)
+                if index in at.outputs:
+                    return absent_output(at.outputs[index], args, kwargs, hidden)
+                return _absent(hidden, is_first=index == 0)
             at.is_past = True
             if at.received is not None:
-                args, kwargs = _replace_input(args, kwargs, at.received, self.name)
+                args, kwargs = self._take(args, kwargs, at.received)
         if index == at.end:
             if not at.is_past:
                 raise _unordered(self.name, at)
-            raise Cut(_input_of(args, kwargs, self.name))
+            raise Cut(self._passed_on(args, kwargs))
         if at.comparison is not None:
             at.comparison.check_arguments(self.name, args, kwargs)
         if numbers is not None:
@@ -183,14 +203,46 @@ class BlockCall:
         output = nn.Module._call_impl(self.module, *args, **kwargs)
         if numbers is not None:
             numbers.seed(2 * index + 1)
-        if not isinstance(output, Tensor):
-            raise ModuleError(
-                f"Expected {self.name} to return one tensor, got {type(output).__name__}: stages exchange one tensor.",
-                fix="let the blocks of the pipeline return their hidden state alone.",
-            )
-        if at.is_training and index == at.num_blocks - 1 and output.requires_grad:
-            output.register_hook(at.refuse_gradient)
+        if at.describes and not isinstance(output, Tensor):
+            at.outputs[index] = described_output(output, args, kwargs, self.name)
+        if at.is_training and index == at.num_blocks - 1:
+            first = next((one for _, one in leaves(output) if isinstance(one, Tensor)), None)
+            if first is not None and first.requires_grad:
+                first.register_hook(at.refuse_gradient)
         return output
+
+    def _take(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], received: tuple[Tensor, ...]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with what the stage before has sent."""
+        own = further_tensors(args, kwargs, _input_of(args, kwargs, self.name))
+        key, others = (self.index, len(own)), received[1:]
+        carried = self.at.carries.get(key)
+        if carried is None and self.at.rehearses:
+            carried = absent(own)
+        elif carried is None:
+            carried = self.at.carries[key] = choose(own, others, self.name)
+            if self.at.reply is not None and others:
+                self.at.reply(carried)
+        if len(others) == len(own):
+            others = tuple(others[number] for number in carried)
+        taken = (received[0], *others)
+        if self.at.describes:
+            self.at.taken = taken
+        if carried or self.at.outputs:
+            taken = join(taken)
+            for number, value in zip(carried, taken[1:], strict=True):
+                fill(own[number], value, self.name)
+        return _replace_input(args, kwargs, taken[0])
+
+    def _passed_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Return what this block, the first one of the next stage, needs; all of its tensors if it has not replied."""
+        hidden = _input_of(args, kwargs, self.name)
+        own = further_tensors(args, kwargs, hidden)
+        key = (self.index, len(own))
+        self.at.awaits = None if key in self.at.carries else key
+        carried = self.at.carries.get(key, range(len(own)))
+        return (hidden.contiguous(), *(no_copy(own[number].contiguous()) for number in carried))
 
 
 def _is_in_checkpoint() -> bool:
@@ -233,16 +285,17 @@ def _absent(hidden: Tensor, *, is_first: bool) -> Tensor:
 
 
 def _replace_input(
-    args: tuple[Any, ...], kwargs: dict[str, Any], received: Tensor, name: str
+    args: tuple[Any, ...], kwargs: dict[str, Any], received: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        if not isinstance(args[0], Tensor):
-            _input_of((), {}, name)
+    """Return arguments with another hidden state; they have one."""
+    if args and isinstance(args[0], Tensor):
         return (received, *args[1:]), kwargs
-    key = next((key for key, value in kwargs.items() if isinstance(value, Tensor)), None)
-    if key is None:
-        _input_of((), {}, name)
-    return args, {**kwargs, str(key): received}
+    todo = [received]
+
+    def replace(value: Any) -> Any:
+        return todo.pop() if todo and isinstance(value, Tensor) else value
+
+    return (map_leaves(args[:1], replace) + args[1:], kwargs) if args else (args, map_leaves(kwargs, replace))
 
 
 def _differentiated(what: str) -> ModuleError:

@@ -22,20 +22,23 @@ __all__ = ["can_run", "make_schedule", "run_schedule"]
 # Any in this file: torch's schedules have no common public type.
 
 
+_Forward = Callable[[int, int, tuple[Tensor, ...] | None], tuple[Tensor, ...]]
+
+
 class _StageModule(nn.Module):
     """What torch runs as a stage."""
 
-    def __init__(self, split: StageSplit, stage: int, forward: Callable[[int, int, Tensor | None], Tensor]) -> None:
+    def __init__(self, split: StageSplit, stage: int, forward: _Forward) -> None:
         super().__init__()
         self._stage = stage
         # Not through nn.Module: the user's module has other stages, too.
         self.__dict__["_split"] = split
         self.__dict__["_run"] = forward
 
-    def forward(self, received: Tensor, *, number: Tensor) -> Tensor:
+    def forward(self, *received: Tensor, number: Tensor) -> tuple[Tensor, ...] | Tensor:
         """Run the stage on a micro-batch, which is given by its number."""
-        output: Tensor = self.__dict__["_run"](self._stage, int(number), received if self._stage else None)
-        return output
+        output: tuple[Tensor, ...] = self.__dict__["_run"](self._stage, int(number), received if self._stage else None)
+        return output[0] if len(output) == 1 else output
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield the stage's parameters as they are now: gathered while a step runs."""
@@ -56,7 +59,7 @@ def make_schedule(
     name: str,
     shapes: dict[int, StageShapes],
     num_batches: int,
-    forward: Callable[[int, int, Tensor | None], Tensor],
+    forward: _Forward,
     *,
     group: ProcessGroup,
     device: torch.device,
@@ -79,8 +82,8 @@ def make_schedule(
             stage,
             split.plan.num_stages,
             device,
-            input_args=(number if shapes[stage].received is None else shapes[stage].received,),  # type: ignore[arg-type]
-            output_args=(shapes[stage].returned,),
+            input_args=shapes[stage].received or (number,),
+            output_args=shapes[stage].returned,
             group=group,
         )
         for stage in split.stages

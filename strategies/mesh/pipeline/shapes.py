@@ -12,7 +12,7 @@ from torch import Tensor
 from ....errors import ModuleError
 from ...tree import leaves
 
-__all__ = ["StageShapes", "changed_in_place", "described", "other_shape", "plain_shapes", "read_shapes", "shapes_of",
+__all__ = ["StageShapes", "changed_in_place", "check_shapes", "described", "plain_shapes", "read_shapes", "shapes_of",
            "versions_of"]  # fmt: skip
 
 # Any in this file: entries of checkpoints.
@@ -27,8 +27,8 @@ class StageShapes:
         returned: On the last stage the share of a loss: shape ().
     """
 
-    received: Tensor | None
-    returned: Tensor
+    received: tuple[Tensor, ...] | None
+    returned: tuple[Tensor, ...]
 
 
 def shapes_of(batch: object) -> str:
@@ -59,26 +59,31 @@ def changed_in_place(stages: Sequence[int]) -> ModuleError:
     )
 
 
-def _plain(tensor: Tensor | None) -> tuple[list[int], str] | None:
-    return None if tensor is None else (list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+def _plain(tensors: tuple[Tensor, ...] | None) -> tuple[list[int], str] | None:
+    """Return shape and dtype of a hidden state; checkpoints keep nothing where more is sent."""
+    return None if tensors is None else (list(tensors[0].shape), str(tensors[0].dtype).removeprefix("torch."))
 
 
 def _empty(shape: Sequence[int], dtype: str) -> Tensor:
     return torch.empty(list(shape), dtype=getattr(torch, dtype), device="meta").requires_grad_()
 
 
-def described(tensor: Tensor) -> Tensor:
-    """Return a tensor without memory of the same shape and dtype."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").requires_grad_(tensor.requires_grad)
-
-
-def other_shape(stage: int, passed: Tensor, expected: Tensor) -> ModuleError:
-    """Return the error of a stage that passes on another shape than schedules expect."""
-    return ModuleError(
-        f"Expected stage {stage} to pass on a tensor of shape {tuple(expected.shape)}, as for an earlier batch of the "
-        f"same shape, got {tuple(passed.shape)}.",
-        fix="let the shape of the hidden state follow from the shapes of the batch, not from its values.",
+def described(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return tensors without memory of the same shapes and dtypes."""
+    return tuple(
+        torch.empty(one.shape, dtype=one.dtype, device="meta").requires_grad_(one.requires_grad) for one in tensors
     )
+
+
+def check_shapes(stage: int, passed: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """Refuse other shapes than schedules expect a stage to pass on."""
+    found, wanted = ([tuple(one.shape) for one in tensors] for tensors in (passed, expected))
+    if found != wanted:
+        raise ModuleError(
+            f"Expected stage {stage} to pass on {', '.join(map(str, wanted))}, as for an earlier batch of the same "
+            f"shapes, got {', '.join(map(str, found))}.",
+            fix="let the shapes of what blocks get follow from the shapes of the batch, not from its values.",
+        )
 
 
 def plain_shapes(shapes: dict[str, dict[int, StageShapes]]) -> dict[str, dict[int, Any]]:
@@ -93,7 +98,7 @@ def read_shapes(plain: dict[str, dict[int, Any]]) -> dict[str, dict[int, StageSh
     """Return what `plain_shapes` was given."""
     return {
         key: {
-            stage: StageShapes(None if received is None else _empty(*received), _empty(*returned))
+            stage: StageShapes(None if received is None else (_empty(*received),), (_empty(*returned),))
             for stage, (received, returned) in stages.items()
         }
         for key, stages in plain.items()

@@ -1,7 +1,7 @@
 """Modules beside the blocks: which stage has them, and what runs in their place on the others.
 
-What is registered before the blocks belongs to the first stage, and what is registered after them to the last one. A
-module before the blocks returns NaN of the right shape on all stages but the first, so that a value that bypasses the
+What forward calls before the blocks belongs to the first stage, and what it calls after them to the last one. A module
+before the blocks returns NaN of the right shape on all stages but the first, so that a value that bypasses the
 split becomes a loss of NaN.
 """
 
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ....errors import ModuleError
 from ...tree import leaves, map_leaves
+from .call_order import called_before
 
 if TYPE_CHECKING:
     from .blocks import StagePlan
@@ -33,17 +34,24 @@ _MOST_RESULTS = 64  # of one module: shapes of batches may never repeat
 
 
 def sides_of(module: nn.Module, plan: StagePlan) -> Iterator[tuple[str, tuple[nn.Module, bool]]]:
-    """Yield modules beside the blocks that have parameters, and whether they are registered before the blocks."""
+    """Yield modules beside the blocks that have parameters, and whether they belong before the blocks.
+
+    The source of forward says whether it calls a module before or behind them; where it does not, the order of
+    registration does.
+    """
     path = plan.list.split(".") if plan.list else []
     start = len(plan.child.split(".")) if plan.child else 0
     for depth in range(start, len(path)):
         prefix = ".".join(path[:depth])
         is_before = True
-        for key, child in module.get_submodule(prefix).named_children():
+        parent = module.get_submodule(prefix)
+        called = called_before(type(parent), path[depth])
+        for key, child in parent.named_children():
             if key == path[depth]:
                 is_before = False
             elif any(True for _ in child.parameters()):
-                yield from _callable(f"{prefix}.{key}" if prefix else key, child, is_before=is_before)
+                name = f"{prefix}.{key}" if prefix else key
+                yield from _callable(name, child, is_before=called.get(key, is_before))
 
 
 def _callable(name: str, module: nn.Module, *, is_before: bool) -> Iterator[tuple[str, tuple[nn.Module, bool]]]:
@@ -110,7 +118,7 @@ class SideCall:
     Attributes:
         module: The module.
         name: Its name in the user's module.
-        is_before: Whether it was registered before the blocks, and so belongs to the first stage; else to the last.
+        is_before: Whether it belongs before the blocks, and so to the first stage; else to the last.
         is_own: Whether this rank has its parameters.
         at: Where the present step is.
         twin: A copy with fake tensors, which knows the shapes of results; None behind the blocks.
@@ -131,7 +139,7 @@ class SideCall:
         """Run the module on its stage; elsewhere return NaN of the right shapes.
 
         Raises:
-            ModuleError: It is called on the other side of the blocks than where it was registered.
+            ModuleError: It is called on the other side of the blocks than where it was placed.
         """
         at = self.at
         if at.unsplit is not None:
@@ -141,10 +149,10 @@ class SideCall:
                 return nn.Module._call_impl(self.module, *args, **kwargs)
             raise at.outside(self.name)
         if self.is_before == at.is_past:
-            registered, called = ("before", "after") if self.is_before else ("after", "before")
+            placed, called = ("before", "after") if self.is_before else ("after", "before")
             raise ModuleError(
-                f"{self.name} is registered {registered} the blocks of the pipeline, and called {called} the first of "
-                f"them that stage {at.stage} has.",
+                f"{self.name} was placed {placed} the blocks of the pipeline, as forward's source or the order of "
+                f"registration says, and is called {called} the first of them that stage {at.stage} has.",
                 fix=f"register modules in the order in which forward calls them, and call {at.called} once in a step; "
                 "or name the submodule that has the blocks in Pipeline(module=...): what is outside of it is on every "
                 "stage.",
@@ -185,7 +193,8 @@ class SideCall:
             raise ModuleError(
                 f"{self.name} returns a tensor of {value.dtype}, which stages after the first do not have: only "
                 "floating-point values can be marked as absent.",
-                fix="compute it from the batch without this module's parameters, or after the blocks.",
+                fix="compute it from the batch without this module's parameters, or after the blocks; or name a "
+                "smaller part of the model in Pipeline(module=...): what is outside of it runs on every stage.",
             )
         return _Absent(value)
 

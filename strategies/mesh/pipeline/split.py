@@ -95,7 +95,9 @@ class StageSplit:
         """Whether this rank has the last stage: the only one whose steps run to their end."""
         return self.stages[-1] == self.plan.num_stages - 1
 
-    def run(self, stage: int, received: Tensor | None, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(
+        self, stage: int, received: tuple[Tensor, ...] | None, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Run one stage of a step.
 
         Args:
@@ -131,7 +133,9 @@ class StageSplit:
             fix=f"call {plan.called} once in each step; or name what is called in Pipeline(module=...).",
         )
 
-    def rehearse(self, received: Tensor | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def rehearse(
+        self, received: tuple[Tensor, ...] | None, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Run a forward of the present stage ahead of its turn, in a step that then continues as if it had not.
 
         Args:
@@ -141,17 +145,18 @@ class StageSplit:
             kwargs: Its arguments.
 
         Returns:
-            What the next stage needs; on the last stage, what `forward` returned.
+            The hidden state for the next stage; on the last stage, what `forward` returned.
         """
         at = self.at
         before = at.received, at.is_called, at.is_past
-        at.received = received
+        at.received, at.rehearses = received, True
         try:
             return forward(*args, **kwargs)
         except Cut as cut:
-            return cut.value
+            return cut.value[0]
         finally:
             at.received, at.is_called, at.is_past = before
+            at.rehearses = False
 
     def owner_of(self, name: str) -> int:
         """Return the rank that knows best about a module, or what belongs to it, by its name."""

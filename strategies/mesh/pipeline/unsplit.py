@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...tree import map_leaves
@@ -195,12 +194,11 @@ class UnsplitRun:
             self._exchange.send(tensor, rank)
 
     def _receive(self, rank: int) -> Any:
-        received: list[Any] = [None]
-        dist.recv_object_list(received, group=self._exchange.group, group_src=rank, device=self._exchange.device)
-        return map_leaves(received[0], lambda one: self._exchange.receive(rank) if isinstance(one, _Slot) else one)
+        received = self._exchange.receive_object(rank)
+        return map_leaves(received, lambda one: self._exchange.receive(rank) if isinstance(one, _Slot) else one)
 
     def _send_object(self, data: Any, rank: int) -> None:
-        dist.send_object_list([data], group=self._exchange.group, group_dst=rank, device=self._exchange.device)
+        self._exchange.send_object(data, rank)
 
 
 _OF_TORCH = frozenset(nn.Module().__dict__)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,8 +22,8 @@ from .schedule import can_run, make_schedule, run_schedule
 from .shapes import (
     StageShapes,
     changed_in_place,
+    check_shapes,
     described,
-    other_shape,
     plain_shapes,
     read_shapes,
     shapes_of,
@@ -93,7 +94,8 @@ class PipelineRunner:
         self._shapes: dict[str, dict[int, StageShapes]] = {}
         self.schedules: OrderedDict[object, Any] = OrderedDict()
         self.copies = StageCopies(split, group)
-        self._now: tuple[int, Tensor | None] = (0, None)
+        self._outputs: dict[str, dict[int, Any]] = {}  # what blocks return beside hidden states, by shapes of batches
+        self._now: tuple[int, tuple[Tensor, ...] | None] = (0, None)
         self._failure: Exception | None = None
         self._is_checked = self._has_told = False
         # Of the present window.
@@ -116,7 +118,12 @@ class PipelineRunner:
             stage, received = self._now
             if self.split.at.unsplit is not None:
                 return step(*args, **kwargs)
-            return self.split.run(stage, received, step, *args, **kwargs)
+            output = self.split.run(stage, received, step, *args, **kwargs)
+            if stage == self.split.plan.num_stages - 1:
+                return output
+            # As a loss, the hidden state goes through torch's hooks of sharded modules.
+            hidden, *others = output
+            return {"loss": hidden if hidden.requires_grad else _leaf(hidden), "others": others} if others else hidden
 
         return run
 
@@ -131,22 +138,64 @@ class PipelineRunner:
                 )
             self._exchange.settle()  # of the step before: the stages work on different batches
             outputs: dict[int, Any] = {}
-            with self._numbers.window("evaluation"), self.split.states.window(self.split.stages):
+            with (
+                self._numbers.window("evaluation"),
+                self.split.states.window(self.split.stages),
+                self._describing(),
+            ):
                 for stage in self.split.stages:
                     received = None if stage == 0 else self._passed_on(stage, outputs)
                     self._numbers.start(0)
                     outputs[stage] = self.split.run(stage, received, step, *args, **kwargs)
                     if stage + 1 < self.split.plan.num_stages and stage + 1 not in self.split.stages:
-                        self._exchange.send(outputs[stage], self._rank_of[stage + 1])
+                        self._pass_on(stage, outputs[stage])
             return outputs[self.split.stages[-1]] if self.split.has_last else None
 
         return run
 
-    def _passed_on(self, stage: int, outputs: dict[int, Any]) -> Tensor:
+    # Without a schedule, stages send with their hidden state what stands for the outputs of their blocks. At first they
+    # send all tensors that the next block gets, and that stage replies which of them it needs.
+
+    @contextmanager
+    def _describing(self) -> Iterator[None]:
+        self.split.at.outputs, self.split.at.describes = {}, True
+        try:
+            yield
+        finally:
+            self.split.at.describes, self.split.at.reply, self.split.at.taken = False, None, ()
+
+    def _passed_on(self, stage: int, outputs: dict[int, Any]) -> tuple[Tensor, ...]:
+        """Return what the stage before sends, or has returned on this rank."""
+        at, rank = self.split.at, self._rank_of[stage - 1]
+        at.reply = None
         if stage - 1 in outputs:
-            passed: Tensor = outputs[stage - 1]
+            passed: tuple[Tensor, ...] = outputs[stage - 1]
             return passed
-        return self._exchange.receive(self._rank_of[stage - 1])
+        hidden, note = self._exchange.receive_with_note(rank)
+        others = [self._exchange.receive(rank) for _ in range(note >> 1)]
+        if note & 1:
+            at.outputs.update(self._exchange.receive_object(rank))
+        at.reply = lambda chosen: self._exchange.send(torch.tensor(chosen, dtype=torch.int64, device=self.device), rank)
+        return (hidden, *others)
+
+    def _pass_on(self, stage: int, passed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Send what a stage has returned, and return the part of it that the next one needs."""
+        at, rank, block = self.split.at, self._rank_of[stage + 1], self.split.plan.bounds[stage + 1]
+        before = {index: one for index, one in at.outputs.items() if index < block}
+        hidden, *others = passed
+        self._exchange.send(hidden, rank, (len(others) << 1) + bool(before))
+        for one in others:
+            self._exchange.send(one, rank)
+        if before:
+            self._exchange.send_object(before, rank)
+        if at.awaits is None:
+            return passed
+        at.carries[at.awaits] = tuple(self._exchange.receive(rank).tolist()) if others else ()
+        return self._needed(at.awaits, passed)
+
+    def _needed(self, key: tuple[int, int], passed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the part of all tensors behind a hidden state that the next stage has chosen."""
+        return (passed[0], *(passed[1 + number] for number in self.split.at.carries[key]))
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -169,11 +218,17 @@ class PipelineRunner:
         run that was not interrupted.
         """
         everyone: list[Any] = [None] * self.split.num_ranks
-        dist.all_gather_object(everyone, plain_shapes(self._shapes), group=self.group)
+        carries = self.split.at.carries
+        is_plain = not any(carries.values()) and not any(self._outputs.values())
+        own = plain_shapes(self._shapes), list(map(list, carries)), is_plain
+        dist.all_gather_object(everyone, own, group=self.group)
+        # Where more than hidden states is sent, a resumed run begins with a window that shows it once more.
+        are_kept = all(one[2] for one in everyone)
         return {
             "schedule": self._name,
             "bounds": list(self.split.plan.bounds),
-            "shapes": everyone,
+            "shapes": [one[0] if are_kept else {} for one in everyone],
+            "splits": [one[1] if are_kept else [] for one in everyone],
             "counts": dict(self._numbers.counts),
         }
 
@@ -185,7 +240,9 @@ class PipelineRunner:
             return
         if len(state["shapes"]) != self.split.num_ranks:
             return
-        self._shapes.update(read_shapes(state["shapes"][self.split.rank]))
+        if "splits" in state:
+            self._shapes.update(read_shapes(state["shapes"][self.split.rank]))
+            self.split.at.carries.update(dict.fromkeys(map(tuple, state["splits"][self.split.rank]), ()))
 
     # -- windows -------------------------------------------------------------------------------------------------
 
@@ -245,8 +302,10 @@ class PipelineRunner:
             return
         if not is_uniform or is_known:
             self._tell_once(count, is_uniform=is_uniform)
-        for number in range(count):
-            self._shapes[keys[number]] = self._run_one(number)
+        with self._describing():
+            for number in range(count):
+                self._shapes[keys[number]] = self._run_one(number)
+                self._outputs[keys[number]] = dict(self.split.at.outputs)
 
     def _run_schedule(self, key: str, count: int) -> None:
         schedule = self.schedules.get((key, count))
@@ -257,7 +316,7 @@ class PipelineRunner:
             if len(self.schedules) > _MOST_SCHEDULES:
                 self.schedules.popitem(last=False)
         self.schedules.move_to_end((key, count))
-        self._failure, self._expected = None, self._shapes[key]
+        self._failure, self._expected, self.split.at.outputs = None, self._shapes[key], self._outputs.get(key, {})
         try:
             run_schedule(schedule, self.split, count)
         except RuntimeError:
@@ -271,13 +330,18 @@ class PipelineRunner:
         """Run forward and backward pass of one micro-batch through all stages, and return what they exchange."""
         split, exchange = self.split, self._exchange
         last = split.plan.num_stages - 1
-        received: dict[int, Tensor | None] = {}
-        returned: dict[int, Tensor] = {}
+        received: dict[int, tuple[Tensor, ...] | None] = {}
+        returned: dict[int, tuple[Tensor, ...]] = {}
+        awaits = None
         for stage in split.stages:
-            came = None if stage == 0 else self._passed_on(stage, returned).detach().requires_grad_()
-            received[stage], returned[stage] = came, self._forward(stage, number, came)
+            came = None if stage == 0 else tuple(map(_leaf, self._passed_on(stage, returned)))
+            returned[stage] = self._forward(stage, number, came)
+            received[stage] = None if came is None else split.at.taken
+            if awaits is not None and stage - 1 in returned:
+                returned[stage - 1] = self._needed(awaits, returned[stage - 1])
+            awaits = split.at.awaits if stage < last else None
             if stage < last and stage + 1 not in split.stages:
-                exchange.send(returned[stage], self._rank_of[stage + 1])
+                returned[stage], awaits = self._pass_on(stage, returned[stage]), None
         self._check_first_loss(received.get(last), returned.get(last))
         comparison = split.at.comparison
         if comparison is not None and number == 0:
@@ -293,35 +357,36 @@ class PipelineRunner:
         exchange.settle()
         return shapes
 
-    def _backward(self, stage: int, received: dict[int, Tensor | None], returned: Tensor) -> None:
+    def _backward(
+        self, stage: int, received: dict[int, tuple[Tensor, ...] | None], returned: tuple[Tensor, ...]
+    ) -> None:
         split, last = self.split, self.split.plan.num_stages - 1
         if stage == last:
-            returned.backward()
+            returned[0].backward()
+        elif (after := received.get(stage + 1)) is not None:
+            torch.autograd.backward(returned, [_gradient_of(one) for one in after])
         else:
-            after = received.get(stage + 1)
-            if after is None:
-                gradient = self._exchange.receive(self._rank_of[stage + 1])
-            else:
-                gradient = torch.zeros_like(after) if after.grad is None else after.grad
-            returned.backward(gradient)
-        came = received[stage]
-        if came is not None and stage - 1 not in split.stages:
-            self._exchange.send(torch.zeros_like(came) if came.grad is None else came.grad, self._rank_of[stage - 1])
+            rank = self._rank_of[stage + 1]
+            torch.autograd.backward(returned, [self._exchange.receive(rank) for _ in returned])
+        if stage - 1 not in split.stages:
+            for one in received[stage] or ():
+                self._exchange.send(_gradient_of(one), self._rank_of[stage - 1])
 
-    def _forward(self, stage: int, number: int, received: Tensor | None) -> Tensor:
+    def _forward(self, stage: int, number: int, received: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
         """Run one stage on a micro-batch; return what the next stage needs, or the share of the loss."""
         self._now = (stage, received)
-        self.unreached.watch(stage, received)
+        self.unreached.watch(stage, None if received is None else received[0])
         self._numbers.start(number)
         batch = self._batch_of(number)
         try:
             if stage < self.split.plan.num_stages - 1:
-                passed: Tensor = self._step(batch, number, counts=False)
+                output = self._step(batch, number, counts=False)
+                passed = (output["loss"], *output["others"]) if output.__class__ is dict else (output,)
                 if len(self.split.stages) > 1 and versions_of(self._batches[number]) != self._versions:
                     raise changed_in_place(self.split.stages)
-                if self._expected is not None and passed.shape != self._expected[stage].returned.shape:
-                    raise other_shape(stage, passed, self._expected[stage].returned)
-                return passed if passed.requires_grad else passed.detach().requires_grad_()
+                if self._expected is not None:
+                    check_shapes(stage, passed, self._expected[stage].returned)
+                return tuple(one if one.requires_grad else _leaf(one) for one in passed)
             loss = self._losses[number] = self._step(batch, number)
             share = self._share(loss)
             if not share.requires_grad:
@@ -330,7 +395,7 @@ class PipelineRunner:
                     "gradient.",
                     fix="return the loss times 0, or lw.Loss(loss_sum * 0, weight=0), for a batch that does not count.",
                 )
-            return share
+            return (share,)
         except Exception as error:
             if "not have been used in the graph" in str(error):
                 error.add_note(
@@ -348,12 +413,12 @@ class PipelineRunner:
         self._versions = versions_of(batch)
         return map_leaves(batch, lambda value: value)
 
-    def _check_first_loss(self, received: Tensor | None, share: Tensor | None) -> None:
+    def _check_first_loss(self, received: tuple[Tensor, ...] | None, returned: tuple[Tensor, ...] | None) -> None:
         """Look at the first loss of the run: NaN is what absent values of other stages become."""
-        if self._is_checked or share is None:
+        if self._is_checked or returned is None:
             return
         self._is_checked = True
-        if bool(share.isnan()) and (received is None or bool(received.isfinite().all())):
+        if bool(returned[0].isnan()) and all(bool(one.isfinite().all()) for one in received or ()):
             plan = self.split.plan
             start = plan.bounds[plan.num_stages - 1]
             name = f"{plan.list}.{start}" if plan.list else str(start)
@@ -361,7 +426,9 @@ class PipelineRunner:
                 f"the loss of the first micro-batch is NaN, though what the last stage received is finite: {name} or "
                 "what follows it reads a value from before the split, which this stage does not have (a skip "
                 "connection, such as x = x + block(x) around a block); or the loss itself is NaN.",
-                fix="move the addition into the block, or split elsewhere: Pipeline(split=[...]).",
+                fix="move the addition into the block, pass the value to the blocks as an argument, split elsewhere: "
+                "Pipeline(split=[...]), or name a smaller part of the model in Pipeline(module=...): what is outside "
+                "of it runs on every stage.",
             )
 
     def _tell_once(self, count: int, *, is_uniform: bool) -> None:
@@ -376,6 +443,15 @@ class PipelineRunner:
             why,
             self.split.plan.num_stages,
         )
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, which gets a gradient if it can have one."""
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _gradient_of(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
 def _no_step(*args: object, **kwargs: object) -> Any:

@@ -48,21 +48,67 @@ class Net(lw.Module):
         return torch.optim.AdamW([{"params": small, "weight_decay": 0.0}, {"params": large}], lr=0.01)
 
 
+class SharingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.scale = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, condition: Tensor, sums: Tensor | None) -> tuple[Tensor, Tensor]:
+        sums = x if sums is None else sums + self.scale(condition)
+        return torch.tanh(self.mix(x) * (1 + condition)) + 0.1 * sums, sums
+
+
+class Sharing(Net):
+    """Blocks get what is computed before them, and return more than their hidden state; both are read behind them.
+
+    Modules are not registered in the order in which forward calls them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(SharingBlock() for _ in range(4))
+        self.condition = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        condition, sums = self.condition(x.square()), None
+        for block in self.blocks:
+            x, sums = block(x, condition, sums)
+        return cast(Tensor, self.head(self.last(x) * condition + sums))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.training_step(batch, batch_idx))
+
+
 def fit(
-    rank: int, size: int, strategy: Strategy | str, steps: int, folder: str, save: str, resume: str | None = None
-) -> None:
+    rank: int,
+    size: int,
+    strategy: Strategy | str,
+    steps: int,
+    folder: str,
+    save: str,
+    resume: str | None = None,
+    kind: type[Net] = Net,
+) -> float | None:
     lw.seed_everything(1, verbose=False)
     generator = torch.Generator().manual_seed(2)
     ids, targets = (torch.randint(0, WORDS, (64,), generator=generator) for _ in range(2))
     data = DataLoader(TensorDataset(ids, targets), batch_size=4)
     trainer = lw.Trainer(
         accelerator="cpu", strategy=strategy, devices=size, precision="64-true", max_steps=steps, max_epochs=9,
-        logger=False, accumulate_grad_batches=MICRO, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        logger=False, accumulate_grad_batches=MICRO if kind is Net else 4, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    module = Net()
-    trainer.fit(module, data, ckpt_path=None if resume is None else f"{folder}/{resume}")
+    module = kind()
+    trainer.fit(
+        module, data, *([] if kind is Net else [data]), ckpt_path=None if resume is None else f"{folder}/{resume}"
+    )
     trainer.save_checkpoint(f"{folder}/{save}")
+    value = trainer.callback_metrics.get("val")
+    return None if value is None else float(value)
 
 
 def read(folder: Path, name: str) -> dict[str, Any]:
@@ -113,3 +159,29 @@ def test_the_checkpoint_is_that_of_any_layout(mesh: str, tmp_path: Path) -> None
     assert list(stages["state_dict"]) == list(Net().state_dict())
     same(read(tmp_path, "alone.ckpt"), stages)
     same(read(tmp_path, "back.ckpt"), stages)
+
+
+def fit_all(rank: int, size: int, schedules: list[str], folder: str) -> list[float | None]:
+    strategies = {one: MeshStrategy(pp=2, fsdp=1, pipeline=Pipeline(schedule=one)) for one in schedules}
+    return [fit(rank, size, strategies[one], 6, folder, f"{one}.ckpt", None, Sharing) for one in schedules]
+
+
+def test_values_that_blocks_share_are_those_of_one_process(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    [value] = run_ranks(fit, 1, "auto", 6, folder, "alone.ckpt", None, Sharing, connect=False)
+    schedules = ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
+    for values in run_ranks(fit_all, 2, schedules, folder, connect=False):
+        assert values == pytest.approx([value] * 6, abs=1e-13)
+    for one in schedules:
+        same(read(tmp_path, f"{one}.ckpt"), read(tmp_path, "alone.ckpt"), bound=1e-12)
+
+
+def test_a_resumed_run_shares_the_same_values(tmp_path: Path) -> None:
+    folder, strategy = str(tmp_path), MeshStrategy(pp=2, fsdp=2)
+    run_ranks(fit, 4, strategy, 3, folder, "half.ckpt", None, Sharing, connect=False)
+    run_ranks(fit, 4, strategy, 6, folder, "long.ckpt", None, Sharing, connect=False)
+    run_ranks(fit, 4, strategy, 6, folder, "resumed.ckpt", "half.ckpt", Sharing, connect=False)
+    same(read(tmp_path, "resumed.ckpt"), read(tmp_path, "long.ckpt"))
+    run_ranks(fit, 1, "auto", 6, folder, "alone.ckpt", "half.ckpt", Sharing, connect=False)
+    run_ranks(fit, 4, strategy, 6, folder, "back.ckpt", "alone.ckpt", Sharing, connect=False)
+    same(read(tmp_path, "back.ckpt"), read(tmp_path, "alone.ckpt"))

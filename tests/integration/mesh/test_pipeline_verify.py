@@ -95,11 +95,13 @@ class LoggedCompared(Compared):
 
 
 class MaskedBlocks(Net):
+    """Blocks get a mask that follows from a module before them: no integers go over a split."""
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x = self.first(batch["x"])
-        mask = (x > 0).to(x.dtype)
+        positive = x > 0
         for block in self.blocks:
-            x = block(x, scale=mask)
+            x = block(x, scale=positive)
         return self.last(x).square().mean()
 
 
@@ -165,7 +167,11 @@ def fit(rank: int, size: int, kind: type[Net], options: Pipeline, verify: bool) 
     [
         (Compared, "1f1b", "another value of the loss in the first micro-batch"),
         (LoggedCompared, "1f1b", "another value of the loss in the first micro-batch"),
-        (MaskedBlocks, "1f1b", "another value of argument scale of blocks.2 in the first micro-batch"),
+        (
+            MaskedBlocks,
+            "1f1b",
+            "Expected tensor 1 behind the hidden state of blocks.2 to be floating-point, got torch.bool",
+        ),
         (Balanced, "1f1b", r"another value of the loss .* set blocks.0.balance, blocks.1.balance"),
         (Gathers, "1f1b", "another value of the loss"),
         (Counted, "zbv", "another value of the loss in the first micro-batch: .* instead of"),

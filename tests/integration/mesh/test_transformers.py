@@ -107,6 +107,13 @@ def test_stages_and_split_layers_train_as_one_process(kind: str) -> None:
         assert logged <= 1e-13
 
 
+@pytest.mark.parametrize("kind", ["opt", "t5", "bart"])
+def test_stages_whose_blocks_share_inputs_train_as_one_process(kind: str) -> None:
+    [(weights, logged)] = differences(kind, [{"pp": 2}], 2, is_wide=True)
+    assert weights <= 1e-12
+    assert logged <= 1e-13
+
+
 def test_norms_in_float32_are_the_cause_of_larger_differences() -> None:
     # Their input differs by rounding errors of float64, of which a few change the rounding to float32.
     ways = [{"pp": 2}, {"tp": 2}]
