@@ -114,7 +114,7 @@ class BasePredictionWriter(Callback):
         """Begin to note which samples the loaders read."""
         ranks = trainer.strategy.reporting_ranks
         self._lw_is_first = ranks is None or trainer.global_rank in ranks
-        data = trainer.loaders.eval["predict"]
+        data = trainer._lw_loaders.eval["predict"]
         self._lw_records = []
         for number, loader in enumerate(data.loaders):
             data.loaders[number], record = record_indices(loader)

@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 
 from .. import callbacks as standard  # most of its names are imported when they are used
 from ..callbacks import Callback, Checkpoint, GradientAccumulationScheduler
-from ..errors import nearest
+from ..errors import ConfigError, nearest
 from ..loggers import Logger
 from ..remote import is_url
 from ..tracebacks import show_trimmed
 from .loop.optimizers import ManagedOptimizer
 from .loop.schedule import LRSchedulerConfig
 from .run import Run
+from .state import Progress
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from .metrics.metrics import Metrics
     from .setup.arguments import Arguments
     from .setup.loaders import StageLoaders
-    from .state import Progress, TrainerState
+    from .state import TrainerState
     from .timeline.timeline import Timeline
     from .trainer import Trainer
 
@@ -63,6 +64,22 @@ _STAGES = {
 }  # fmt: skip
 
 
+class _Counts:
+    """`trainer.progress`, which takes counts only. It has no `__get__`: reading costs what any attribute costs."""
+
+    def __set__(self, trainer: TrainerAttributes, value: object) -> None:
+        if not isinstance(value, Progress):
+            raise self.refuse(value)
+        trainer.__dict__["progress"] = value
+
+    @staticmethod
+    def refuse(value: object) -> ConfigError:
+        return ConfigError(
+            f"Expected trainer.progress to be the counts of the run, got {value!r} as its value.",
+            fix="use another name for the program's attribute.",
+        )
+
+
 class TrainerAttributes:
     """The attributes of a Trainer that tell where its run is, what takes part in it, and what came of it.
 
@@ -71,8 +88,6 @@ class TrainerAttributes:
         fit_loop: Runs epochs and steps; has their limits.
         state: Verb, stage and status.
         progress: What is completed.
-        loaders: The data of each stage.
-        output: Sends records to the loggers.
         callbacks: In the order in which they are called.
         default_root_dir: Where logs and checkpoints go: a directory, or a URL.
         accumulate_grad_batches: Micro-batches per optimizer step.
@@ -86,9 +101,6 @@ class TrainerAttributes:
     fabric: Fabric
     fit_loop: FitLoop
     state: TrainerState
-    progress: Progress
-    loaders: StageLoaders
-    output: LogOutput
     callbacks: list[Callback]
     default_root_dir: str
     accumulate_grad_batches: int
@@ -96,6 +108,9 @@ class TrainerAttributes:
     batch_size_rule: Callable[[Search, int, Trials], int] | None = None
     prepare_trial: Callable[[Trainer], None] | None = None
     _lw_arguments: Arguments
+    _lw_loaders: StageLoaders
+    _lw_output: LogOutput
+    _lw_records_at: tuple[int, int]
     _lw_metrics: Metrics
     _lw_current_values: CurrentValues | None = None
     _lw_run_signals: RunSignals
@@ -105,11 +120,17 @@ class TrainerAttributes:
     _lw_spawned_module: nn.Module | None
     _lw_assigned_datamodule: DataModule | None
 
-    if not TYPE_CHECKING:  # type checkers know the arguments from __init__
+    if TYPE_CHECKING:
+        progress: Progress
+    else:  # type checkers know the arguments from __init__
+        progress = _Counts()
+
         # Here and not in Trainer, whose __init__ is then the signature that `inspect` shows.
         def __new__(cls, *args, **kwargs):
             """Refuse arguments that the constructor does not take, with what to write instead."""
             show_trimmed()
+            if not isinstance(cls.progress, _Counts):
+                raise _Counts.refuse(cls.progress)
             code, known = cls.__init__.__code__, cls.__init__.__kwdefaults__ or {}
             is_closed = code.co_argcount == 1 and not code.co_flags & inspect.CO_VARKEYWORDS
             if is_closed and code.co_kwonlyargcount == len(known) and not kwargs.keys() <= known.keys():
@@ -158,7 +179,7 @@ class TrainerAttributes:
     @property
     def val_check_batch(self) -> int | float:
         """Training batches between two validations; infinity where time or the epoch's end decides."""
-        return self.loaders.interval_batches
+        return self._lw_loaders.interval_batches
 
     @property
     def validates_at_epoch_end(self) -> bool:
@@ -169,9 +190,9 @@ class TrainerAttributes:
     @property
     def enable_validation(self) -> bool:
         """Whether fit validates."""
-        data = self.loaders.eval.get("validation")
+        data = self._lw_loaders.eval.get("validation")
         if data is None:
-            return self.loaders.waits_for_validation and self.loaders.may_validate()
+            return self._lw_loaders.waits_for_validation and self._lw_loaders.may_validate()
         return data.num_batches > 0
 
     @property
@@ -215,7 +236,7 @@ class TrainerAttributes:
     @property
     def logged_metrics(self) -> dict[str, float]:
         """Host values that went to the loggers, the latest of each key."""
-        return dict(self.output.latest)
+        return dict(self._lw_output.latest)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -316,16 +337,16 @@ class TrainerAttributes:
 
     @logger.setter
     def logger(self, logger: Logger | None) -> None:
-        self.output.loggers = [] if logger is None else [logger]
+        self._lw_output.loggers = [] if logger is None else [logger]
 
     @property
     def loggers(self) -> list[Logger]:
         """All loggers."""
-        return self.output.loggers
+        return self._lw_output.loggers
 
     @loggers.setter
     def loggers(self, loggers: list[Logger] | None) -> None:
-        self.output.loggers = list(loggers or [])
+        self._lw_output.loggers = list(loggers or [])
 
     @property
     def log_dir(self) -> str | None:
@@ -446,17 +467,17 @@ class TrainerAttributes:
     @property
     def num_val_batches(self) -> list[int | float]:
         """Validation batches of each loader."""
-        return self.loaders.num_batches("validation")
+        return self._lw_loaders.num_batches("validation")
 
     @property
     def num_test_batches(self) -> list[int | float]:
         """Test batches of each loader."""
-        return self.loaders.num_batches("test")
+        return self._lw_loaders.num_batches("test")
 
     @property
     def num_predict_batches(self) -> list[int | float]:
         """Batches to predict of each loader."""
-        return self.loaders.num_batches("predict")
+        return self._lw_loaders.num_batches("predict")
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
@@ -468,22 +489,22 @@ class TrainerAttributes:
     @property
     def train_dataloader(self) -> Loaders:
         """The training loaders as the user gave them."""
-        return self.loaders.train
+        return self._lw_loaders.train
 
     @property
     def val_dataloaders(self) -> Loaders:
         """The validation loaders as the user gave them."""
-        return self.loaders.original("validation")
+        return self._lw_loaders.original("validation")
 
     @property
     def test_dataloaders(self) -> Loaders:
         """The test loaders as the user gave them."""
-        return self.loaders.original("test")
+        return self._lw_loaders.original("test")
 
     @property
     def predict_dataloaders(self) -> Loaders:
         """The loaders to predict as the user gave them."""
-        return self.loaders.original("predict")
+        return self._lw_loaders.original("predict")
 
     # Arguments that can be read back under their own names.
     def __getattr__(self, name: str) -> Any:  # Any: arguments differ in type
@@ -497,7 +518,7 @@ class TrainerAttributes:
 
     def __dir__(self) -> list[str]:
         """List what can be read now: `inspect.getmembers`, notebooks and fire read all of it."""
-        outside = {"estimated_stepping_batches"} if self.__dict__.get("_run") is None else set()
+        outside = {"estimated_stepping_batches"} if self.__dict__.get("_lw_run") is None else set()
         return sorted({*super().__dir__(), *_READABLE_ARGUMENTS, *_LIMITS, *_STAGES} - outside)
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -18,7 +18,7 @@ def describe_run(trainer: Trainer) -> None:
     """Leave beside the logs of a fit where its time went and what it ran on, for pictures of it."""
     if not trainer.is_global_zero or trainer.fast_dev_run:
         return
-    folder = trainer.output.files_dir(cast("str | None", getattr(trainer.logger, "log_dir", None)))
+    folder = trainer._lw_output.files_dir(cast("str | None", getattr(trainer.logger, "log_dir", None)))
     if not folder or not os.path.isdir(folder):
         return
     with only_describes(f"What the run ran on, and where its time went, in {folder},"):

@@ -172,7 +172,7 @@ def _tell_interruption(trainer: Trainer, error: BaseException) -> None:
     An uncaught KeyboardInterrupt prints nothing more.
     """
     if trainer.is_global_zero:
-        path = trainer.saving.path_at(trainer.global_step) if trainer.state.fn == "fit" else None
+        path = trainer._lw_saving.path_at(trainer.global_step) if trainer.state.fn == "fit" else None
         if trainer.state.fn != "fit":
             rest = "."
         elif path is None:

@@ -232,34 +232,34 @@ class Trainer(TrainerAttributes):
             max_steps=arguments.max_steps,
             min_steps=arguments.min_steps,
         )
-        self.loaders = StageLoaders(arguments)
-        self.output = LogOutput(
+        self._lw_loaders = StageLoaders(arguments)
+        self._lw_output = LogOutput(
             arguments.logger, root=self.default_root_dir, is_trial=bool(arguments.fast_dev_run)
         )  # fmt: skip
         # Where the data were when the last fit ended, and the step that records of an evaluation belong to.
-        self.stream_state: StateDict | None = None
+        self._lw_stream_state: StateDict | None = None
         self._lw_train_source: Loaders = None  # of the last fit: loaders, or who makes them
-        self.records_at = (0, 0)
+        self._lw_records_at = (0, 0)
         # The window that was under way when the last fit ended, after an epoch that cut it short.
-        self.carried_states: StateDict = {}
+        self._lw_carried_states: StateDict = {}
         self._lw_metrics = Metrics(self.fabric.device)
         self._lw_metrics.is_disabled = arguments.barebones
         self._lw_watch_losses = LossWatch(arguments.nonfinite_loss)
         self._lw_run: Run | None = None
         self._lw_last_run: Run | None = None
         self._lw_attachment = ExitStack()  # undoes what a verb attaches to its module
-        self.last_fit: Run | None = None
+        self._lw_last_fit: Run | None = None
         self._lw_run_signals = RunSignals()
         self._lw_timeline: Timeline | None = None
-        self.toggles = manual.Toggles()
+        self._lw_toggles = manual.Toggles()
         self._lw_training_rng: TrainingRng | None = None
         # The module that the user compiled last, with what compiles as the user did; and what ends compiling in a run.
         self._lw_own_compiler: tuple[nn.Module, Compiler | None] | None = None
         self._lw_compiling: ExitStack | None = None
         self._lw_results: Mapping[str, float] = {}
-        self.saving = Saving(weak)
+        self._lw_saving = Saving(weak)
         self._lw_identity = os.urandom(8).hex()  # the same in processes that this one starts
-        self.is_in_child = False
+        self._lw_is_in_child = False
         self._lw_begun_s = 0.0
         self._lw_revert_layer_sync: Callable[[], object] | None = None
         self._lw_spawned_module: nn.Module | None = None
@@ -325,7 +325,7 @@ class Trainer(TrainerAttributes):
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule, "train_dataloaders")
         if datamodule is not None and (train_dataloaders is not None or val_dataloaders is not None):
             raise both_given("train_dataloaders or val_dataloaders")
-        if not self.is_in_child:  # where objects are copies of the user's
+        if not self._lw_is_in_child:  # where objects are copies of the user's
             self._lw_compare_data(model if datamodule is None else datamodule, train_dataloaders)
         if self._lw_starts_processes:
             self._lw_launch(
@@ -346,7 +346,7 @@ class Trainer(TrainerAttributes):
                 set_detect_anomaly(self._lw_arguments.detect_anomaly),
             ):
                 self.fit_loop.run(run, restore)
-            self.carried_states = run.carried.states() if run.carried is not None else {}
+            self._lw_carried_states = run.carried.states() if run.carried is not None else {}
             if self.is_global_zero:
                 run.watch.conclude(self.progress)
             run.lifecycle.on_fit_end()
@@ -546,7 +546,7 @@ class Trainer(TrainerAttributes):
             self._lw_spawned_module = module
         self._lw_assigned_datamodule = datamodule
         if train_dataloaders is not None:
-            self.loaders.train = train_dataloaders
+            self._lw_loaders.train = train_dataloaders
 
     def __getstate__(self) -> dict[str, object]:
         """Return what can be pickled: everything but the run. Its module and data module are kept."""
@@ -554,7 +554,7 @@ class Trainer(TrainerAttributes):
             **self.__dict__,
             "_lw_run": None,
             "_lw_last_run": None,
-            "last_fit": None,
+            "_lw_last_fit": None,
             "_lw_train_source": None,
             "_lw_spawned_module": self.lightning_module,
             "_lw_assigned_datamodule": self.datamodule,
@@ -601,13 +601,13 @@ class Trainer(TrainerAttributes):
         watch = self.fabric.watch
         if watch is None:
             return
-        watch.describe = self.place
+        watch.describe = self._lw_place
         self._lw_run_signals.connect(watch)
 
     def rejoin_ranks(self) -> None:
         """Continue with the other ranks after a run within this run; on every rank, called by the tuner."""
         if self.fabric.watch is not None and self._lw_run is not None and self._lw_run_signals.watch is not None:
-            self.fabric.watch.describe = self.place
+            self.fabric.watch.describe = self._lw_place
             self._lw_run_signals.rejoin()
 
     def _lw_apply_layer_sync(self, module: nn.Module) -> None:
@@ -621,7 +621,7 @@ class Trainer(TrainerAttributes):
             sync.apply(module)
             self._lw_revert_layer_sync = lambda: sync.revert(module)
 
-    def place(self) -> dict[str, object]:
+    def _lw_place(self) -> dict[str, object]:
         """Return where the run is, for messages about a rank that failed; called from the watch's thread."""
         run = self._lw_run
         if run is None:
@@ -655,8 +655,8 @@ class Trainer(TrainerAttributes):
             given=given,
             fabric=self.fabric,
             callbacks=self.callbacks,
-            loaders=self.loaders,
-            output=self.output,
+            loaders=self._lw_loaders,
+            output=self._lw_output,
             metrics=self._lw_metrics,
             progress=self.progress,
             state=self.state,
@@ -733,7 +733,7 @@ class Trainer(TrainerAttributes):
             self.ckpt_path = path
             content = begin.load_weights(run, path, is_trusted=is_trusted)
             self.continue_logs(content.states.get("loggers", {}))
-        elif self.progress.epoch_open and self.stream_state is None:
+        elif self.progress.epoch_open and self._lw_stream_state is None:
             from .setup.continuing import begin_epoch_again
 
             begin_epoch_again(self, run)
@@ -744,10 +744,10 @@ class Trainer(TrainerAttributes):
             self.sanity_check(run)
         self.open_training(run)
         self.accumulation_for_epoch(self.progress.epochs)
-        begin.open_loop(run, self.fit_loop, content, path, self.stream_state)
+        begin.open_loop(run, self.fit_loop, content, path, self._lw_stream_state)
         if self.fit_loop.validates_in_this_epoch:  # else the first validation asks for its loaders again
-            self.loaders.epoch_of_validation = self.progress.epochs
-        carried, self.carried_states = self.carried_states, {}
+            self._lw_loaders.epoch_of_validation = self.progress.epochs
+        carried, self._lw_carried_states = self._lw_carried_states, {}
         states = carried if content is None else content.states
         begin.carry_window(run, states, self.ckpt_path, is_carrying=self.accumulate_across_epochs)
         begin.set_modes(run, content)
@@ -760,11 +760,11 @@ class Trainer(TrainerAttributes):
         """
         before, self._lw_train_source = self._lw_train_source, owner if loaders is None else loaders
         if before is not None and not are_same_loaders(before, self._lw_train_source):
-            self.stream_state = None
+            self._lw_stream_state = None
 
     def continue_logs(self, states: StateDict) -> None:
         """Let loggers continue where a checkpoint saw them. Called before anything is logged."""
-        snapshot.put_back_loggers(self.output, states)
+        snapshot.put_back_loggers(self._lw_output, states)
 
     def restore_and_start(
         self, run: Run, content: contents.Content | None, path: str | None, before: StateDict | None
@@ -807,20 +807,20 @@ class Trainer(TrainerAttributes):
             counts = begin.load_weights(run, path, is_trusted=is_trusted).states.get("progress", {})
             # Records belong to the step of the weights, not to that of a training which this Trainer did before.
             steps, epochs = counts.get("steps", steps), counts.get("epochs", epochs)
-        self.records_at = (steps, epochs)
+        self._lw_records_at = (steps, epochs)
         self._lw_synchronize_folders(verb, run)
         self.write_hyperparameters()
         self.state.stage = verb
-        return run, self.loaders.open_eval(stage)
+        return run, self._lw_loaders.open_eval(stage)
 
     def _lw_synchronize_folders(self, verb: str, run: Run) -> None:
         """Let all ranks know where loggers write, and the profiler where it reports."""
-        self.output.agree(self.strategy, checks=verb == "fit")
+        self._lw_output.agree(self.strategy, checks=verb == "fit")
         profiler = self._lw_measuring_profiler
         if profiler is not None:
             rank = self.global_rank if self.world_size > 1 else None
             profiler.watch(run.module)
-            profiler.setup(stage=verb, local_rank=rank, log_dir=self.output.files_dir(self.log_dir))
+            profiler.setup(stage=verb, local_rank=rank, log_dir=self._lw_output.files_dir(self.log_dir))
 
     def _lw_note_compiler(self, model: nn.Module, module: nn.Module) -> None:
         """Remember how the user compiled a module, if at all; a later verb may be given the module itself, or none."""
@@ -872,29 +872,29 @@ class Trainer(TrainerAttributes):
                     advice = advice_on_evaluation(error, self.state.fn, self._lw_arguments.inference_mode)
                 if advice is not None:
                     add_place(error, advice)
-        self.saving.is_after_error = run.is_after_error = True
+        self._lw_saving.is_after_error = run.is_after_error = True
         try:
-            self.saving.wait_after(error)
+            self._lw_saving.wait_after(error)
             run.metrics.table = run.metrics.nowhere
             run.lifecycle.on_exception(error)
-            self.saving.wait_after(error)
+            self._lw_saving.wait_after(error)
         # The first error is the one to see: whatever a hook raises now is added to it as a note.
         except Exception as second:
             logger_.exception("on_exception failed after %s", type(error).__name__)
             add_place(error, f"then on_exception failed: {type(second).__name__}: {second}")
         finally:
-            self.saving.is_after_error = run.is_after_error = False
-        self.output.finalize("failed")
+            self._lw_saving.is_after_error = run.is_after_error = False
+        self._lw_output.finalize("failed")
         if self._lw_measuring_profiler is not None:
             self.profiler.teardown(self.state.fn)
-        self.output.send_files()
+        self._lw_output.send_files()
 
     def _lw_finish(self, run: Run) -> None:
         """The regular end of a verb."""
         self.wait_for_save()
         run.lifecycle.teardown(self.state.fn)
         self.wait_for_save()
-        self.output.finalize("success")
+        self._lw_output.finalize("success")
         if self.state.fn == "fit":
             from .describe_run import describe_run
             from .fit_lines import tell_end
@@ -906,7 +906,7 @@ class Trainer(TrainerAttributes):
             if self.is_global_zero and profiler.filename is None:
                 self.print(profiler.summary())
             profiler.describe()
-        self.output.send_files()
+        self._lw_output.send_files()
 
     def _lw_adopt_callbacks(self) -> None:
         """Let callbacks that another Trainer has trained with forget that run."""
@@ -947,14 +947,14 @@ class Trainer(TrainerAttributes):
             if self.state.fn == "fit" or self._lw_last_run is None or self._lw_last_run.module is not run.module:
                 self._lw_last_run = run
             if self.state.fn == "fit" and run.configured:
-                self.last_fit = run
+                self._lw_last_fit = run
             if run.own_steps is not None:
                 run.own_steps.remove()
             if run.stream is not None:
                 if self.state.fn == "fit":
-                    self.stream_state = run.stream_state = snapshot.stream_state(run)
+                    self._lw_stream_state = run.stream_state = snapshot.stream_state(run)
                 run.stream.shut_down()
-        self.loaders.shut_down()
+        self._lw_loaders.shut_down()
         self._lw_metrics.table = self._lw_metrics.nowhere
         self._lw_metrics.batch = self._lw_metrics.sized = None
         self._lw_backend_modes.put_back()
@@ -977,7 +977,7 @@ class Trainer(TrainerAttributes):
             if hasattr(callback, "release_run"):
                 callback.release_run()
         if self.state.fn == "fit":
-            self.toggles.end()
+            self._lw_toggles.end()
         if self._lw_revert_layer_sync is not None:
             self._lw_revert_layer_sync()
             self._lw_revert_layer_sync = None
@@ -999,20 +999,20 @@ class Trainer(TrainerAttributes):
     def _lw_reload_validation_if_due(self) -> None:
         """Ask for validation loaders when `reload_dataloaders_every_n_epochs` says so. Called before a validation."""
         every, epoch = self._lw_arguments.reload_dataloaders_every_n_epochs, self.progress.epochs
-        if not every or self.loaders.epoch_of_validation == epoch:
+        if not every or self._lw_loaders.epoch_of_validation == epoch:
             return
         # From the epoch alone, so that a resumed run asks where the uninterrupted one does.
         spacing = self._lw_arguments.check_val_every_n_epoch or 1
         if ((epoch + 1) // spacing - 1) % math.ceil(every / spacing) == 0:
-            self.loaders.drop_validation()
-            self.loaders.open_validation()
-            self.loaders.epoch_of_validation = epoch
+            self._lw_loaders.drop_validation()
+            self._lw_loaders.open_validation()
+            self._lw_loaders.epoch_of_validation = epoch
 
     def reload_loaders(self, run: Run) -> None:
         """Ask for new loaders now; called between two epochs, by the tuner when it changed the batch size."""
         self._lw_replace_stream(run)
-        self.loaders.drop_validation()
-        self.loaders.open_validation()
+        self._lw_loaders.drop_validation()
+        self._lw_loaders.open_validation()
 
     def _lw_replace_stream(self, run: Run) -> None:
         if run.stream is not None:
@@ -1020,7 +1020,7 @@ class Trainer(TrainerAttributes):
         self._lw_take_stream(run)
 
     def _lw_take_stream(self, run: Run) -> None:
-        stream = run.stream = self.loaders.open_training()
+        stream = run.stream = self._lw_loaders.open_training()
         from ..data.batch_size import BatchSizes
 
         self._lw_metrics.sizes = BatchSizes(stream.loader, stream.count_latest)
@@ -1036,7 +1036,7 @@ class Trainer(TrainerAttributes):
 
     def sanity_check(self, run: Run) -> None:
         """Validate a few batches, to find mistakes before an epoch has been spent. Leaves no trace."""
-        if self.fit_loop.is_done or not self._lw_arguments.num_sanity_val_steps or not self.loaders.may_validate():
+        if self.fit_loop.is_done or not self._lw_arguments.num_sanity_val_steps or not self._lw_loaders.may_validate():
             return
         self._lw_share_buffers(run)
         window = run.metrics.window
@@ -1044,8 +1044,8 @@ class Trainer(TrainerAttributes):
         self.state.stage = "sanity_check"
         run.lifecycle.on_sanity_check_start()
         # A first call of val_dataloader is part of the check, and what it draws at random is undone with it.
-        data = self.loaders.open_sanity()
-        generators = before.generators = self.loaders.capture_generators()
+        data = self._lw_loaders.open_sanity()
+        generators = before.generators = self._lw_loaders.capture_generators()
         if data is not None and data.num_batches:
             self._lw_eval_loop(run, "validation", data).run(run, data)
         if run.monitored is not None:
@@ -1055,7 +1055,7 @@ class Trainer(TrainerAttributes):
         run.lifecycle.on_sanity_check_end()
         self.state.stage = "train"
         run.before_validation = None
-        self.loaders.restore_generators(generators)
+        self._lw_loaders.restore_generators(generators)
         restore_rng(before.rng)
 
     def _lw_share_buffers(self, run: Run) -> None:
@@ -1069,7 +1069,7 @@ class Trainer(TrainerAttributes):
         run.metrics.batch = run.metrics.sized = None  # the last training batch is not kept during the validation
         self.state.stage = "validate"
         self._lw_reload_validation_if_due()
-        data = self.loaders.open_validation()
+        data = self._lw_loaders.open_validation()
         if data is None or not data.num_batches:
             self.state.stage = "train"
             return
@@ -1230,12 +1230,12 @@ class Trainer(TrainerAttributes):
     def toggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Let only this optimizer's parameters require gradients."""
         run = self._lw_run_to_toggle("toggle_optimizer")
-        self.toggles.toggle(manual.plain_optimizer(optimizer), run.optimizers)
+        self._lw_toggles.toggle(manual.plain_optimizer(optimizer), run.optimizers)
 
     def untoggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Undo `toggle`."""
         self._lw_run_to_toggle("untoggle_optimizer")
-        self.toggles.untoggle(manual.plain_optimizer(optimizer))
+        self._lw_toggles.untoggle(manual.plain_optimizer(optimizer))
 
     def _lw_run_to_toggle(self, what: str) -> Run:
         """Return the present run, or the last one, whose optimizers are still there."""
@@ -1255,10 +1255,10 @@ class Trainer(TrainerAttributes):
         if "step" in row:
             step = int(row.pop("step"))
         elif step is None:
-            at = (self.progress.steps, self.progress.epochs) if self.state.fn == "fit" else self.records_at
+            at = (self.progress.steps, self.progress.epochs) if self.state.fn == "fit" else self._lw_records_at
             row.setdefault("epoch", at[1])
             step = max(at[0] - 1, 0)
-        self.timeline.timed("logging", self.output.write)(row, step, samples=self.samples_of_all_ranks())
+        self.timeline.timed("logging", self._lw_output.write)(row, step, samples=self.samples_of_all_ranks())
 
     def samples_of_all_ranks(self) -> int:
         """Return the samples trained on, without asking the other ranks: each is taken to have as many as this one."""
@@ -1270,7 +1270,7 @@ class Trainer(TrainerAttributes):
         if self.enable_autolog_hparams and not self._lw_arguments.fast_dev_run and self._lw_run is not None:
             module = self._lw_run.module
             graph_of = module if isinstance(module, Module) else None
-            self.output.write_hyperparameters([module, self._lw_run.datamodule], graph_of)
+            self._lw_output.write_hyperparameters([module, self._lw_run.datamodule], graph_of)
 
     def synchronize_metrics(self, *names: str) -> None:
         """Make `callback_metrics` and `metric_step` equal on all ranks for these keys, until a rank logs them again.
@@ -1340,13 +1340,13 @@ class Trainer(TrainerAttributes):
         """Write one checkpoint to several paths, one after the other; else as `save_checkpoint`."""
         run = self.latest_run()
         if run is None and self._lw_spawned_checkpoint is not None and not weights_only:
-            self.saving.write(self._lw_spawned_checkpoint, filepaths, storage_options)
+            self._lw_saving.write(self._lw_spawned_checkpoint, filepaths, storage_options)
             return
         if run is None:
             raise ModuleError(
                 "trainer.save_checkpoint was called before a module was attached.", fix="call trainer.fit first."
             )
-        self.saving.save(run, filepaths, is_weights_only=bool(weights_only), storage_options=storage_options)
+        self._lw_saving.save(run, filepaths, is_weights_only=bool(weights_only), storage_options=storage_options)
 
     def full_state_dict(self, module: nn.Module | None = None) -> StateDict:
         """Return full weights on rank 0's CPU, {} on other ranks. On every rank: it communicates.
@@ -1367,12 +1367,12 @@ class Trainer(TrainerAttributes):
             raise ModuleError(
                 "trainer.full_state_dict was called before a module was attached.", fix="call trainer.fit first."
             )
-        return self.saving.full_state(run, module)
+        return self._lw_saving.full_state(run, module)
 
     @property
     def saves_in_background(self) -> bool:
         """Whether `save_checkpoint` returns before the file is complete."""
-        return self.saving.is_in_background
+        return self._lw_saving.is_in_background
 
     def wait_for_save(self, *, before_save: bool = False) -> None:
         """Return when the last checkpoint is complete, and what follows a save is done. On every rank.
@@ -1386,7 +1386,7 @@ class Trainer(TrainerAttributes):
         Raises:
             CheckpointError: It could not be written; on every rank.
         """
-        self.saving.wait(before_save=before_save)
+        self._lw_saving.wait(before_save=before_save)
 
     def when_saved(self, done: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
         """Call `done` when the last checkpoint is complete: now, or later in the main thread, on all ranks alike.
@@ -1397,7 +1397,7 @@ class Trainer(TrainerAttributes):
             done: Removes older files, say. May communicate.
             failed: Called instead if the checkpoint could not be written in the background.
         """
-        self.saving.then(done, failed)
+        self._lw_saving.then(done, failed)
 
     def batch_size_of(self, batch: Batch) -> int | None:
         """Return how many samples a batch of the present loader has; None where it is unknown."""
@@ -1421,7 +1421,7 @@ class Trainer(TrainerAttributes):
 
     @property
     def _lw_starts_processes(self) -> bool:
-        return bool(getattr(self.fabric.launcher, "starts_processes", False)) and not self.is_in_child
+        return bool(getattr(self.fabric.launcher, "starts_processes", False)) and not self._lw_is_in_child
 
     @property
     def stop_coordination(self) -> StopCoordination | None:
@@ -1433,7 +1433,7 @@ class Trainer(TrainerAttributes):
         checkpoint = result.get("checkpoint")
         if checkpoint is not None:
             self.progress.load_state_dict(result["progress"])
-            self.stream_state = result["stream"]
+            self._lw_stream_state = result["stream"]
             self.training_rng.note_left(result["rng_of_ranks"])
             self._lw_timeline = result["timeline"]
             self._lw_spawned_checkpoint = checkpoint
@@ -1441,10 +1441,10 @@ class Trainer(TrainerAttributes):
         self.state.fn, self.state.status = result["state"]
         self._lw_metrics.take_results(result["metrics"], result["metric_steps"])
         self._lw_metrics.progress_bar.update(result["progress_bar"])
-        self.output.latest.update(result["logged"])
+        self._lw_output.latest.update(result["logged"])
         self.should_stop = result["should_stop"]
-        self.output.join_versions(result["versions"])
-        snapshot.put_back_loggers(self.output, result["loggers"])
+        self._lw_output.join_versions(result["versions"])
+        snapshot.put_back_loggers(self._lw_output, result["loggers"])
         for callback in self.callbacks:
             if self.state.fn == "fit":
                 vars(callback)["_adopted_by"] = self._lw_identity

@@ -295,7 +295,7 @@ class Trials:
 
 def _fabric_for(subject: Subject) -> Fabric:
     trainer = subject.trainer
-    starts = getattr(trainer.fabric.launcher, "starts_processes", False) and not trainer.is_in_child
+    starts = getattr(trainer.fabric.launcher, "starts_processes", False) and not trainer._lw_is_in_child
     if trainer.world_size == 1 and not starts:
         return trainer.fabric
     return single_device_fabric(trainer)

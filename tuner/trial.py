@@ -75,7 +75,7 @@ class Subject:
         """Return what the trainer's present run is about."""
         run = trainer.latest_run()
         assert run is not None
-        return cls(trainer, run.module, run.datamodule, trainer.loaders.given, run, is_set_up)
+        return cls(trainer, run.module, run.datamodule, trainer._lw_loaders.given, run, is_set_up)
 
     def check_signals(self) -> None:
         """End the search if a signal stops the surrounding run; with several ranks, after the search.
@@ -258,7 +258,7 @@ def make_trainer(subject: Subject, fabric: Fabric, callbacks: Sequence[Callback]
         **limits,
     }
     trial = _TrialTrainer(fabric, **plan)
-    trial.is_in_child = trainer.is_in_child
+    trial._lw_is_in_child = trainer._lw_is_in_child
     if trainer.prepare_trial is not None:
         trainer.prepare_trial(trial)
     subject.trial = trial

@@ -235,7 +235,7 @@ class Tuner:
 
     def _adopt(self, subject: Subject) -> None:
         """Let the trainer show module and data of the search."""
-        loaders = None if subject.trial is None else subject.trial.loaders.train
+        loaders = None if subject.trial is None else subject.trial._lw_loaders.train
         subject.trial = None
         self._trainer.adopt(subject.module, subject.datamodule, loaders)
 

@@ -66,7 +66,7 @@ def _pass(trainer: Trainer, run: Run, module: nn.Module) -> None:
     # As in training: the loader's generators must stay where training left them, for a run that continues.
     generators = find_generators(train=trainer.train_dataloader)
     states = capture_generators(generators)
-    stream = trainer.loaders.open_training()
+    stream = trainer._lw_loaders.open_training()
     table, metrics.is_muted = metrics.table, True
     try:
         stream.open(trainer.current_epoch, trainer.strategy.broadcast(capture_rng()) if run.has_ranks else None)

@@ -360,7 +360,7 @@ class ModelCheckpoint(Checkpoint):
         elif self._lw_state.is_waiting:
             self._lw_save_if_fresh(trainer, strict=strict)
         elif self._lw_at_epoch_end and self._lw_is_epoch_due(trainer) and self._lw_is_scored_by(trainer):
-            trainer.saving.keep_validated()
+            trainer._lw_saving.keep_validated()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Save if saves follow epochs, or if a save waits for metrics of the epoch."""
@@ -574,11 +574,11 @@ class ModelCheckpoint(Checkpoint):
             self._lw_state.enter_last(last_path, trainer.global_step)
         # In the background, a second save would wait for the first: one takes the content to both.
         is_with_last = trainer.saves_in_background and self.save_last != "link" and last_path not in ("", path)
-        trainer.saving.has_score = score is not None
+        trainer._lw_saving.has_score = score is not None
         try:
             self._lw_write(trainer, [path, last_path] if is_with_last else [path], before)
         finally:
-            trainer.saving.has_score = False
+            trainer._lw_saving.has_score = False
         if self.verbose:
             shown = f"step {trainer.global_step}" + ("" if score is None else f", {self.monitor} = {score:.6g}")
             trainer.when_saved(lambda: _log.info("ModelCheckpoint: %s: saved %s", shown, path))

@@ -117,7 +117,7 @@ class SampleLogger(Callback):
             text = self.text(pl_module, outputs, batch) if self.text is not None else None
         if not trainer.is_global_zero:
             return
-        step = max((trainer.global_step if trainer.state.fn == "fit" else trainer.records_at[0]) - 1, 0)
+        step = max((trainer.global_step if trainer.state.fn == "fit" else trainer._lw_records_at[0]) - 1, 0)
         key = f"{self.stage}/{self.name}"
         captions = None
         if isinstance(images, tuple):
@@ -126,12 +126,12 @@ class SampleLogger(Callback):
             images = list(images[: self.num_samples])
             more = {} if captions is None else {"caption": list(captions[: self.num_samples])}
             for logger in trainer.loggers:
-                trainer.output.tell(
+                trainer._lw_output.tell(
                     logger, lambda logger=logger: logger.log_image(key, images, step=step, **more)  # type: ignore[misc]
                 )  # fmt: skip
         if text is not None:
             for logger in trainer.loggers:
-                trainer.output.tell(
+                trainer._lw_output.tell(
                     logger, lambda logger=logger: logger.log_text(key, text, step=step)  # type: ignore[misc]
                 )  # fmt: skip
 

@@ -186,7 +186,9 @@ class WeightStatistics(Callback):
                 "bucket_counts": counts,
             }
             for logger in trainer.loggers:
-                trainer.output.tell(logger, partial(_add_histogram, logger, f"{kind}/{name}", histogram, self._lw_step))
+                trainer._lw_output.tell(
+                    logger, partial(_add_histogram, logger, f"{kind}/{name}", histogram, self._lw_step)
+                )
 
     @property
     def state_key(self) -> str:

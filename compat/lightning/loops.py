@@ -115,7 +115,7 @@ class LoopView:
         return self._trainer.num_training_batches if self._stage == "train" else self._batches()
 
     def _batches(self) -> list[int | float]:
-        return self._trainer.loaders.num_batches(self._stage)
+        return self._trainer._lw_loaders.num_batches(self._stage)
 
     @property
     def num_dataloaders(self) -> int:
@@ -125,7 +125,9 @@ class LoopView:
     @property
     def _combined_loader(self) -> SimpleNamespace | None:
         given = (
-            self._trainer.train_dataloader if self._stage == "train" else self._trainer.loaders.original(self._stage)
+            self._trainer.train_dataloader
+            if self._stage == "train"
+            else self._trainer._lw_loaders.original(self._stage)
         )
         return None if given is None else SimpleNamespace(iterables=given, flattened=_flat(given))
 
@@ -451,7 +453,9 @@ class _DataSource(NamedTuple):
         """Whether loaders were given, or module or data module have the hook."""
         hook = f"{_HOOK[self.stage]}_dataloader"
         owners = ((self.trainer.datamodule, data_bases()), (self.trainer.lightning_module, module_bases()))
-        given = self.trainer.train_dataloader if self.stage == "train" else self.trainer.loaders.original(self.stage)
+        given = (
+            self.trainer.train_dataloader if self.stage == "train" else self.trainer._lw_loaders.original(self.stage)
+        )
         return given is not None or any(
             owner is not None and find_override(owner, hook, bases) is not None for owner, bases in owners
         )
@@ -459,7 +463,9 @@ class _DataSource(NamedTuple):
     @property
     def instance(self) -> object:  # what has the loaders
         """The loaders that were given, or the data module or module that makes them."""
-        given = self.trainer.train_dataloader if self.stage == "train" else self.trainer.loaders.original(self.stage)
+        given = (
+            self.trainer.train_dataloader if self.stage == "train" else self.trainer._lw_loaders.original(self.stage)
+        )
         if given is not None:
             return given
         return self.trainer.datamodule if self.trainer.datamodule is not None else self.trainer.lightning_module

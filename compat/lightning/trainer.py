@@ -107,7 +107,7 @@ class Trainer(trainer.Trainer):
         self.evaluated: dict[str, list[int]] = {}
         self.loop_counts: LoopCounts | None = None
         self._lw_own_loops: dict[str, LoopView] = {}
-        patch(self, "saving", _Saving(self))
+        patch(self, "_lw_saving", _Saving(self))
         limits = {name: getattr(self.fit_loop, name) for name in ("max_epochs", "min_epochs", "max_steps", "min_steps")}
         patch(self, "fit_loop", TrainLoop(self, **limits))
         is_disabled = self._lw_metrics.is_disabled
@@ -176,7 +176,7 @@ class Trainer(trainer.Trainer):
         return super().num_sanity_val_batches if self._lw_has_fitted else []
 
     def _lw_batches_of_each(self, stage: str, counts: list[int | float]) -> list[int | float]:
-        data = self.loaders.eval.get(stage)
+        data = self._lw_loaders.eval.get(stage)
         if data is None or data.combined is None:
             return counts
         limit = getattr(self, f"limit_{'val' if stage == 'validation' else stage}_batches")
@@ -264,7 +264,7 @@ class Trainer(trainer.Trainer):
         every = self.check_val_every_n_epoch or 1
         is_checked = bool(self.num_sanity_val_steps) or ckpt_path is not None
         waits = not is_checked and bool((self.current_epoch + 1) % every)
-        patch(self.loaders, "waits_for_validation", waits)
+        patch(self._lw_loaders, "waits_for_validation", waits)
         restore = super()._lw_begin_fit(run, ckpt_path, is_trusted=is_trusted, before=before)
         if all(parameter.grad is None for parameter in run.module.parameters()):
             run.module.zero_grad()  # where Lightning calls it, after on_fit_start
@@ -330,7 +330,7 @@ class Trainer(trainer.Trainer):
         if self.is_global_zero:
             assert module is not None
             checkpoint = collect_attached(self, module, is_weights_only=bool(weights_only))
-            self.saving.write(checkpoint, filepaths, storage_options)
+            self._lw_saving.write(checkpoint, filepaths, storage_options)
 
     def _lw_take_loop(self, stage: str, name: str, loop: object) -> None:
         refuse_own_loop(name, loop)
@@ -509,7 +509,7 @@ def _find_override(owner: object, name: str, bases: tuple[type, ...]) -> Hook | 
 
     def with_loader(*arguments: Any) -> object:
         trainer = arguments[0] if isinstance(owner, Callback) else owner.trainer  # type: ignore[attr-defined]
-        return hook(*arguments) if len(trainer.loaders.num_batches(stage)) > 1 else hook(*arguments[:-1])
+        return hook(*arguments) if len(trainer._lw_loaders.num_batches(stage)) > 1 else hook(*arguments[:-1])
 
     return with_loader
 

@@ -126,7 +126,7 @@ class FakeTrainer:
         self.logged: list[tuple[dict[str, float], int | None]] = []
         self.save_failure: BaseException | None = None
         self.saves_in_background = False
-        self.saving = SimpleNamespace(keep_validated=lambda: None, has_score=False)
+        self._lw_saving = SimpleNamespace(keep_validated=lambda: None, has_score=False)
         self.batch_hook: Callable[[int], None] = lambda step: None
         self._in_exception = False
         self._start_window = 0

@@ -136,7 +136,7 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
         world_size=fabric.world_size,
         version=__version__,
     )
-    run.trainer.saving.complete(checkpoint)
+    run.trainer._lw_saving.complete(checkpoint)
     before = dict(checkpoint)
     if is_weights_only:
         run.lifecycle.of_callbacks("on_save_checkpoint", chosen=lambda callback: callback.replaces_weights)(checkpoint)

@@ -101,7 +101,7 @@ class DataLimits:
         samples += progress.samples_before
         tokens += progress.tokens_before
         self._judge(samples, tokens)
-        micro = micro_batch_size(trainer.loaders.train)
+        micro = micro_batch_size(trainer._lw_loaders.train)
         if micro is None:
             most_samples *= _MARGIN
         else:
@@ -145,13 +145,13 @@ def steps_until_max_samples(trainer: Trainer, num_batches: int | float, epochs: 
         epochs: The limit on epochs, -1 for none.
     """
     left: int | None = trainer.max_samples
-    micro = micro_batch_size(trainer.loaders.train)
+    micro = micro_batch_size(trainer._lw_loaders.train)
     if left is None or micro is None or not num_batches:
         return math.inf
     ranks = trainer.strategy.topology.data_size
     in_epoch: int | float = num_batches * micro * ranks
     if not math.isinf(num_batches):
-        in_epoch = min(in_epoch, _size_of_data(trainer.loaders.train))  # the last batch may be smaller
+        in_epoch = min(in_epoch, _size_of_data(trainer._lw_loaders.train))  # the last batch may be smaller
     scheduler = trainer.accumulation_scheduler
     if trainer.accumulate_across_epochs and not math.isinf(in_epoch):
         whole, rest = divmod(left, int(in_epoch))
@@ -183,7 +183,7 @@ def _size_of_data(loader: Loaders) -> int | float:
 
 def batches_until_limit(trainer: Trainer) -> int | float:
     """Return how many more micro-batches `max_samples` leaves to each rank; infinity where that is not known."""
-    micro = micro_batch_size(trainer.loaders.train)
+    micro = micro_batch_size(trainer._lw_loaders.train)
     most: int | None = trainer.max_samples
     if most is None or micro is None:
         return math.inf

@@ -313,7 +313,7 @@ class FitLoop:
     def _plan_validation(self, run: Run) -> int | float:
         """Return the count of batches at which the next validation is due: in the epoch, or in all for no epoch."""
         trainer, progress = self._trainer, run.progress
-        interval = trainer.loaders.interval_batches
+        interval = trainer._lw_loaders.interval_batches
         every = trainer.check_val_every_n_epoch
         if interval == math.inf or not self.validates_in_this_epoch:
             return math.inf
@@ -327,7 +327,7 @@ class FitLoop:
         trainer, progress = self._trainer, run.progress
         if not trainer.enable_validation:
             return math.inf
-        if trainer.loaders.interval_s is not None:
+        if trainer._lw_loaders.interval_s is not None:
             return 0
         is_across_epochs = trainer.check_val_every_n_epoch is None
         began_at = progress.total_batches - progress.batches_in_epoch if is_across_epochs else 0
@@ -341,7 +341,7 @@ class FitLoop:
         every = trainer.check_val_every_n_epoch
         if not self.validates_in_this_epoch or progress.batches_in_epoch == 0:
             return False
-        seconds = trainer.loaders.interval_s
+        seconds = trainer._lw_loaders.interval_s
         if seconds is not None:
             return self._is_time_to_validate(run, seconds)
         count = progress.total_batches if every is None else progress.batches_in_epoch

@@ -64,7 +64,7 @@ def reduce_gradients(run: Run, optimizer: Optimizer) -> None:
 
 def step_in_manual(run: Run, optimizer: Optimizer, closure: Callable[[], object] | None) -> bool:
     """Step an optimizer that the module steps itself; return whether it stepped."""
-    toggles = run.trainer.toggles
+    toggles = run.trainer._lw_toggles
     if toggles.toggled:
         toggles.check(optimizer)
     reduce_gradients(run, optimizer)

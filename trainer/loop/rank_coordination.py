@@ -381,7 +381,7 @@ def _wait_for_all(
         if failure is not None:
             raise failure.to_error()
         places, ahead = watch.places(), watch.ahead()
-        left = {rank for rank in missing if rank in ahead or has_left(places.get(rank, {}), trainer.place())}
+        left = {rank for rank in missing if rank in ahead or has_left(places.get(rank, {}), trainer._lw_place())}
         if left & left_before:  # seen twice: a place is what a rank said up to a second ago
             return sorted(left & left_before), None
         left_before = left

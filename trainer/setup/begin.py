@@ -222,7 +222,7 @@ def check(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> None:
     _check_required(plan, module)
     check_layers(plan.fabric.strategy, module)
     if plan.verb == "fit":
-        plan.trainer.saving.check_weights(module)
+        plan.trainer._lw_saving.check_weights(module)
         plan.fabric.strategy.apply_trainer_config(_trainer_config(plan, module))
 
 

@@ -44,7 +44,7 @@ def take(trainer: Trainer, module: nn.Module) -> Before | None:
     spawned = trainer.spawned_states(module)
     if spawned is not None:
         return spawned
-    last, strategy = trainer.last_fit, trainer.strategy
+    last, strategy = trainer._lw_last_fit, trainer.strategy
     if last is None or last.module is not module:
         return {}
     if strategy.rebuilds_optimizers:

@@ -26,7 +26,7 @@ def derive_accumulation(trainer: Trainer, run: Run) -> int:
     Raises:
         ConfigError: The loader does not say its batch size, the ranks' differ, or the numbers do not divide.
     """
-    strategy, loader = run.fabric.strategy, trainer.loaders.train
+    strategy, loader = run.fabric.strategy, trainer._lw_loaders.train
     wanted = trainer.global_batch_size
     assert wanted is not None
     if strategy.has_stages and strategy.holds_gradients:
@@ -57,7 +57,7 @@ def report_global_batch(trainer: Trainer, run: Run) -> None:
     """Tell once per fit, on rank zero, how many samples a step takes: below the model's summary, else in the log."""
     if not trainer.tells_runs:
         return
-    micro = micro_batch_size(trainer.loaders.train)
+    micro = micro_batch_size(trainer._lw_loaders.train)
     accumulate = trainer.accumulation_for_epoch(trainer.progress.epochs)
     line = describe_global_batch(micro, accumulate, run.fabric.strategy.topology.data_size)
     if trainer.accumulation_scheduler is not None:

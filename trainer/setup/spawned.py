@@ -64,7 +64,7 @@ def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: An
 
 def _run_in_child(trainer: Trainer, verb: str, module: nn.Module | None, arguments: dict[str, object]) -> StateDict:
     """Run in every new process; the result of rank 0 goes back to the launching one."""
-    trainer.is_in_child = True
+    trainer._lw_is_in_child = True
     returned = getattr(trainer, verb)(module, **arguments)
     is_fit = verb == "fit"
     content: StateDict = {
@@ -72,11 +72,11 @@ def _run_in_child(trainer: Trainer, verb: str, module: nn.Module | None, argumen
         "state": (trainer.state.fn, trainer.state.status),
         "metrics": {name: value.to(_CPU) for name, value in trainer.callback_metrics.items()},
         "metric_steps": {name: trainer.metric_step(name) for name in trainer.callback_metrics},
-        "logged": dict(trainer.output.latest),
+        "logged": dict(trainer._lw_output.latest),
         "progress_bar": dict(trainer.progress_bar_metrics),
         "should_stop": trainer.should_stop,
-        "versions": trainer.output.versions(),
-        "loggers": snapshot.logger_states(trainer.output),
+        "versions": trainer._lw_output.versions(),
+        "loggers": snapshot.logger_states(trainer._lw_output),
     }
     if is_fit:
         run = trainer.latest_run()
@@ -86,7 +86,7 @@ def _run_in_child(trainer: Trainer, verb: str, module: nn.Module | None, argumen
         checkpoint = content["checkpoint"] = move_to_device(whole, _CPU)
         content["module"] = move_to_device(_module_content(trainer, run, checkpoint), _CPU)
         content["progress"] = trainer.progress.state_dict()
-        content["stream"] = trainer.stream_state
+        content["stream"] = trainer._lw_stream_state
         content["timeline"] = trainer.timeline
         content["rng_of_ranks"] = trainer.strategy.gather_objects(trainer.training_rng.left)
     states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}

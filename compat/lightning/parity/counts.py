@@ -133,7 +133,7 @@ def _adopt_as_they_are() -> None:
 def begin_anew(trainer: Trainer, before: StateDict | None) -> StateDict | None:
     """Let a fit leave out what optimizers, schedules and data of the one before have left."""
     if not trainer.progress.epoch_open:
-        patch(trainer, "stream_state", None)
+        patch(trainer, "_lw_stream_state", None)
     return None
 
 

@@ -40,7 +40,7 @@ class BegunLoader(EvalLoader):
 def begin_before_hooks(trainer: Trainer) -> None:
     """Let each evaluation begin to iterate before its hooks: what the first loader draws then, it draws before them."""
     patch(trainer, "_lw_eval_loop", partial(_loop_that_begins, trainer._lw_eval_loop))
-    loaders = trainer.loaders
+    loaders = trainer._lw_loaders
     patch(loaders, "open_eval", partial(_open_and_try, loaders, loaders.open_eval))
 
 

@@ -85,7 +85,7 @@ def _show_first(show: Callable[..., None], number: float, *keys: str) -> None:
 def log_after_training(run: Run) -> None:
     """Let the rows of an evaluation stand at the step after the last one that this Trainer has trained."""
     progress = run.progress
-    patch(run.trainer, "records_at", (progress.steps + 1, progress.epochs))
+    patch(run.trainer, "_lw_records_at", (progress.steps + 1, progress.epochs))
 
 
 def keep_step_values(run: Run) -> None:
@@ -185,4 +185,4 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor):
         for key, value in values.items():
             metrics.results[key] = torch.tensor(value, device=metrics.device)
             metrics.result_steps[key] = trainer.progress.steps
-            trainer.output.latest.pop(key, None)  # `logged_metrics` has what modules log
+            trainer._lw_output.latest.pop(key, None)  # `logged_metrics` has what modules log

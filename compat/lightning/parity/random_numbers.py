@@ -36,7 +36,7 @@ class SharedRng(TrainingRng):
 def share_generators(trainer: Trainer) -> None:
     """Let evaluations, and loaders that are asked for during fit, draw from the generators of training."""
     patch(trainer, "training_rng", SharedRng())
-    loaders = trainer.loaders
+    loaders = trainer._lw_loaders
     patch(loaders, "apart", nullcontext)
     patch(loaders, "capture_generators", _no_states)
 

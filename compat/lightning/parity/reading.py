@@ -222,7 +222,7 @@ def try_to_iterate(loader: Any) -> None:  # Any: anything that can be iterated
 
 def fetch_batches(trainer: Trainer) -> None:
     """Let training read its loaders as Lightning does."""
-    patch(trainer.loaders, "make_stream", FetchedStream)
+    patch(trainer._lw_loaders, "make_stream", FetchedStream)
 
 
 def _is_placed(loader: Loaders) -> bool:

@@ -66,7 +66,7 @@ def act_within_windows(run: Run) -> None:
             zero_grad()
 
     plan.zero_grad = zero_at_first
-    saving = run.trainer.saving
+    saving = run.trainer._lw_saving
     patch(saving, "save", partial(_save, type(saving).save.__get__(saving)))
 
 

@@ -25,8 +25,9 @@ from loopwright.lazy import home_of, is_core
 # What programs call their attributes, and what Loopwright called its own or may come to call them.
 PLAUSIBLE = [
     "batches", "cache", "config", "counts", "data", "dataset", "epoch_", "finish", "history", "hooks", "inner",
-    "latest", "loader", "losses", "metrics_", "module", "names", "net", "output_", "plan", "pool", "progress_",
-    "results", "run", "scheduler", "session", "start", "stats", "step", "store", "stream", "table", "window", "world",
+    "latest", "loader", "loaders", "losses", "metrics_", "module", "names", "net", "output", "place", "plan", "pool",
+    "results", "run", "saving", "scheduler", "session", "start", "stats", "step", "store", "stream", "table", "toggles",
+    "window", "world",
 ]  # fmt: skip
 # Names of Lightning's own modules, which mean the same in this layer.
 LIGHTNING = {
@@ -66,21 +67,24 @@ def shared_names(cls: type) -> set[str]:
     return set[str]().union(*(SHARED.get(home_of(base).split(".")[1], ()) for base in cls.__mro__ if is_core(base)))
 
 
+@cache
+def own_private_names(cls: type) -> frozenset[str]:
+    """Return the private names that the source of one class gives attributes and methods."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(body, ast.ClassDef)
+    found = {node.name for node in body.body if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(body):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.update([node.attr] * (isinstance(node.value, ast.Name) and node.value.id == "self"))
+    for statement in body.body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        found.update(one.id for one in targets if isinstance(one, ast.Name))
+    return frozenset(name for name in found if name.startswith("_") and not name.startswith("__"))
+
+
 def private_names(cls: type) -> set[str]:
     """Return the private names of the attributes and methods of our classes among the bases of a class."""
-    found = set[str]()
-    for base in cls.__mro__:
-        if is_core(base):
-            (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-            assert isinstance(body, ast.ClassDef)
-            found.update(node.name for node in body.body if isinstance(node, ast.FunctionDef))
-            for node in ast.walk(body):
-                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    found.update([node.attr] * (isinstance(node.value, ast.Name) and node.value.id == "self"))
-            for node in body.body:
-                targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-                found.update(one.id for one in targets if isinstance(one, ast.Name))
-    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+    return set[str]().union(*(own_private_names(base) for base in cls.__mro__ if is_core(base)))
 
 
 def served_classes() -> list[type]:
@@ -242,3 +246,16 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
 def test_a_program_may_use_every_name(library: Any, tmp_path: Path) -> None:
     without = outcome(tmp_path / "without", library, named=False)
     assert outcome(tmp_path / "with", library, named=True) == without
+
+
+def test_a_program_cannot_replace_the_counts_of_a_run() -> None:
+    trainer = lw.Trainer(logger=False)
+    with pytest.raises(lw.ConfigError, match=r"Expected trainer\.progress to be the counts of the run, got 'bar'"):
+        trainer.progress = "bar"  # type: ignore[assignment]
+    assert trainer.progress.steps == 0
+
+    class Own(lw.Trainer):
+        progress = "bar"  # type: ignore[assignment]
+
+    with pytest.raises(lw.ConfigError, match=r"Expected trainer\.progress to be the counts"):
+        Own(logger=False)

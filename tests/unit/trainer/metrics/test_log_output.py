@@ -183,13 +183,13 @@ def test_a_logger_that_hangs_holds_neither_training_nor_a_checkpoint(tmp_path: P
 
     class Impatient(lw.Callback):
         def on_train_batch_end(self, trainer: lw.Trainer, *args: Any) -> None:
-            queue = trainer.output._queues.get(id(slow))
+            queue = trainer._lw_output._queues.get(id(slow))
             if queue is not None:
                 queue.patience_s = 0.01
 
         def on_train_end(self, trainer: lw.Trainer, *args: Any) -> None:
             trainer.save_checkpoint(tmp_path / "a.ckpt")
-            trainer.output._queues[id(slow)].patience_s = 30
+            trainer._lw_output._queues[id(slow)].patience_s = 30
             slow.gate.set()
 
     trainer = toys.quiet(max_epochs=2, logger=[slow, good], log_every_n_steps=1, callbacks=[Impatient()])
