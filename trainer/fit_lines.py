@@ -177,14 +177,14 @@ def _tell_interruption(trainer: Trainer, error: BaseException) -> None:
             rest = "."
         elif path is None:
             earlier = _newest(trainer)
-            how = trainer.saving.how_to_continue or f"trainer.fit(..., ckpt_path={shown(earlier or '')!r})"
+            how = trainer._lw_saving.how_to_continue or f"trainer.fit(..., ckpt_path={shown(earlier or '')!r})"
             rest = ": nothing was saved; " + (
                 f"continue from the last checkpoint with {how}"
                 if earlier
                 else "add ModelCheckpoint(save_on_exception=True)"
             )
         else:
-            how = trainer.saving.how_to_continue or f"trainer.fit(..., ckpt_path={_how_to_name(trainer, path)!r})"
+            how = trainer._lw_saving.how_to_continue or f"trainer.fit(..., ckpt_path={_how_to_name(trainer, path)!r})"
             rest = f": saved in {shown(path)}; continue with {how}"
         where = "between two steps, " if trainer.at_step_boundary else ""
         place = f"{where}at epoch {trainer.progress.epochs}, step {trainer.global_step}"
