@@ -16,6 +16,8 @@ from ....errors import ModuleError
 from .options import SCHEDULES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
@@ -54,10 +56,11 @@ class UnreachedStages:
                 if one.grad is not None
             }
 
-    def watch(self, stage: int, received: Tensor | None) -> None:
-        """Note whether a gradient is computed for what a stage has received."""
-        if received is not None and self._is_due:
-            received.register_hook(lambda _: self._reached.add(stage))
+    def watch(self, stage: int, received: Iterable[Tensor]) -> None:
+        """Note whether a gradient is computed for something that a stage has received."""
+        for one in received if self._is_due else ():
+            if one.requires_grad:
+                one.register_hook(lambda _: self._reached.add(stage))
 
     def settle(self, pipeline: ProcessGroup, replicas: ProcessGroup | None) -> None:
         """End a window whose gradients are reduced. On every rank: it communicates, after some windows.

@@ -375,7 +375,7 @@ class PipelineRunner:
     def _forward(self, stage: int, number: int, received: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
         """Run one stage on a micro-batch; return what the next stage needs, or the share of the loss."""
         self._now = (stage, received)
-        self.unreached.watch(stage, None if received is None else received[0])
+        self.unreached.watch(stage, received or ())
         self._numbers.start(number)
         batch = self._batch_of(number)
         try:

@@ -30,11 +30,11 @@ class Block(nn.Module):
         self.calls = 0
         self.register_buffer("used", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, shared: Tensor | None = None) -> Tensor:
         self.calls += 1
         self.used += 1
         x = x.detach() if self.detaches else x
-        return x + torch.tanh(self.layer(x))
+        return x + torch.tanh(self.layer(x)) * (1.0 if shared is None else shared)
 
 
 class Counting(lw.Module):
@@ -88,7 +88,20 @@ class Counting(lw.Module):
         ]  # fmt: skip
 
 
-def fit(strategy: Strategy | str, size: int, detached: int | None) -> tuple[Any, ...]:
+class Sharing(Counting):
+    """All blocks take what a module before them computes, which has a gradient where the hidden state has none."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = shared = self.first(batch[0])
+        for block in self.blocks:
+            hidden = block(hidden, shared)
+        return F.mse_loss(self.last(hidden), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:  # gradients of 0 would decay
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.0)
+
+
+def fit(strategy: Strategy | str, size: int, detached: int | None, kind: type[Counting] = Counting) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(1)
     x, y = (torch.randn(32, width, generator=generator, dtype=torch.float64) for width in (4, 1))
     trainer = lw.Trainer(
@@ -96,7 +109,7 @@ def fit(strategy: Strategy | str, size: int, detached: int | None) -> tuple[Any,
         accumulate_grad_batches=4, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         num_sanity_val_steps=0,
     )  # fmt: skip
-    module = Counting(detached)
+    module = kind(detached)
     data = DataLoader(TensorDataset(x, y), batch_size=2)
     trainer.fit(module, data, data)
     with torch.no_grad():
@@ -121,12 +134,20 @@ def fit_all(rank: int, size: int) -> list[str]:
             wrong.append(f"{at}: {counts} instead of {all_counts}")
         wrong += [f"{at}: {key}" for key, one in found.items() if not torch.equal(one, wanted[key])]
         wrong += [f"{at}: calls of {key}" for key, count in calls.items() if count not in (0, all_calls[key])]
+    found, _, _ = fit(pipeline("interleaved"), size, 4, Sharing)
+    wanted = torch.load("sharing.pt")[0]
+    wrong += [
+        f"shared: {key}"
+        for key, one in found.items()
+        if key.startswith(("first", "last")) and (one - wanted[key]).abs().max() > 1e-12
+    ]
     return wrong
 
 
 def fit_alone(rank: int, size: int) -> None:
     for detached in (None, 3, 4, 5):
         torch.save(fit("single_device", 1, detached), f"alone-{detached}.pt")
+    torch.save(fit("single_device", 1, 4, Sharing), "sharing.pt")
 
 
 def test_a_step_changes_what_one_process_changes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
