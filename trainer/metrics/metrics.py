@@ -19,7 +19,6 @@ from torch import Tensor
 from ...data.move import find_batch_size
 from ...errors import ModuleError
 from ...protocols import Batch, Gather, StateDict, Tree
-from ...strategies.distributed.shards import full_tensor, is_sharded
 from ..lifecycle import HOOKS, LOG_RULES, LogRule
 from ..loop.loss import Loss
 from .accumulators import MetricAccumulator, ScalarAccumulator, accumulation_dtype, is_metric, shapes_of, version_of
@@ -35,6 +34,10 @@ _METRIC_ACCUMULATOR_STATE = ("name", "hook", "on_step", "on_epoch", "prog_bar", 
 
 def _whole(value: Tensor) -> Tensor:
     """Return a plain tensor; of a sharded one (the norm of a gradient, say) that of all ranks: it communicates."""
+    if type(value) is Tensor:
+        return value
+    from ...strategies.distributed.shards import full_tensor, is_sharded  # not imported for plain tensors
+
     return full_tensor(value) if is_sharded(value) else value
 
 

@@ -142,8 +142,9 @@ class Reading:
     def _of_trainer(self, found: dict[str, Any]) -> dict[str, Any]:
         given = self._tree.get("trainer")
         given = given if isinstance(given, dict) else {}
-        if is_class_node(found.get("callbacks")):
-            found = {**found, "callbacks": [found["callbacks"]]}  # Lightning writes a list for one, too
+        one = given.get("callbacks")
+        if isinstance(one, dict) and one.get("init_args"):
+            found = {**found, "callbacks": [found["callbacks"]]}  # as Lightning does for one with arguments
         return {name: one for name, one in found.items() if name in given or name not in _OWN}
 
     def _read_value(self, one: Value, value: Any) -> None:

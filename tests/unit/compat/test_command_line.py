@@ -385,6 +385,9 @@ def test_small_things_of_a_configuration_are_lightnings(capsys: pytest.CaptureFi
 
     cli = LightningCLI(BoringModel, run=False, args=["--trainer.callbacks=DeviceStatsMonitor"])
     assert cli.config.trainer.callbacks.class_path == "lightning.pytorch.callbacks.DeviceStatsMonitor"
+    named = ["--trainer.callbacks=EarlyStopping", "--trainer.callbacks.monitor=x"]
+    (early,) = LightningCLI(BoringModel, run=False, args=named).config.trainer.callbacks
+    assert early.init_args.monitor == "x"
     assert "DeviceStatsMonitor" in [type(one).__name__ for one in cli.trainer.callbacks]
     assert "model" not in cli.config  # it has no parameters
     for typed in ("lightning.pytorch.demos.BoringModel", "lightning.pytorch.demos.boring_classes.BoringModel"):
