@@ -18,7 +18,13 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-__all__ = ["defer_compiler", "defer_compiler_of_optimizers", "is_compiler_imported", "own_step", "without_compiler"]
+__all__ = [
+    "defer_compiler",
+    "defer_compiler_of_optimizers",
+    "is_compiler_imported",
+    "step_uncompiled",
+    "without_compiler",
+]
 
 _COMPILER = "torch._dynamo"
 # Where torch's decorator, `torch._disable_dynamo`, keeps what it makes at the first call, which is when it imports.
@@ -67,20 +73,26 @@ def defer_compiler_of_optimizers() -> None:
         defer_compiler(method)
 
 
-def own_step(step: Any) -> Callable[[Optimizer], object] | None:  # Any: a function with attributes
-    """Return what an optimizer class's `step` does within torch's function that sets the mode of gradients.
+def step_uncompiled(step: Any, optimizer: Optimizer, *args: object) -> None:  # Any: a function with attributes
+    """Call an optimizer class's `step` without importing the compiler.
+
+    Where torch's function that sets the mode of gradients is all that is around it, this sets it instead. Once the
+    compiler is imported, `step` is called as it is, because torch's function breaks the compiler's graphs.
 
     Args:
         step: `step` of a class, without the wrapper for profilers and hooks.
-
-    Returns:
-        A function to call with `torch.set_grad_enabled(optimizer.defaults["differentiable"])`; None where `step` must
-        be called as it is, as it must once the compiler is imported: torch's function breaks its graphs.
+        optimizer: The optimizer.
+        args: Passed on.
     """
     if getattr(step, "__code__", None) is not _SETS_GRAD or _SETS_GRAD is None or _COMPILER in sys.modules:
-        return None
-    own: Callable[[Optimizer], object] = step.__wrapped__
-    return own
+        step(optimizer, *args)
+        return
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(optimizer.defaults["differentiable"])
+    try:
+        step.__wrapped__(optimizer, *args)
+    finally:
+        torch.set_grad_enabled(before)
 
 
 class _Unimported(ModuleType):

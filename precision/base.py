@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.overrides import has_torch_function_unary
 
-from ..deferred_compiler import own_step
+from ..deferred_compiler import step_uncompiled
 from ..protocols import AnyBatch, StateDict
 
 __all__ = [
@@ -303,18 +303,17 @@ def take_step(optimizer: Optimizer) -> None:
         and not (attributes["_optimizer_step_pre_hooks"] or attributes["_optimizer_step_post_hooks"])
         and not (_before_all or _after_all or _is_profiled())
     ):
-        step = own_step(wrapped.__wrapped__)
-        if step is None:
-            wrapped.__wrapped__(optimizer, *_closure_for(wrapped))
-            return
-        before = torch.is_grad_enabled()
-        torch.set_grad_enabled(optimizer.defaults["differentiable"])
-        try:
-            step(optimizer)
-        finally:
-            torch.set_grad_enabled(before)
+        step_uncompiled(wrapped.__wrapped__, optimizer, *_closure_for(wrapped))
+    elif own is None:
+        _with_hooks(wrapped.__wrapped__)(optimizer, *_closure_for(wrapped))
     else:
         optimizer.step(*_closure_for(wrapped))
+
+
+@cache
+def _with_hooks(step: Any) -> Callable[..., object]:  # Any: a function with attributes
+    """Return what torch puts around `step`, for hooks and profilers."""
+    return Optimizer.profile_hook_step(partial(step_uncompiled, step))
 
 
 @cache

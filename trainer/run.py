@@ -215,6 +215,7 @@ class Run:
         """Leave no cycle behind when the verb has returned: what holds the last reference then frees everything."""
         self.trainer = weakref.proxy(self.trainer)
         self.own_steps = None
+        self.plan = None  # its functions hold the run
         self.after_epoch.clear()
         self.lifecycle.release()
 

@@ -240,7 +240,8 @@ class DDPStrategy(ProcessGroupStrategy):
             try:
                 loss = replica(call, *args, **kwargs)
             except RuntimeError as error:
-                raise _explained(error, replica) from error
+                _raise_explained(error, replica)
+                raise
             self._lw_forwarded = replica if replica.require_backward_grad_sync else None
             output = replica.steps.output
             if output is None:  # a plain tensor came
@@ -273,7 +274,8 @@ class DDPStrategy(ProcessGroupStrategy):
             try:
                 return replica(call, *args, **kwargs)
             except RuntimeError as error:
-                raise _explained(error, replica) from error
+                _raise_explained(error, replica)
+                raise
 
         return run
 
@@ -325,7 +327,8 @@ class DDPStrategy(ProcessGroupStrategy):
             if replica.sparse_parameters:
                 gradients.average_gradients(replica.sparse_parameters)
         except RuntimeError as error:
-            raise _explained(error, replica) from error
+            _raise_explained(error, replica)
+            raise
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> bool:
         """Step the optimizer; where weights are averaged from time to time, do that when it is due.
@@ -462,28 +465,28 @@ def _backward_inside() -> ModuleError:
 _NO_GRADIENT = re.compile(r"which did not receive grad for rank \d+: ([^\n]*)")
 
 
-def _explained(error: RuntimeError, replica: Replica) -> RuntimeError | ModuleError:
-    """Return the error to raise: with advice and names where torch speaks of its own affairs."""
+def _raise_explained(error: RuntimeError, replica: Replica) -> None:
+    """Raise an error with advice and names where torch speaks of its own affairs; return where the error says enough."""
     text = str(error)
     if isinstance(error, ModuleError) or not any(
         sign in text for sign in ("finished reduction in the prior iteration", "mark a variable ready only once")
     ):
-        return error
+        return
     if "ready only once" in text:
-        return ModuleError(
+        raise ModuleError(
             f"A parameter received its gradient twice in one backward pass with strategy='ddp': {text.splitlines()[0]}",
             fix="pass DDPStrategy(static_graph=True) if every step uses the same parameters, and use activation "
             "checkpointing with use_reentrant=False.",
-        )
+        ) from error
     found = _NO_GRADIENT.search(text)
     names = replica.names_of(found.group(1)) if found else []
     listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-    return ModuleError(
+    raise ModuleError(
         f"The loss does not depend on some parameters of {type(replica.original).__name__}, so other ranks would wait "
         f"for their gradients: {listed or 'torch does not report which'}.",
         fix="use them in every step, freeze them before training (requires_grad=False), or pass "
         "strategy='ddp_find_unused_parameters_true'.",
-    )
+    ) from error
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ class RunSignals:
             return
         if self._has_pipe:
             _write_signals_nowhere()
-        watch.run_signals = None
+        watch.run_signals = watch.describe = None
         if self.requested is not None:
             # A signal after the last phase stops the next run of all ranks at its beginning.
             coordinator.request(self.requested.name)

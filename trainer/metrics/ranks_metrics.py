@@ -9,6 +9,7 @@ their states. What a hook logs at the end of the epoch takes another one, which 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -124,7 +125,7 @@ class RanksMetrics:
         self.gather = gather
         self.rank = rank
         self.size = size
-        self._metrics = metrics
+        self._metrics: Metrics = weakref.proxy(metrics)  # which has this object
         self._module = module
         self._has_silent_ranks = has_silent_ranks
         self._epochs: dict[str, _Epoch] = {}

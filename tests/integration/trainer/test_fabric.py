@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -565,3 +567,29 @@ def load(rank: int, size: int, path: str) -> str:
 def test_a_failed_load_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(load, 2, str(tmp_path / "a.ckpt"), connect=False)
     assert first == second.replace(" 0", " 1") == "CheckpointNotFound 1"
+
+
+def alive_after_a_loop(rank: int, size: int) -> list[list[str]]:
+    """Return what exists of two loops when nobody has its objects any more; in the second a forward pass fails."""
+    fabric = machine(size)
+    fabric.launch()
+
+    def loop(*, fails: bool) -> list[Any]:
+        original = Net()
+        module, optimizer = fabric.setup(original, torch.optim.AdamW(original.parameters()))
+        for batch in fabric.setup_dataloaders(DataLoader(DATA, batch_size=8)):
+            optimizer.zero_grad()
+            fabric.backward(module(batch).mean())
+            optimizer.step()
+        if fails:
+            with pytest.raises(RuntimeError, match="cannot be multiplied"):
+                module(torch.ones(2, 5))
+        return [weakref.ref(one) for one in (original, module, optimizer, original.layers[0].weight)]
+
+    gc.collect()
+    gc.disable()
+    return [[type(one()).__name__ for one in loop(fails=fails) if one() is not None] for fails in (False, True)]
+
+
+def test_what_a_loop_has_dropped_is_freed_at_once() -> None:
+    assert run_ranks(alive_after_a_loop, 2, connect=False) == [[[], []]] * 2

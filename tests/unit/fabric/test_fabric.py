@@ -354,7 +354,7 @@ def test_backward_and_step_call_few_functions_and_leave_out_those_of_torch() -> 
         fabric.optimizer_step(optimizer)
     finally:
         sys.setprofile(before)
-    of_step = ["optimizer_step", "optimizer_step", "take_step", "own_step"]
+    of_step = ["optimizer_step", "optimizer_step", "take_step", "step_uncompiled"]
     assert calls == ["backward", "backward", "compute_gradients", *of_step]
 
 

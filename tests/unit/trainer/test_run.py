@@ -31,6 +31,30 @@ class Failing(ValidatedNet):
         return self.loss(batch)
 
 
+class Manual(ValidatedNet):
+    """Steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class Moving(ValidatedNet):
+    """Changes each batch in a hook, and clears gradients itself."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [one * 2 for one in batch]
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad()
+
+
 class Data(lw.DataModule):
     def train_dataloader(self) -> Any:
         return loader()
@@ -63,7 +87,7 @@ def call(verb: str) -> Callable[[Any, Any], Any]:
 
 
 @pytest.mark.usefixtures("collector_off")
-@pytest.mark.parametrize("kind", [ValidatedNet, Failing])
+@pytest.mark.parametrize("kind", [ValidatedNet, Failing, Manual, Moving])
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_finished_run_leaves_no_cycle(verb: str, kind: type[ValidatedNet]) -> None:
     assert alive_after(call(verb), kind) == []
