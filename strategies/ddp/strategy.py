@@ -466,7 +466,7 @@ _NO_GRADIENT = re.compile(r"which did not receive grad for rank \d+: ([^\n]*)")
 
 
 def _raise_explained(error: RuntimeError, replica: Replica) -> None:
-    """Raise an error with advice and names where torch speaks of its own affairs; return where the error says enough."""
+    """Raise an error with advice and names where torch speaks of its own affairs; return where there is none."""
     text = str(error)
     if isinstance(error, ModuleError) or not any(
         sign in text for sign in ("finished reduction in the prior iteration", "mark a variable ready only once")
