@@ -91,6 +91,11 @@ def _read(step: Callable[..., Any]) -> ClosureUse | str:
     [function] = ast.parse(textwrap.dedent(inspect.getsource(step))).body
     if not isinstance(function, ast.FunctionDef):
         raise TypeError("not a function")
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    if arguments and arguments[0].arg != "closure":  # else a function of an instance
+        for node in ast.walk(function):
+            if isinstance(node, ast.Name) and node.id == arguments[0].arg:
+                node.id = "self"  # whatever the class calls it
     takes = inspect.signature(step).parameters
     names = {one.name for one in takes.values() if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
     names = {"closure"} if "closure" in takes else names

@@ -62,6 +62,28 @@ class HandsOnToOneThatClimbs(ClimbsFirst):
         return super().step(closure)
 
 
+class ClimbsUnderAnotherName(ClimbsFirst):
+    def step(this, closure: Any = None) -> Any:
+        this.climb()
+        closure()
+        return SGD.step(this)
+
+
+class HandsOnUnderAnotherName(SGD):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.inner = ClimbsFirst(*args, **kwargs)
+
+    def step(opt, closure: Any = None) -> Any:  # type: ignore[override]
+        return opt.inner.step(closure)
+
+
+class HandsOnToAPlainOne(HandsOnUnderAnotherName):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.inner = SGD(*args, **kwargs)  # type: ignore[assignment]
+
+
 source = """
 class FromText(SGD):
     def step(self, closure=None):
@@ -81,6 +103,9 @@ exec(source, names)  # a class without source
         (MovesFirst, True, False),
         (ClimbsFirst, True, True),
         (HandsOnToOneThatClimbs, True, True),
+        (ClimbsUnderAnotherName, True, True),
+        (HandsOnUnderAnotherName, True, True),
+        (HandsOnToAPlainOne, False, False),
         (names["FromText"], True, True),  # right in any case
     ],
     ids=lambda value: getattr(value, "__name__", None),
