@@ -18,8 +18,7 @@ from ..protocols import MapLocation, StateDict, TrustedClasses
 from ..strategies.load_weights import load_weights
 from ..yaml_file import read
 from . import arguments_to_pass, content, storage
-from .file.reading import too_much
-from .file.record_names import TooMuch, require_bounded
+from .file.reading import require_small
 from .frozen_parameters import check_loaded
 from .omegaconf_containers import calls_resolver, find_containers, make_container
 from .plain import untrust
@@ -125,13 +124,8 @@ def _load(source: str | Path | IO[bytes], map_location: MapLocation, *, weights_
     location = "cpu" if map_location is None else map_location
     if isinstance(source, str | Path):
         return storage.load(source, map_location=location, weights_only=weights_only)
-    if weights_only and source.seekable():
-        start = source.tell()
-        try:
-            require_bounded(source)
-        except TooMuch as error:
-            raise too_much(str(source), error) from None
-        source.seek(start)
+    if weights_only:
+        require_small(source, str(source))
     loaded: StateDict = untrust(
         torch.load(source, map_location=location, weights_only=weights_only), allow=not weights_only
     )

@@ -8,7 +8,7 @@ import struct
 import warnings
 from collections import Counter, OrderedDict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import torch
 
@@ -20,7 +20,7 @@ from ..plain import Unopened, untrust
 from .record_names import TooMuch, require_bounded
 from .restricted import Unknown, UnknownClass, load_replacing
 
-__all__ = ["read_file", "too_much"]
+__all__ = ["read_file", "require_small", "too_much"]
 
 _CPU = torch.device("cpu")
 # Entries without which nothing can continue, or that a reader interprets: an object there is refused.
@@ -70,6 +70,22 @@ def read_file(
         )
     result: StateDict = untrust(loaded, allow=not is_safe)
     return result
+
+
+def require_small(file: IO[bytes], shown: str) -> None:
+    """Check an open file before `torch.load` reads it with weights_only=True; the position in it stays.
+
+    Raises:
+        CheckpointError: Reading it would allocate more than what is in it.
+    """
+    if not file.seekable():
+        return
+    start = file.tell()
+    try:
+        require_bounded(file)
+    except TooMuch as error:
+        raise too_much(shown, error) from None
+    file.seek(start)
 
 
 def too_much(shown: str, error: TooMuch) -> CheckpointError:

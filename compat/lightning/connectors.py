@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ...callbacks import Callback
 from ...checkpoint import storage
-from ...checkpoint.content import OWN_KEY
+from ...checkpoint.content import OWN_KEY, require_shape
 from ...errors import ModuleError
 from ...strategies import ParallelStrategy, Strategy
+from ...strategies.base import plain_names
 from ...trainer import trainer as core
 from ...trainer.checkpointing import snapshot
 from ...trainer.setup import assemble, begin
@@ -187,7 +188,7 @@ def _load_weights(trainer: Trainer) -> Callable[..., None]:
         module = trainer.lightning_module
         if module is None:
             raise ModuleError("There is no module yet.", fix="call trainer.fit first.")
-        module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        module.load_state_dict(plain_names(checkpoint["state_dict"]), strict=strict)
 
     return load_model_state_dict
 
@@ -336,9 +337,15 @@ class _CheckpointConnector:
         self._loaded_checkpoint: StateDict = {}
 
     def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
-        """Read a checkpoint."""
+        """Read a checkpoint.
+
+        Raises:
+            CheckpointError: It is damaged or altered, or has objects and weights_only=False is not given.
+        """
         if checkpoint_path:
-            self._loaded_checkpoint = storage.load(checkpoint_path, weights_only=weights_only is not False)
+            checkpoint = storage.load(checkpoint_path, weights_only=weights_only is not False)
+            require_shape(checkpoint, str(checkpoint_path))
+            self._loaded_checkpoint = checkpoint
             self._trainer.ckpt_path = str(checkpoint_path)  # a ModelCheckpoint does not remove it
 
     def restore_model(self) -> None:
@@ -350,7 +357,8 @@ class _CheckpointConnector:
         if hook is not None:
             hook(self._loaded_checkpoint)
         module.load_state_dict(
-            self._loaded_checkpoint["state_dict"], strict=getattr(module, "strict_loading", True) is not False
+            plain_names(self._loaded_checkpoint["state_dict"]),
+            strict=getattr(module, "strict_loading", True) is not False,
         )
 
     def restore_datamodule(self) -> None:
@@ -362,10 +370,7 @@ class _CheckpointConnector:
 
     def restore_callbacks(self) -> None:
         """Load the states of the callbacks."""
-        for callback in self._trainer.callbacks:
-            state = self._loaded_checkpoint.get("callbacks", {}).get(callback.state_key)
-            if state:
-                callback.load_state_dict(state)
+        snapshot.restore_callbacks(self._trainer.callbacks, self._loaded_checkpoint.get("callbacks", {}))
 
     def restore_precision_plugin_state(self) -> None:
         """Load its loss scale, in fit."""

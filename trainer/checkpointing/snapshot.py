@@ -44,6 +44,7 @@ __all__ = [
     "plain_path",
     "put_back_loggers",
     "read",
+    "restore_callbacks",
     "restore_frozen",
     "restore_module",
     "restore_training",
@@ -421,10 +422,15 @@ def restore_module(run: Run, content: Content) -> None:
         if state is not None:
             run.datamodule.load_state_dict(state)
     run.lifecycle.of_callbacks("on_load_checkpoint")(checkpoint)
-    _restore_callbacks(run.callbacks, checkpoint.get("callbacks", {}))
+    restore_callbacks(run.callbacks, checkpoint.get("callbacks", {}))
 
 
-def _restore_callbacks(callbacks: list[Callback], states: StateDict) -> None:
+def restore_callbacks(callbacks: list[Callback], states: StateDict) -> None:
+    """Load the states of callbacks, which are found by the values of their arguments; warn of those without a callback.
+
+    Raises:
+        CheckpointError: A state is not one of its callback's.
+    """
     known = {callback.state_key: callback for callback in callbacks if _has_state(callback)}
     found = {key: find_state(states, key) for key in known}
     unused = [key for key in states if key not in found.values()]

@@ -15,6 +15,7 @@ import torch
 from fsspec.core import url_to_fs
 
 from ....checkpoint import storage
+from ....checkpoint.file.reading import require_small
 from ....checkpoint.rebuild import read_hparams_yaml
 from ....checkpoint.tensors import AnyTensor, map_tensors, read_tensor
 from ....protocols import MapLocation
@@ -50,11 +51,17 @@ def _is_dir(fs: Any, path: str | Path, strict: bool = False) -> bool:  # Any: fs
 def _load(
     path_or_url: str | Path | IO[bytes], map_location: MapLocation = None, weights_only: bool | None = None
 ) -> object:  # a nested checkpoint
-    """Return the content of a checkpoint, as `torch.load` does; a path may be an fsspec URL."""
-    if not isinstance(path_or_url, str | Path):
-        return torch.load(path_or_url, map_location=map_location, weights_only=weights_only)
-    with fsspec.open(str(path_or_url), "rb") as file:
-        return torch.load(file, map_location=map_location, weights_only=weights_only)
+    """Return the content of a checkpoint, as `torch.load` does; a path may be an fsspec URL.
+
+    Raises:
+        CheckpointError: Without weights_only=False: it asks for more memory than it has bytes.
+    """
+    if isinstance(path_or_url, str | Path):
+        with fsspec.open(str(path_or_url), "rb") as file:
+            return _load(file, map_location, weights_only)
+    if weights_only is not False:
+        require_small(path_or_url, str(getattr(path_or_url, "name", path_or_url)))
+    return torch.load(path_or_url, map_location=map_location, weights_only=weights_only)
 
 
 def _atomic_save(checkpoint: object, filepath: str | Path) -> None:

@@ -7,10 +7,12 @@ import logging
 import sys
 from pathlib import Path
 from shutil import copyfile
+from typing import Any
 
 import torch
 
 from ....messages import counted
+from .files import _load
 from .migration import migrate_checkpoint
 
 __all__ = ["main"]
@@ -33,7 +35,7 @@ def main() -> None:
         backup = file.with_suffix(".bak")
         if not backup.exists():
             copyfile(file, backup)
-        checkpoint = torch.load(file, map_location="cpu" if arguments.map_to_cpu else None, weights_only=True)
+        checkpoint: Any = _load(file, "cpu" if arguments.map_to_cpu else None, weights_only=True)
         migrate_checkpoint(checkpoint)
         torch.save(checkpoint, file)
     logger.info("Upgraded %s.", counted(len(files), "checkpoint"))

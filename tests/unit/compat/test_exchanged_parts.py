@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from unit.checkpoint.file.test_bounds import VALUES, written
 
 from loopwright.compat.lightning import install, uninstall
+from loopwright.errors import CheckpointError
 
 
 @pytest.fixture(autouse=True)
@@ -210,6 +213,63 @@ def test_a_checkpoint_without_optimizers_cannot_restore_them(tmp_path: Path) -> 
     connector.resume_start(tmp_path / "weights.ckpt")
     with pytest.raises(KeyError, match="'optimizer_states', because it was saved with weights only"):
         connector.restore_optimizers_and_schedulers()
+
+
+def test_a_library_restores_callbacks_by_the_values_of_their_arguments(tmp_path: Path) -> None:
+    import lightning as L
+
+    class Counting(L.Callback):
+        def __init__(self, share: float) -> None:
+            self.share, self.count = share, 0
+
+        @property
+        def state_key(self) -> str:
+            return self._generate_state_key(share=self.share)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.count += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.count = state["count"]
+
+    fit(tmp_path, Counting(1.0), enable_checkpointing=False).save_checkpoint(tmp_path / "one.ckpt")
+    trainer = L.Trainer(accelerator="cpu", callbacks=[Counting(1)], default_root_dir=str(tmp_path), logger=False)
+    trainer._checkpoint_connector.resume_start(tmp_path / "one.ckpt")
+    trainer._checkpoint_connector.restore_callbacks()
+    assert next(one for one in trainer.callbacks if isinstance(one, Counting)).count == 9
+
+
+class Opens:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
+
+
+def test_readers_for_libraries_execute_and_allocate_nothing_for_a_file(tmp_path: Path) -> None:
+    from lightning.fabric.utilities.cloud_io import _load
+
+    trainer = fit(tmp_path, enable_checkpointing=False)
+    readers = [trainer._checkpoint_connector.resume_start, trainer.strategy.load_checkpoint, _load]
+    torch.save({"state_dict": Opens(tmp_path / "opened")}, tmp_path / "runs.ckpt")
+    large = written(tmp_path / "large.ckpt", VALUES["tensor"])
+    for read in readers:
+        with pytest.raises((CheckpointError, pickle.UnpicklingError), match="builtins|io.open"):
+            read(tmp_path / "runs.ckpt")
+        with pytest.raises(CheckpointError, match="asks for|allocate"):
+            read(large)
+    assert not (tmp_path / "opened").exists()
+
+    torch.save({"state_dict": {}, "callbacks": [1]}, tmp_path / "altered.ckpt")
+    with pytest.raises(CheckpointError, match="altered or was not written by a Trainer: expected a dict at callbacks"):
+        trainer._checkpoint_connector.resume_start(tmp_path / "altered.ckpt")
+    assert trainer._checkpoint_connector._loaded_checkpoint == {}
 
 
 def test_packages_add_callbacks_by_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
