@@ -36,6 +36,7 @@ pytestmark = pytest.mark.usefixtures("few_objects")  # a search collects garbage
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "parity"
 EXPECTED: dict[str, dict[str, Any]] = json.loads((FOLDER / "expected.json").read_text())
+PROGRAM = FOLDER.parents[1] / "compat" / "programs" / "fabric_loaders.py"
 IN_CHILDREN = {"augmentation_in_workers"}
 
 
@@ -283,22 +284,6 @@ def test_a_fabric_distributes_samples_as_lightning_does(monkeypatch: pytest.Monk
     ]  # fmt: skip
 
 
-class Counting(DataLoader[int]):
-    """A loader whose state is the number of its passes."""
-
-    passes = 0
-
-    def __iter__(self) -> Any:
-        self.passes += 1
-        return super().__iter__()
-
-    def state_dict(self) -> dict[str, int]:
-        return {"passes": self.passes}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.passes = state["passes"]
-
-
 @pytest.mark.parametrize("parity", [True, False])
 def test_a_loader_gets_the_state_that_lightning_fabric_saved(parity: bool, tmp_path: Path) -> None:
     path = tmp_path / "lightning.ckpt"
@@ -308,7 +293,7 @@ def test_a_loader_gets_the_state_that_lightning_fabric_saved(parity: bool, tmp_p
         import lightning as L
 
         fabric = L.Fabric(accelerator="cpu", devices=1)
-        loader = Counting(range(3))  # type: ignore[arg-type]
+        loader = runpy.run_path(str(PROGRAM))["Counting"](range(3))
         ready, plain = fabric.setup_dataloaders(loader, DataLoader(range(3)))  # type: ignore[arg-type]
         fabric.load(path, {"loader": ready})
         fabric.save(tmp_path / "ours.ckpt", {"loader": ready})
