@@ -314,13 +314,16 @@ class TensorBoardLogger(FolderLogger):
         os.makedirs(self.files_dir, exist_ok=True)
         before = _event_files(self.files_dir)
         while True:
-            writer = SummaryWriter(log_dir=self.files_dir, **options)
+            try:
+                writer = SummaryWriter(log_dir=self.files_dir, **options)
+            except OSError:  # the disk is full: the next record opens another file
+                _remove_all_but(before, self.files_dir)
+                raise
             if not before or _is_read_last(self.files_dir, before, writer):
                 return writer
             # TensorBoard reads the files in the order of their names, which tell the second, then host and process.
             writer.close()
-            for name in _event_files(self.files_dir).keys() - before.keys():
-                os.remove(os.path.join(self.files_dir, name))
+            _remove_all_but(before, self.files_dir)
             time.sleep(1.0 - time.time() % 1.0)
 
     def _lw_begin_next_file(self) -> None:
@@ -385,6 +388,12 @@ def _event_files(log_dir: str, *, changed_before_s: float = math.inf) -> dict[st
     with os.scandir(log_dir) as entries:
         files = [entry for entry in entries if ".tfevents." in entry.name and entry.is_file()]
         return {file.name: file.stat().st_size for file in files if file.stat().st_mtime < changed_before_s}
+
+
+def _remove_all_but(before: Mapping[str, int], log_dir: str) -> None:
+    """Remove the event files that a directory did not have before."""
+    for name in _event_files(log_dir).keys() - before.keys():
+        os.remove(os.path.join(log_dir, name))
 
 
 def _is_read_last(log_dir: str, before: Mapping[str, int], writer: SummaryWriter) -> bool:

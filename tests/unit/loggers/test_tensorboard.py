@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import resource
 import shutil
 import signal
 import subprocess
@@ -368,3 +369,20 @@ def test_pickling_leaves_the_writer_out(tmp_path: Path) -> None:
     logger.finalize("success")
     assert copied.log_dir == logger.log_dir
     assert sorted(scalars_of(logger.log_dir)) == [("a", 0, 1.0), ("a", 1, 2.0)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of tensorboard's own thread
+def test_a_full_disk_leaves_no_empty_files(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        for step in range(2):
+            with pytest.raises(OSError, match="File too large"):
+                logger.log_metrics({"a": 1.0}, step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.glob("*.tfevents.*")) == []
+    logger.log_metrics({"a": 2.0}, 2)
+    logger.finalize("success")
+    assert scalars_of(str(tmp_path)) == [("a", 2, 2.0)]
