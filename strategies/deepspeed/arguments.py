@@ -221,6 +221,12 @@ def check_sections(config: Mapping[str, Any], where: str) -> Problems:  # Any: v
         is_switch = key == "zero_optimization" and isinstance(value, bool)
         if key in _SECTIONS and value is not None and not is_switch and not isinstance(value, Mapping):
             found.append((f"{where}: {key}: expected an object, got {value!r}", "write {...}, or leave it out"))
+    for path, axis in (("tensor_parallel.autotp_size", "tp"), ("sequence_parallel_size", "cp")):
+        size = at(config, path)
+        # The ranks of such an axis need the same batches, and here each reads its own.
+        if size not in (ABSENT, None, 0, 1):
+            what = f"{where}: expected {path} ({axis}) to be 1, got {size!r}"
+            found.append((what, f"leave {path.split('.')[0]} out, or use MeshStrategy with {axis}= without DeepSpeed"))
     zero = section_of(config, "zero_optimization")
     stage = zero.get("stage", 0)
     if stage == "auto":

@@ -204,7 +204,10 @@ class MeshStrategy(MeshLayers):
 
     @property
     def compile_refusal(self) -> tuple[str, str] | None:  # type: ignore[override]  # it follows from the axes
-        """Why `compile=` cannot be used with pipeline stages; None without them."""
+        """Why `compile=` cannot be used with pipeline stages or parts of sequences; None without them."""
+        if (size := self._lw_expected_axes.cp) > 1:
+            what = f"attention in compiled code cannot be replaced by attention over the parts of cp={size}"
+            return (what, "leave compile= out, or train without cp")
         if not self.has_stages:
             return super().compile_refusal
         return ("a step of a pipeline stage leaves the module in the middle", "leave compile= out, or train without pp")

@@ -220,6 +220,8 @@ def test_names_stand_for_stages() -> None:
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param in ZeRO stage 2"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "on 'nvme' in ZeRO stage 2"),
         ({"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype is 'fp32'"),
+        ({"tensor_parallel": {"autotp_size": 2}}, r"autotp_size \(tp\) to be 1, got 2"),
+        ({"sequence_parallel_size": 2}, r"sequence_parallel_size \(cp\) to be 1, got 2"),
     ],
 )
 def test_what_deepspeed_would_pass_over_is_refused(config: dict[str, Any], what: str) -> None:
