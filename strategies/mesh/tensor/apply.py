@@ -30,7 +30,8 @@ __all__ = ["apply", "differentiate_once", "finish", "is_of_plan", "running"]
 _APPLIED = "_loopwright_tensor_mesh"
 _STYLED = "_loopwright_styled"
 _OWNERS = "_loopwright_owners"
-_STACK = "_loopwright_localized"
+_STACK = "_loopwright_calls"
+_LOCALIZED = "_loopwright_localized"
 _OF_TORCH = "_loopwright_hooks_of_torch"
 
 
@@ -50,6 +51,8 @@ def apply(plan: TensorPlan, modules: Iterable[nn.Module], root: nn.Module, mesh:
     for one in new:
         if not isinstance(one, nn.ModuleList | nn.ModuleDict) and _owners(one):
             localized = _Localized(mesh)
+            one.__dict__[_STACK] = []
+            root.__dict__.pop(_LOCALIZED, None)  # others may be styled later
             one.register_forward_pre_hook(localized.before)
             one.register_forward_hook(localized.finally_, always_call=True)
             replay_in(one, localized.replay)
@@ -167,16 +170,16 @@ class _Localized:
         return self  # process groups cannot be copied
 
     def before(self, module: nn.Module, args: Any) -> None:
-        module.__dict__.setdefault(_STACK, []).append(swap_in(_owners(module), self.mesh))
+        module.__dict__[_STACK].append(swap_in(_owners(module), self.mesh))
 
     def finally_(self, module: nn.Module, args: Any, output: Any) -> None:
-        stack = module.__dict__.get(_STACK)
+        stack = module.__dict__[_STACK]
         if stack:
             put_back(stack.pop())
 
     def replay(self, module: nn.Module) -> Callable[[], AbstractContextManager[None]] | None:
         """Return what lets the module's code run once more, within a call of the module."""
-        return (lambda: _swapped_in(_owners(module), self.mesh)) if module.__dict__.get(_STACK) else None
+        return (lambda: _swapped_in(_owners(module), self.mesh)) if module.__dict__[_STACK] else None
 
 
 @contextmanager
@@ -206,4 +209,22 @@ def running(plan: TensorPlan, root: nn.Module) -> Iterator[None]:
     assert plan.mesh is not None, "the plan is applied first"
     owners = [(one, name) for one, name in _owners(root) if name not in one.__dict__.get(PARTIAL, ())]
     with _swapped_in(owners, plan.mesh), PlainLoss(plan.mesh) if plan.loss_parallel else nullcontext():
-        yield
+        try:
+            yield
+        except BaseException:
+            _leave_all(root)
+            raise
+
+
+def _leave_all(root: nn.Module) -> None:
+    """End the calls that an exception has left: torch calls no hooks for one that is not an `Exception`.
+
+    A stage of a pipeline leaves each of its steps so.
+    """
+    localized: list[nn.Module] | None = root.__dict__.get(_LOCALIZED)
+    if localized is None:
+        localized = root.__dict__[_LOCALIZED] = [one for one in root.modules() if _STACK in one.__dict__]
+    for one in localized:
+        stack = one.__dict__[_STACK]
+        while stack:
+            put_back(stack.pop())
