@@ -35,9 +35,7 @@ def train(
     torch.manual_seed(0)
     module = kind(model(**options))
     strategy = MeshStrategy(**{"fsdp": 1, **axes}) if axes else "auto"
-    fit(module, size, strategy, batch_size=4 // axes.get("fsdp", 1))
-    trainer = module.trainer
-    assert trainer is not None
+    trainer = fit(module, size, strategy, batch_size=4 // axes.get("fsdp", 1))
     return {
         "state": {name: full(one) for name, one in module.named_parameters()},
         "losses": module.losses,
