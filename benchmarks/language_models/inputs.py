@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Any in this file: JSON; trl and litgpt are not installed where types are checked.
+# Any in this file: JSON; litgpt is not installed where types are checked.
 
 VOCABULARY = 4096
 LENGTH = 256  # tokens in the longest sample
