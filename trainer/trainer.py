@@ -960,6 +960,12 @@ class Trainer(TrainerAttributes):
         self._lw_backend_modes.put_back()
         if run is not None and run.undo is not None:
             run.undo()
+        if self.state.fn == "fit":
+            self._lw_toggles.end()
+        if self._lw_revert_layer_sync is not None:
+            self._lw_revert_layer_sync()
+            self._lw_revert_layer_sync = None
+        self.fabric.strategy.teardown()
         if run is not None:
             run.release()
 
@@ -976,12 +982,6 @@ class Trainer(TrainerAttributes):
                 vars(callback).pop("log_dict", None)
             if hasattr(callback, "release_run"):
                 callback.release_run()
-        if self.state.fn == "fit":
-            self._lw_toggles.end()
-        if self._lw_revert_layer_sync is not None:
-            self._lw_revert_layer_sync()
-            self._lw_revert_layer_sync = None
-        self.fabric.strategy.teardown()
 
     # --- inside fit ------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -289,10 +290,10 @@ def _members(plan: Plan, module: nn.Module) -> Callable[[], None]:
 
 def know_weakly(trainer: Trainer, owner: nn.Module | DataModule) -> None:
     """Let a module or data module find its Trainer as long as somebody else has it: they form no cycle."""
-    reference = weakref.ref(owner)
+    reference, is_finalizing = weakref.ref(owner), sys.is_finalizing  # the interpreter clears globals when it ends
 
     def forget(weak: object) -> None:
-        owner = reference()
+        owner = None if is_finalizing() else reference()
         for part in () if owner is None else _parts(owner):
             if vars(part).get("_lw_trainer") is weak:
                 vars(part).update(_lw_trainer=None, _lw_fabric=None)

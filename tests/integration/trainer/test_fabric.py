@@ -570,7 +570,7 @@ def test_a_failed_load_is_an_error_on_all_ranks(tmp_path: Path) -> None:
 
 
 def alive_after_a_loop(rank: int, size: int) -> list[list[str]]:
-    """Return what exists of two loops when nobody has its objects any more; in the second a forward pass fails."""
+    """Return which objects exist after two loops, once nothing refers to them; in the second a forward pass fails."""
     fabric = machine(size)
     fabric.launch()
 

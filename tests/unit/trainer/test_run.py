@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -71,7 +73,7 @@ def collector_off() -> Iterator[None]:
 
 
 def alive_after(run: Callable[[Any, Any], Any], kind: type[ValidatedNet] = ValidatedNet, **kwargs: Any) -> list[str]:
-    """Return what exists after a run when nobody has the Trainer and the module any more."""
+    """Return which objects of a run still exist after the Trainer and the module were deleted."""
     trainer, module = quiet(max_epochs=2, **kwargs), net(kind)
     weak = [weakref.ref(trainer), weakref.ref(module), weakref.ref(module.net[0].weight)]
     with suppress(ArithmeticError):
@@ -134,3 +136,31 @@ def test_a_module_finds_its_trainer_as_long_as_it_exists() -> None:
         module.trainer  # noqa: B018
     assert module.global_step == 0
     assert module.fabric is None
+
+
+def test_a_script_that_keeps_its_module_to_the_end_prints_no_error(tmp_path: Path) -> None:
+    program = """
+import torch, loopwright as lw
+
+class Net(lw.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+def train(module):
+    trainer.fit(module, [torch.ones(1, 2)])
+
+trainer = lw.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+module = Net()
+train(module)
+print(module.trainer.global_step)
+"""
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=True)
+    assert done.stdout.split()[-1] == "1"
+    assert "Exception ignored" not in done.stderr, done.stderr
