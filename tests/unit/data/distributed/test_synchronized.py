@@ -118,28 +118,40 @@ LOADERS: dict[str, Callable[[int, int], Any]] = {
 
 
 class Processes:
-    """Threads in the place of processes: what they agree on has to be asked by all, or the test fails."""
+    """Threads in the place of processes: what they agree on has to be asked by all, or the test fails.
+
+    They share the global random number generators, so one runs at a time, until it waits for the others.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = threading.Barrier(size)
+        self.turn = threading.Lock()
         self.numbers = [0] * size
         self.calls = 0
 
     def run(self, function: Callable[[int, Callable[[int], int], Callable[[int], int]], Any]) -> list[Any]:
         """Return what `function(rank, smallest, largest)` returns on each rank."""
 
+        def meet() -> None:
+            self.turn.release()
+            try:
+                self.barrier.wait(WAIT_S)
+            finally:
+                self.turn.acquire()
+
         def exchange(rank: int, number: int) -> list[int]:
             self.numbers[rank] = number
-            self.barrier.wait(WAIT_S)
+            meet()
             numbers = list(self.numbers)
             self.calls += rank == 0
-            self.barrier.wait(WAIT_S)
+            meet()
             return numbers
 
         def one(rank: int) -> Any:
             try:
-                result = function(rank, lambda n: min(exchange(rank, n)), lambda n: max(exchange(rank, n)))
+                with self.turn:
+                    result = function(rank, lambda n: min(exchange(rank, n)), lambda n: max(exchange(rank, n)))
             except BaseException:
                 self.barrier.abort()  # nobody waits for a rank that has failed
                 raise
