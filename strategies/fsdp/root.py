@@ -192,9 +192,19 @@ class ShardedRoot(nn.Module):
                 reshard(root)
             return output
 
+        number: int | None = None
         for owner in {self.module: None, **owners}:
-            if not isinstance(owner, FSDPModule):
-                owner.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+            if isinstance(owner, FSDPModule):
+                continue
+            handle = owner.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+            if number is None:
+                number = handle.id
+                continue
+            # The same number in all layers: torch 2.9 compiles each block again where the numbers differ.
+            handle.remove()
+            owner._forward_pre_hooks[number] = begin
+            owner._forward_pre_hooks.move_to_end(number, last=False)
+            owner._forward_pre_hooks_with_kwargs[number] = True
 
     def replicate(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remember parameters that every rank has in full, and note each backward pass that comes to them."""
