@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from .metrics.current_values import CurrentValues
     from .metrics.log_output import LogOutput
     from .metrics.metrics import Metrics
-    from .setup.arguments import Arguments
-    from .setup.loaders import StageLoaders
+    from .session.arguments import Arguments
+    from .session.loaders import StageLoaders
     from .state import TrainerState
     from .timeline.timeline import Timeline
     from .trainer import Trainer
@@ -134,7 +134,7 @@ class TrainerAttributes:
             code, known = cls.__init__.__code__, cls.__init__.__kwdefaults__ or {}
             is_closed = code.co_argcount == 1 and not code.co_flags & inspect.CO_VARKEYWORDS
             if is_closed and code.co_kwonlyargcount == len(known) and not kwargs.keys() <= known.keys():
-                from .setup.unknown_arguments import refuse_arguments
+                from .session.unknown_arguments import refuse_arguments
 
                 refuse_arguments(kwargs.keys() - known.keys(), known)
             return super().__new__(cls)
@@ -215,7 +215,7 @@ class TrainerAttributes:
 
     def may_log_at_epoch_end(self, name: str) -> bool:
         """Whether the end of the present training epoch may bring a metric of this name."""
-        from .setup.monitored import may_log_at_epoch_end
+        from .session.monitored import may_log_at_epoch_end
 
         return self._lw_run is not None and may_log_at_epoch_end(self._lw_run, name)
 

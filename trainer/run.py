@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from .loop.stop_coordination import StopCoordination
     from .metrics.log_output import LogOutput
     from .metrics.metrics import HookTable, Metrics
-    from .setup.loaders import StageLoaders
-    from .setup.monitored import MonitoredNames
+    from .session.loaders import StageLoaders
+    from .session.monitored import MonitoredNames
     from .state import Progress, TrainerState
     from .trainer import Trainer
 

@@ -1,6 +1,7 @@
 """`lw.Trainer`: the configuration of a training, and its verbs fit, validate, test and predict.
 
-A verb begins a `Run` (setup/begin.py), guards it, and lets a loop run it. Only `_after_batch` is called at every step.
+A verb begins a `Run` (session/begin.py), guards it, and lets a loop run it. Only `_lw_after_batch` is called at every
+step.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from .metrics.log_output import LogOutput, by_loader, tables_of
 from .metrics.metrics import Metrics
 from .module import Module
 from .run import Run
-from .setup import assemble, begin
-from .setup.arguments import Arguments, from_environment
-from .setup.assemble import default_callbacks
-from .setup.begin import STAGE_OF, both_given, split_datamodule
-from .setup.loaders import StageLoaders
+from .session import assemble, begin
+from .session.arguments import Arguments, from_environment
+from .session.assemble import default_callbacks
+from .session.begin import STAGE_OF, both_given, split_datamodule
+from .session.loaders import StageLoaders
 from .state import Progress, TrainerState
 
 if TYPE_CHECKING:
@@ -734,7 +735,7 @@ class Trainer(TrainerAttributes):
             content = begin.load_weights(run, path, is_trusted=is_trusted)
             self.continue_logs(content.states.get("loggers", {}))
         elif self.progress.epoch_open and self._lw_stream_state is None:
-            from .setup.continuing import begin_epoch_again
+            from .session.continuing import begin_epoch_again
 
             begin_epoch_again(self, run)
         self._lw_synchronize_folders("fit", run)
@@ -835,7 +836,7 @@ class Trainer(TrainerAttributes):
         given = own[1] if own is not None and own[0] is run.module else None
         if given is None and options is False:
             return
-        from .setup.compiling import begin_compiling
+        from .session.compiling import begin_compiling
 
         if given is not None and options is not False:
             logger_.warning(
@@ -920,7 +921,7 @@ class Trainer(TrainerAttributes):
         """Return what the last fit left for one that continues it; None where there is none."""
         if not self.progress.total_batches:
             return None
-        from .setup.continuing import take
+        from .session.continuing import take
 
         return take(self, begin.unwrapped(model))
 
@@ -1030,7 +1031,7 @@ class Trainer(TrainerAttributes):
             watch_batches(stream, self.strategy)
         stream.next_batch = run.lifecycle.bracketed(stream.next_batch, "[BatchStream].next_batch")
         if self._lw_arguments.global_batch_size is not None:
-            from .setup.global_batch import derive_accumulation
+            from .session.global_batch import derive_accumulation
 
             self.accumulate_grad_batches = derive_accumulation(self, run)
 
@@ -1415,7 +1416,7 @@ class Trainer(TrainerAttributes):
 
     def _lw_launch(self, verb: str, model: nn.Module | None, **arguments: object) -> Any:  # Any: what the verb returns
         """Run a verb in new processes, and take back what it changed there."""
-        from .setup import spawned
+        from .session import spawned
 
         return spawned.launch(self, verb, model, **arguments)
 

@@ -19,7 +19,7 @@ from ..data.combined import CombinedLoader
 from ..data.tree import flatten_loaders, is_collection
 from ..errors import ConfigError, ModuleError, RankFailure
 from ..messages import warn
-from ..trainer.setup.begin import build_optimizers
+from ..trainer.session.begin import build_optimizers
 from .setting import find_setting, write_setting
 from .trial import Subject, free_memory, isolated, kept_weights, make_trainer, single_device_fabric
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..callbacks import Callback
 from ..errors import ConfigError
 from ..trainer.loop.schedule import step_scheduler
-from ..trainer.setup.begin import split_datamodule, unwrapped
+from ..trainer.session.begin import split_datamodule, unwrapped
 from .plots import open_axes, show_figure
 from .trial import Subject, accumulation_of, isolated, make_trainer
 

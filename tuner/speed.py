@@ -21,7 +21,7 @@ from ..callbacks import Callback
 from ..errors import ConfigError, nearest
 from ..optim.fused import fuse, is_fusable
 from ..trainer.hooks import data_bases, find_override, module_bases
-from ..trainer.setup.loaders import LOADER_OF
+from ..trainer.session.loaders import LOADER_OF
 from .setting import MissingSetting, find_setting, write_setting
 from .speed_table import SpeedRow, SpeedTable
 from .trial import Subject, accumulation_of, isolated, make_trainer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..callbacks import BatchSizeFinder, LearningRateFinder
 from ..errors import ConfigError, nearest
 from ..messages import warn
-from ..trainer.setup.begin import split_datamodule, unwrapped
+from ..trainer.session.begin import split_datamodule, unwrapped
 from .batch_size import Search, find_batch_size_that_fits, set_batch_size
 from .lr_curve import LearningRateCurve
 from .lr_find import check_search, find_learning_rate, name_of_rate, set_learning_rate

@@ -20,7 +20,7 @@ from ...strategies import ParallelStrategy, Strategy
 from ...strategies.base import plain_names
 from ...trainer import trainer as core
 from ...trainer.checkpointing import snapshot
-from ...trainer.setup import assemble, begin
+from ...trainer.session import assemble, begin
 from .attached import collect_attached
 from .imports.absent import refuse
 from .optimizers import replace_optimizers, replace_schedules

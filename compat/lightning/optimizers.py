@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ...errors import ModuleError
 from ...precision.base import evaluates_again
 from ...trainer.checkpointing import optimizer_record
-from ...trainer.setup import assemble, begin
+from ...trainer.session import assemble, begin
 from .imports.absent import refuse
 from .patch import patch
 

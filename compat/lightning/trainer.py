@@ -37,7 +37,7 @@ from ...trainer.checkpointing.saving import Saving
 from ...trainer.hooks import Hook, check_hook_names, find_override
 from ...trainer.metrics.accumulators import with_suffix
 from ...trainer.metrics.metrics import Metrics
-from ...trainer.setup import assemble, begin
+from ...trainer.session import assemble, begin
 from ...tuner.batch_size import Search, Trials, search_sizes
 from . import connectors, optimizer  # noqa: F401  # the latter completes classes of the core
 from .actions import STEP, MeasuredLifecycle

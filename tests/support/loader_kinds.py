@@ -1,6 +1,6 @@
 """Training data of every kind, and a check that a resumed run reads what the whole run read.
 
-Used by unit/trainer/setup/test_loaders_resume.py and integration/trainer/test_data.py.
+Used by unit/trainer/session/test_loaders_resume.py and integration/trainer/test_data.py.
 """
 
 from __future__ import annotations

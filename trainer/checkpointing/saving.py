@@ -18,7 +18,7 @@ from ...errors import CheckpointError, ModuleError
 from ...messages import counted
 from ...protocols import StateDict
 from ..loop.run_signals import add_place
-from ..setup.assemble import has_override
+from ..session.assemble import has_override
 from . import snapshot
 
 if TYPE_CHECKING:

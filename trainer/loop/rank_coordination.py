@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ...protocols import Loaders
     from ...strategies import Strategy
     from ..run import Run
-    from ..setup.loaders import StageLoaders
+    from ..session.loaders import StageLoaders
     from ..trainer import Trainer
 
 __all__ = [

@@ -12,8 +12,8 @@ from typing_extensions import override
 from ....protocols import AnyOutput, Batch
 from ....trainer.loop.eval_loop import EvalLoader, EvalLoop
 from ....trainer.run import Run
-from ....trainer.setup.assemble import ReadOnce
-from ....trainer.setup.loaders import StageLoaders
+from ....trainer.session.assemble import ReadOnce
+from ....trainer.session.loaders import StageLoaders
 from ....trainer.trainer import Trainer
 from ..patch import patch
 from .reading import try_to_iterate

@@ -12,7 +12,7 @@ from ....protocols import StateDict
 from ....trainer.hooks import Hook
 from ....trainer.loop.fit_loop import FitLoop
 from ....trainer.run import Run
-from ....trainer.setup import begin
+from ....trainer.session import begin
 from ....trainer.trainer import Trainer
 from ..patch import patch
 

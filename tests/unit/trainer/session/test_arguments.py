@@ -15,8 +15,8 @@ import loopwright as lw
 from loopwright.callbacks import GradientAccumulationScheduler, ModelCheckpoint, TQDMProgressBar
 from loopwright.errors import ConfigError
 from loopwright.trainer.loop.fit_loop import seconds_of
-from loopwright.trainer.setup.arguments import Arguments
-from loopwright.trainer.setup.unknown_arguments import REPLACEMENTS
+from loopwright.trainer.session.arguments import Arguments
+from loopwright.trainer.session.unknown_arguments import REPLACEMENTS
 
 WRONG: list[tuple[str, Any]] = [
     ("accelerator", "toaster"),
