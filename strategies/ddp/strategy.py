@@ -19,7 +19,6 @@ from ...errors import ConfigError, ModuleError, nearest
 from ...precision.base import compute_gradients
 from ..base import NoLoss
 from ..capabilities import MemoryShares
-from ..constructors import passed_on
 from ..distributed import gradients
 from ..distributed.changes import Changes, agree_on_changes, params_of_group
 from ..distributed.live_objects import LiveObjects
@@ -95,10 +94,14 @@ class DDPStrategy(ProcessGroupStrategy):
         stall_timeout: timedelta | float | None = None,
         **kwargs: Any,
     ) -> None:
-        given = passed_on(ProcessGroupStrategy, locals())
         problems = _wrong_kwargs(kwargs)
         problems += check_comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, model_averaging_period)
-        super().__init__(**given, problems=problems)
+        super().__init__(
+            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, process_group_backend=process_group_backend,
+            timeout=timeout, start_method=start_method, precision=precision, uneven=uneven,
+            stall_timeout=stall_timeout, problems=problems,
+        )  # fmt: skip
         self.ddp_comm_state = ddp_comm_state
         self.ddp_comm_hook = ddp_comm_hook
         self.ddp_comm_wrapper = ddp_comm_wrapper

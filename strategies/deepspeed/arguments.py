@@ -129,14 +129,13 @@ class Given:
     problems: Problems
 
 
-def read_given(config: object, values: Mapping[str, Any]) -> Given:  # Any: the constructor's arguments
+def read_given(config: object, arguments: Arguments) -> Given:
     """Return the configuration of a constructor, with every problem in it.
 
     Args:
         config: A dict, a path, or None; see `config.read`.
-        values: The constructor's arguments by name; others are ignored.
+        arguments: The constructor's other arguments.
     """
-    arguments = Arguments(**{one.name: values[one.name] for one in fields(Arguments)})
     where, content, problems = "the strategy's arguments", build(arguments), []
     try:
         own, place = configs.read(config)

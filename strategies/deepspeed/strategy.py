@@ -19,12 +19,11 @@ from ...messages import warn
 from ..base import NoLoss, TrainerConfig, plain_name
 from ..capabilities import MemoryShares
 from ..construction.deferred import DeferredInit
-from ..constructors import passed_on
 from ..distributed.live_objects import LiveObjects
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
 from . import config as configs
 from . import ops, setup
-from .arguments import check_sections, read_given
+from .arguments import Arguments, check_sections, read_given
 from .config import Config
 from .engine import EngineOptimizer, EngineRoot
 from .optimizers import make_optimizer
@@ -171,11 +170,35 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         stall_timeout: timedelta | float | None = None,
         micro_batches: int | None = None,
     ) -> None:
-        given, read = passed_on(ProcessGroupStrategy, locals()), read_given(config, locals())
+        read = read_given(
+            config,
+            Arguments(
+                zero_optimization=zero_optimization, stage=stage, remote_device=remote_device,
+                offload_optimizer=offload_optimizer, offload_parameters=offload_parameters,
+                offload_params_device=offload_params_device, nvme_path=nvme_path,
+                params_buffer_count=params_buffer_count, params_buffer_size=params_buffer_size, max_in_cpu=max_in_cpu,
+                offload_optimizer_device=offload_optimizer_device, optimizer_buffer_count=optimizer_buffer_count,
+                block_size=block_size, queue_depth=queue_depth, single_submit=single_submit,
+                overlap_events=overlap_events, thread_count=thread_count, pin_memory=pin_memory,
+                sub_group_size=sub_group_size, contiguous_gradients=contiguous_gradients, overlap_comm=overlap_comm,
+                allgather_partitions=allgather_partitions, reduce_scatter=reduce_scatter,
+                allgather_bucket_size=allgather_bucket_size, reduce_bucket_size=reduce_bucket_size,
+                zero_allow_untested_optimizer=zero_allow_untested_optimizer, loss_scale=loss_scale,
+                initial_scale_power=initial_scale_power, loss_scale_window=loss_scale_window, hysteresis=hysteresis,
+                min_loss_scale=min_loss_scale, partition_activations=partition_activations,
+                cpu_checkpointing=cpu_checkpointing, contiguous_memory_optimization=contiguous_memory_optimization,
+                synchronize_checkpoint_boundary=synchronize_checkpoint_boundary,
+            ),
+        )  # fmt: skip
         problems = read.problems
         if micro_batches is not None and micro_batches < 1:
             problems.append((f"expected micro_batches to be at least 1, got {micro_batches!r}", "pass at least 1"))
-        super().__init__(**given, problems=problems)
+        super().__init__(
+            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, process_group_backend=process_group_backend,
+            timeout=timeout, start_method=start_method, precision=precision, uneven=uneven,
+            stall_timeout=stall_timeout, problems=problems,
+        )  # fmt: skip
         self.given_config = read.config
         self.arguments = read.arguments
         self.where = read.where

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import ConfigError, LaunchError, ModuleError, nearest
-from ..constructors import inherit_descriptions, passed_on
+from ..constructors import inherit_descriptions
 from ..parallel import ParallelStrategy
 from .changes import Changes, params_of_group
 from .collectives import host_device, same_everywhere
@@ -83,7 +83,9 @@ class ProcessGroupStrategy(ParallelStrategy):
         stall_timeout: timedelta | float | None = None,
         problems: Sequence[tuple[str, str]] = (),
     ) -> None:
-        super().__init__(**passed_on(ParallelStrategy, locals()))
+        super().__init__(
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, precision=precision
+        )
         found = [*problems, *_wrong_choice("start_method", start_method, START_METHODS)]
         found += _wrong_choice("uneven", uneven, self.uneven_choices)
         self.timeout = _duration(timeout, DEFAULT_TIMEOUT, "timeout", found)

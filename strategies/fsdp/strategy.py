@@ -24,7 +24,6 @@ from ..capabilities import MemoryShares
 from ..construction.activation_checkpointing import choose_checkpointed
 from ..construction.deferred import DeferredInit
 from ..construction.wrap_policy import choose_units
-from ..constructors import passed_on, rest_of
 from ..distributed import gradients
 from ..distributed.changes import agree_on_changes, params_of_group
 from ..distributed.clipping import scale_to_norm, total_norm
@@ -136,15 +135,25 @@ class FSDPStrategy(ProcessGroupStrategy):
         stall_timeout: timedelta | float | None = None,
         **kwargs: Any,
     ) -> None:
-        arguments = dict(locals())
-        given = passed_on(ProcessGroupStrategy, arguments)
         problems: list[tuple[str, str]] = []
         plan: ShardingPlan | None = None
         try:
-            plan = read_arguments(**rest_of(arguments, given))
+            plan = read_arguments(
+                cpu_offload=cpu_offload, mixed_precision=mixed_precision, auto_wrap_policy=auto_wrap_policy,
+                activation_checkpointing=activation_checkpointing,
+                activation_checkpointing_policy=activation_checkpointing_policy, sharding_strategy=sharding_strategy,
+                state_dict_type=state_dict_type, device_mesh=device_mesh, backward_prefetch=backward_prefetch,
+                forward_prefetch=forward_prefetch, limit_all_gathers=limit_all_gathers, use_orig_params=use_orig_params,
+                param_init_fn=param_init_fn, sync_module_states=sync_module_states, **kwargs,
+            )  # fmt: skip
         except ConfigError as error:
             problems.append((error.what, error.fix))
-        super().__init__(**given, problems=problems)
+        super().__init__(
+            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, process_group_backend=process_group_backend,
+            timeout=timeout, start_method=start_method, precision=precision, uneven=uneven,
+            stall_timeout=stall_timeout, problems=problems,
+        )  # fmt: skip
         assert plan is not None
         self.plan = plan
         self._lw_has_told = False

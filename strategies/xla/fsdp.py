@@ -19,7 +19,6 @@ from ...accelerators.xla import import_xla
 from ...errors import ConfigError, nearest
 from ..construction.activation_checkpointing import apply_activation_checkpointing, choose_checkpointed
 from ..construction.wrap_policy import check_policy, choose_units
-from ..constructors import passed_on
 from ..tree import leaves
 from .strategy import XLAStrategy
 
@@ -83,7 +82,10 @@ class XLAFSDPStrategy(XLAStrategy):
         precision: Precision | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**passed_on(XLAStrategy, locals()))
+        super().__init__(
+            accelerator, parallel_devices, checkpoint_io, precision_plugin, debug, sync_module_states,
+            cluster_environment=cluster_environment, precision=precision,
+        )  # fmt: skip
         problems = check_policy("auto_wrap_policy", auto_wrap_policy)
         given = (activation_checkpointing_policy, activation_checkpointing)
         if None not in given:

@@ -22,7 +22,6 @@ from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import LaunchError
 from ...protocols import CheckpointPlugin, Cluster, StateDict, StepOutput
 from ..base import NoLoss, Strategy
-from ..constructors import passed_on
 from ..ddp.replica import loss_tensor, replace_loss
 from ..distributed.collectives import op_name
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy
@@ -80,7 +79,11 @@ class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
         uneven: str = "stop_all",
         stall_timeout: timedelta | float | None = None,
     ) -> None:
-        super().__init__(**passed_on(ProcessGroupStrategy, locals()), debug=debug, process_group_backend="gloo")
+        super().__init__(
+            accelerator, checkpoint_io, precision_plugin, debug=debug, precision=precision,
+            parallel_devices=parallel_devices, cluster_environment=cluster_environment, process_group_backend="gloo",
+            timeout=timeout, start_method=start_method, uneven=uneven, stall_timeout=stall_timeout,
+        )  # fmt: skip
         self.sync_module_states = sync_module_states
         self.one_graph = one_graph
         self._lw_collectives: Collectives | None = None

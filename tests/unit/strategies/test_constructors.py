@@ -11,7 +11,6 @@ import torch
 
 from loopwright.cli.parameters import parameters_of
 from loopwright.strategies import ParallelStrategy
-from loopwright.strategies.constructors import passed_on
 from loopwright.strategies.data_parallel import DataParallelStrategy
 from loopwright.strategies.ddp.strategy import DDPStrategy
 from loopwright.strategies.deepspeed.strategy import DeepSpeedStrategy
@@ -107,15 +106,6 @@ def test_the_nearest_description_of_an_argument_wins() -> None:
     assert lines[1:] == ["    uneven: In another way.", "    own: New,", "        and long."]
 
 
-def test_what_the_rest_of_a_function_takes_is_not_passed_on() -> None:
-    def target(first: int, *rest: int, second: int = 2, **options: int) -> None: ...
-
-    assert passed_on(target, {"first": 1, "rest": (3,), "second": 4, "options": {}, "self": None}) == {
-        "first": 1,
-        "second": 4,
-    }
-
-
 def test_the_command_line_accepts_arguments_of_torchs_wrapper() -> None:
     found = parameters_of(DDPStrategy)
     assert not found.is_open
@@ -151,11 +141,3 @@ def test_arguments_of_sharding_reach_the_plan() -> None:
     ]
     hybrid = FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)).plan
     assert (hybrid.is_hybrid, hybrid.mesh) == (True, (2, 2))
-
-
-def test_arguments_cannot_be_lost_in_a_function_that_names_none() -> None:
-    def takes_any(**given: object) -> None:
-        del given
-
-    with pytest.raises(TypeError, match="names its arguments"):
-        passed_on(takes_any, {"a": 1})
