@@ -25,7 +25,6 @@ from ..accelerators.matmul_precision import BackendModes
 from ..callbacks import Callback
 from ..checkpoint import content as contents
 from ..console import show_logs
-from ..data.hparams import without_omegaconf
 from ..data.move import find_batch_size
 from ..data.rng import restore_rng
 from ..data.tree import are_same_loaders
@@ -201,24 +200,37 @@ class Trainer(TrainerAttributes):
         matmul_precision: str | None = None,
         compile: bool | dict[str, Any] = False,  # Any: arguments of torch.compile
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        given = self._lw_read_environment(without_omegaconf(given))
-        if given["model_registry"] is not None:
-            raise ConfigError(
-                f"model_registry={given['model_registry']!r}: there is no model registry.",
-                fix="save checkpoints with ModelCheckpoint, and upload them with your registry's own client.",
-            )
-        names = Arguments.__dataclass_fields__
-        self._lw_arguments = arguments = Arguments(**{n: v for n, v in given.items() if n in names}).resolve()
-        machine = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins")
-        self.fabric = self._lw_make_fabric({name: given[name] for name in machine})
+        given = Arguments(
+            accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes, precision=precision,
+            logger=logger, callbacks=callbacks, fast_dev_run=fast_dev_run, max_epochs=max_epochs,
+            min_epochs=min_epochs, max_steps=max_steps, min_steps=min_steps, max_time=max_time,
+            limit_train_batches=limit_train_batches, limit_val_batches=limit_val_batches,
+            limit_test_batches=limit_test_batches, limit_predict_batches=limit_predict_batches,
+            overfit_batches=overfit_batches, val_check_interval=val_check_interval,
+            check_val_every_n_epoch=check_val_every_n_epoch, num_sanity_val_steps=num_sanity_val_steps,
+            log_every_n_steps=log_every_n_steps, enable_checkpointing=enable_checkpointing,
+            enable_progress_bar=enable_progress_bar, enable_model_summary=enable_model_summary,
+            accumulate_grad_batches=accumulate_grad_batches, gradient_clip_val=gradient_clip_val,
+            gradient_clip_algorithm=gradient_clip_algorithm, deterministic=deterministic, benchmark=benchmark,
+            inference_mode=inference_mode, use_distributed_sampler=use_distributed_sampler, profiler=profiler,
+            detect_anomaly=detect_anomaly, barebones=barebones, plugins=plugins, sync_batchnorm=sync_batchnorm,
+            reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs, default_root_dir=default_root_dir,
+            enable_autolog_hparams=enable_autolog_hparams, model_registry=model_registry,
+            nonfinite_loss=nonfinite_loss, global_batch_size=global_batch_size, max_samples=max_samples,
+            max_tokens=max_tokens, accumulate_across_epochs=accumulate_across_epochs,
+            grad_accumulation_dtype=grad_accumulation_dtype, matmul_precision=matmul_precision, compile=compile,
+        )  # fmt: skip
+        given = self._lw_read_environment(given)
+        self._lw_same_everywhere = {name: value for name, value in given.values().items() if name not in _PER_RANK}
+        self._lw_arguments = arguments = given.resolve()
+        self.fabric = self._lw_make_fabric(arguments)
         self.state = TrainerState()
         self.progress = Progress()
         self.profiler: Profiler = resolve_profiler(arguments.profiler) or PassThroughProfiler()
-        self.default_root_dir = os.path.expanduser(str(given["default_root_dir"] or os.getcwd()))
-        self.use_distributed_sampler = given["use_distributed_sampler"]
-        self.sync_batchnorm = given["sync_batchnorm"]
-        self.enable_autolog_hparams = given["enable_autolog_hparams"]
+        self.default_root_dir = os.path.expanduser(str(arguments.default_root_dir or os.getcwd()))
+        self.use_distributed_sampler = arguments.use_distributed_sampler
+        self.sync_batchnorm = arguments.sync_batchnorm
+        self.enable_autolog_hparams = arguments.enable_autolog_hparams
         self.should_stop = False
         self.ckpt_path: str | None = None
         self.accumulate_grad_batches = arguments.accumulate_grad_batches
@@ -266,22 +278,26 @@ class Trainer(TrainerAttributes):
         self._lw_spawned_module: nn.Module | None = None
         self._lw_assigned_datamodule: DataModule | None = None
         self._lw_spawned_checkpoint: StateDict | None = None
-        own = {name: value for name, value in given.items() if name not in _PER_RANK}
-        self._lw_same_everywhere = own
         self._lw_backend_modes = BackendModes()
-        self.callbacks: list[Callback] = self._lw_make_callbacks(given["callbacks"])
+        self.callbacks: list[Callback] = self._lw_make_callbacks(arguments.callbacks)
 
-    # Any: the constructor's arguments by name
-    def _lw_read_environment(self, given: dict[str, Any]) -> dict[str, Any]:
-        return from_environment(given, dict(Trainer.__init__.__kwdefaults__ or {}))
+    def _lw_read_environment(self, given: Arguments) -> Arguments:
+        return from_environment(given)
 
-    def _lw_make_fabric(self, machine: dict[str, Any]) -> Fabric:
-        fabric = Fabric(**machine)
+    def _lw_make_fabric(self, arguments: Arguments) -> Fabric:
+        fabric = Fabric(
+            accelerator=arguments.accelerator,
+            strategy=arguments.strategy,
+            devices=arguments.devices,
+            num_nodes=arguments.num_nodes,
+            precision=arguments.precision,
+            plugins=arguments.plugins,
+        )
         fabric.strategy.accumulate_dtype = None  # another Trainer may have had this strategy
-        if self._lw_arguments.grad_accumulation_dtype is not None:
+        if arguments.grad_accumulation_dtype is not None:
             from ..fabric.grad_accumulation import set_grad_accumulation_dtype
 
-            set_grad_accumulation_dtype(fabric.strategy, self._lw_arguments.grad_accumulation_dtype)
+            set_grad_accumulation_dtype(fabric.strategy, arguments.grad_accumulation_dtype)
         return fabric
 
     def _lw_make_callbacks(self, callbacks: Any) -> list[Callback]:  # Any: checked here

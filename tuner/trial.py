@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..data.module import DataModule
     from ..protocols import Loaders
     from ..trainer.run import Run
+    from ..trainer.session.arguments import Arguments
 
 __all__ = [
     "Subject",
@@ -287,10 +288,10 @@ class _TrialTrainer(Trainer):
         """False: the search tells its result."""
         return False
 
-    def _lw_read_environment(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _lw_read_environment(self, given: Arguments) -> Arguments:
         return given
 
-    def _lw_make_fabric(self, machine: dict[str, Any]) -> Fabric:
+    def _lw_make_fabric(self, arguments: Arguments) -> Fabric:
         return self._lw_present_fabric
 
 

@@ -1,6 +1,6 @@
-"""The Trainer's arguments about loops: defaults, modes that change others, and every mistake named at once.
+"""The Trainer's arguments: defaults, modes that change others, and every mistake about loops named at once.
 
-Devices, strategy and precision are fabric/resolve.py's.
+Devices, strategy and precision are resolved in fabric/resolve.py.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 import os
 from ast import literal_eval
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...accelerators.matmul_precision import MATMUL_PRECISIONS
+from ...data.hparams import without_omegaconf
 from ...errors import ConfigError, LoopwrightError
 from ..loop.fit_loop import seconds_of
 from ..loop.non_finite import POLICIES
@@ -26,32 +28,38 @@ Interval = str | timedelta | dict[str, float]
 _ENVIRONMENT_PREFIXES = ("LOOPWRIGHT_TRAINER_", "PL_TRAINER_")
 
 
-def from_environment(given: dict[str, object], defaults: dict[str, object]) -> dict[str, object]:
+def from_environment(given: Arguments) -> Arguments:
     """Return the arguments, with `LOOPWRIGHT_TRAINER_<NAME>` from the environment where the user passed the default.
 
     `PL_TRAINER_<NAME>` is accepted, too.
-
-    Args:
-        given: Arguments as they came, defaults included.
-        defaults: The constructor's defaults.
     """
-    merged = dict(given)
-    for name, default in defaults.items():
-        variables = (f"{prefix}{name.upper()}" for prefix in _ENVIRONMENT_PREFIXES)
+    found: dict[str, Any] = {}  # Any: of each argument's type, or text that `resolve` refuses
+    for field in fields(given):
+        variables = (f"{prefix}{field.name.upper()}" for prefix in _ENVIRONMENT_PREFIXES)
         raw = next((os.environ[one] for one in variables if one in os.environ), None)
-        if raw is None or given[name] is not default:
+        if raw is None or getattr(given, field.name) is not field.default:
             continue
         try:
-            merged[name] = literal_eval(raw.capitalize() if raw.lower() in ("true", "false", "none") else raw)
+            found[field.name] = literal_eval(raw.capitalize() if raw.lower() in ("true", "false", "none") else raw)
         except (ValueError, SyntaxError):
-            merged[name] = raw
-    return merged
+            found[field.name] = raw
+    return replace(given, **found)
 
 
 @dataclass(slots=True)
 class Arguments:
-    """Loop arguments of the Trainer, resolved; `check` raises one error with everything that is wrong."""
+    """Arguments of the Trainer, which describes each; `resolve` raises one error with everything that is wrong."""
 
+    # Any: a name or number for the command line, or an object that the program passes
+    accelerator: Any = "auto"
+    strategy: Any = "auto"
+    devices: Any = "auto"
+    num_nodes: int = 1
+    precision: Any = None
+    plugins: Any = None
+    callbacks: Any = None
+    default_root_dir: str | Path | None = None
+    model_registry: str | None = None
     fast_dev_run: int | bool = False
     max_epochs: int | None = None
     min_epochs: int | None = None
@@ -93,12 +101,25 @@ class Arguments:
     profiler: Profiler | str | None = None
     logger: object = None
 
+    def __post_init__(self) -> None:
+        for name, value in without_omegaconf(self.values()).items():
+            setattr(self, name, value)
+
+    def values(self) -> dict[str, Any]:  # Any: see the fields
+        """Return the arguments by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     def resolve(self) -> Arguments:
         """Check everything, then apply modes and defaults; returns self.
 
         Raises:
             ConfigError: Names every problem.
         """
+        if self.model_registry is not None:
+            raise ConfigError(
+                f"model_registry={self.model_registry!r}: there is no model registry.",
+                fix="save checkpoints with ModelCheckpoint, and upload them with your registry's own client.",
+            )
         problems = [*self._wrong_values(), *self._barebones_conflicts()]
         if problems:
             raise _combined(problems)

@@ -345,6 +345,11 @@ def test_the_constructor_shows_its_arguments(kind: type[lw.Trainer]) -> None:
     assert list(inspect.signature(Extended).parameters) == ["extra", "kwargs"]
 
 
+def test_the_constructor_and_its_record_of_arguments_have_the_same_defaults() -> None:
+    shown = {name: one.default for name, one in inspect.signature(lw.Trainer).parameters.items()}
+    assert Arguments().values() == shown
+
+
 def test_all_that_dir_lists_can_be_read() -> None:
     trainer = quiet()
     names = {name for name, _ in inspect.getmembers(trainer)}
