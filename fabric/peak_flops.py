@@ -1,16 +1,20 @@
-"""Peak FLOP/s of devices: the denominator of MFU."""
+"""FLOPs: of a call as torch counts them, of a dense model as estimated, and the peak of a device, for MFU."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from importlib import import_module
 
 import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..accelerators.matmul_precision import get_matmul_precision
+from ..accelerators.usage import synchronize
 from ..messages import warn
 
-__all__ = ["get_available_flops", "measure_peak_flops"]
+__all__ = ["dense_flops_per_token", "get_available_flops", "measure_flops", "measure_peak_flops", "mfu"]
 
 # Dense peaks in TFLOP/s as commonly quoted: without sparsity, with float32 accumulation where that differs. They have
 # not been compared with vendors' data sheets or measurements, so that an MFU from "auto" is only as accurate as its
@@ -144,11 +148,47 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype = torch.float32,
     return int(2 * size**3 / best_s)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has completed all queued work. This delays the step; call it only at log boundaries."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-    elif device.type == "xla":
-        import_module("torch_xla.core.xla_model").wait_device_ops()
+def dense_flops_per_token(parameters: int) -> int:
+    """Return an estimate of the training FLOPs per token of a dense model: 6 N.
+
+    2 for the multiplication and addition of each weight in the forward pass, twice that in the backward pass. Attention
+    scores are left out. Source: Kaplan et al. 2020, section 2.1.
+    """
+    return 6 * parameters
+
+
+def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
+    """Return FLOPs in this time as a share of a peak in FLOP/s; None if the peak or the time is unknown."""
+    return flops / seconds / peak if peak and seconds > 0 else None
+
+
+def measure_flops(
+    model: nn.Module,
+    forward_fn: Callable[[], object],
+    loss_fn: Callable[[object], Tensor] | None = None,
+) -> int:
+    """Return the number of floating-point operations of one call, as torch counts them: matrix products and
+    convolutions.
+
+    With a model on the meta device, nothing is computed.
+
+    Args:
+        model: The module.
+        forward_fn: Runs the forward pass: `lambda: model(x)`.
+        loss_fn: Computes a loss from the result of `forward_fn`; the backward pass is then counted as well. The model's
+            gradients are not changed.
+    """
+    with FlopCounterMode(display=False) as counter:
+        if loss_fn is None:
+            with torch.no_grad():
+                forward_fn()
+        else:
+            before = [(parameter, parameter.grad) for parameter in model.parameters()]
+            for parameter, _ in before:
+                parameter.grad = None
+            try:
+                loss_fn(forward_fn()).backward()
+            finally:
+                for parameter, gradient in before:
+                    parameter.grad = gradient
+    return int(counter.get_total_flops())

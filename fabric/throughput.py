@@ -1,22 +1,113 @@
-"""Samples, tokens and FLOPs per second over a moving window."""
+"""Samples, tokens and FLOPs per second: what is counted, the time meanwhile, and rates over a moving window."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
-
+from ..accelerators.usage import synchronize
 from ..errors import ConfigError
-from .peak_flops import get_available_flops
+from .peak_flops import get_available_flops, measure_flops, mfu
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ..protocols import AnyBatch
     from .fabric import Fabric
 
-__all__ = ["Throughput", "ThroughputMonitor", "measure_flops"]
+__all__ = ["Clock", "Counts", "Throughput", "ThroughputMonitor", "measure_flops", "per_second"]
+
+
+class Clock:
+    """Seconds since a start, with and without pauses."""
+
+    def __init__(self) -> None:
+        self._began_s = self._paused_s = 0.0
+        self._paused_at_s: float | None = None
+
+    def start(self, elapsed_s: float = 0.0) -> None:
+        """Start, as if this many seconds had passed already."""
+        self._began_s, self._paused_s, self._paused_at_s = time.perf_counter() - elapsed_s, 0.0, None
+
+    def pause(self) -> None:
+        """Stop counting."""
+        self._paused_at_s = time.perf_counter()
+
+    def resume(self) -> None:
+        """Continue counting, if the clock is paused."""
+        if self._paused_at_s is not None:
+            self._paused_s += time.perf_counter() - self._paused_at_s
+            self._paused_at_s = None
+
+    def running_s(self) -> float:
+        """Return the seconds since the start, without pauses."""
+        now_s = time.perf_counter() if self._paused_at_s is None else self._paused_at_s
+        return now_s - self._began_s - self._paused_s
+
+    def wall_s(self) -> float:
+        """Return the seconds since the start, pauses included."""
+        return time.perf_counter() - self._began_s
+
+
+class Counts:
+    """Batches, samples and items that this rank has read since a start, and the time meanwhile.
+
+    Args:
+        samples_of: Function that returns the number of samples of a batch; None is taken as 0.
+        items_of: Function that returns the number of items (such as tokens) of a batch: an int, or a tensor of shape
+            (), which stays on its device. None: not counted.
+
+    Attributes:
+        clock: Runs since the start.
+        batches: Number of batches.
+        samples: Number of samples.
+        items: Number of items.
+    """
+
+    def __init__(
+        self, samples_of: Callable[[Any], int | None], items_of: Callable[[Any], int | Tensor] | None = None
+    ) -> None:
+        self.clock = Clock()
+        self.batches = self.samples = 0
+        self.items: int | Tensor = 0
+        self._samples_of, self._items_of = samples_of, items_of
+
+    def start(self) -> None:
+        """Count from 0, from now on."""
+        self.batches = self.samples = self.items = 0
+        self.clock.start()
+
+    def add(self, batch: AnyBatch) -> int:
+        """Count a batch; return its number of samples."""
+        size = self._samples_of(batch) or 0
+        self.batches += 1
+        self.samples += size
+        if self._items_of is not None:
+            self.items = self.items + self._items_of(batch)
+        return size
+
+    def seconds(self, device: torch.device) -> float:
+        """Wait for the device, and return the seconds since the start, without pauses."""
+        synchronize(device)
+        return self.clock.running_s()
+
+    def pause(self, device: torch.device) -> None:
+        """Wait for the device, and stop the clock."""
+        synchronize(device)
+        self.clock.pause()
+
+    def resume(self, device: torch.device) -> None:
+        """Wait for the device, and let the clock continue."""
+        synchronize(device)
+        self.clock.resume()
+
+
+def per_second(counts: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Return `<name>_per_sec` of each count; 0 without time."""
+    return {f"{name}_per_sec": count / seconds if seconds > 0 else 0.0 for name, count in counts.items()}
 
 
 class _Reading(NamedTuple):
@@ -133,22 +224,21 @@ class Throughput:
         if len(self._readings) < self.window_size:
             return metrics
         seconds = last.time - first.time
-        rates = {
-            "batches_per_sec": (last.batches - first.batches) / seconds,
-            "samples_per_sec": (last.samples - first.samples) / seconds,
-        }
+        counts: dict[str, float] = {"batches": last.batches - first.batches, "samples": last.samples - first.samples}
         if last.lengths is not None and first.lengths is not None:
-            rates["items_per_sec"] = (last.lengths - first.lengths) / seconds
+            counts["items"] = last.lengths - first.lengths
         if len(self._flops) == self.window_size:
             # The first reading's FLOPs were spent before the window's time began.
-            rates["flops_per_sec"] = (sum(self._flops) - self._flops[0]) / seconds / self.copies
+            counts["flops"] = (sum(self._flops) - self._flops[0]) / self.copies
+        rates = per_second(counts, seconds)
         metrics.update({f"device{self.separator}{name}": rate for name, rate in rates.items()})
         if self.world_size > 1:
             replicas = self.world_size // self.copies
             factors = {"flops_per_sec": self.world_size}
             metrics.update({name: rate * factors.get(name, replicas) for name, rate in rates.items()})
-        if "flops_per_sec" in rates and self.available_flops:
-            metrics[f"device{self.separator}mfu"] = rates["flops_per_sec"] / self.available_flops
+        share = mfu(counts["flops"], seconds, self.available_flops) if "flops" in counts else None
+        if share is not None:
+            metrics[f"device{self.separator}mfu"] = share
         return metrics
 
     def reset(self) -> None:
@@ -194,35 +284,3 @@ class ThroughputMonitor(Throughput):
         metrics = {**self.compute(), **more}
         self._fabric.log_dict(metrics, step=self.step)
         return metrics
-
-
-def measure_flops(
-    model: nn.Module,
-    forward_fn: Callable[[], object],
-    loss_fn: Callable[[object], Tensor] | None = None,
-) -> int:
-    """Return the number of floating-point operations of one call, as torch counts them: matrix products and
-    convolutions.
-
-    With a model on the meta device, nothing is computed.
-
-    Args:
-        model: The module.
-        forward_fn: Runs the forward pass: `lambda: model(x)`.
-        loss_fn: Computes a loss from the result of `forward_fn`; the backward pass is then counted as well. The model's
-            gradients are not changed.
-    """
-    with FlopCounterMode(display=False) as counter:
-        if loss_fn is None:
-            with torch.no_grad():
-                forward_fn()
-        else:
-            before = [(parameter, parameter.grad) for parameter in model.parameters()]
-            for parameter, _ in before:
-                parameter.grad = None
-            try:
-                loss_fn(forward_fn()).backward()
-            finally:
-                for parameter, gradient in before:
-                    parameter.grad = gradient
-    return int(counter.get_total_flops())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..accelerators.usage import peak_memory_bytes, synchronize
 from ..callbacks import Callback
-from ..callbacks.monitors.measuring import Clock, LogSteps
+from ..callbacks.monitors.measuring import LogSteps
 from ..callbacks.summary.summary import count_elements
 from ..errors import NonFiniteError
-from ..fabric.peak_flops import get_available_flops, synchronize
+from ..fabric.peak_flops import get_available_flops
+from ..fabric.throughput import Counts, per_second
 
 if TYPE_CHECKING:
     from ..protocols import AnyBatch, AnyOutput, StateDict
@@ -64,11 +65,10 @@ class Meter(Callback):
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self.peak_flops: float | None = None
-        self._clock = Clock()
         self._log_steps = LogSteps()
-        # Of this rank in this run; a tensor stays on the device until a log boundary.
-        self._trained: int | Tensor = 0
-        self._positions = self._steps = self._began_at = 0
+        # Of this rank in this run: positions are its samples, tokens with a label its items.
+        self._counts = Counts(lambda batch: batch["labels"].numel(), lambda batch: (batch["labels"] != _IGNORED).sum())
+        self._steps = self._began_at = 0
         self._ranks = 1
         self._device = torch.device("cpu")
         self._before: dict[str, float] | None = None  # None while nothing is measured
@@ -94,18 +94,17 @@ class Meter(Callback):
             torch.cuda.reset_peak_memory_stats(device)
         self._log_steps.start(trainer)
         self._ranks, self._device = trainer.strategy.topology.data_size, device
-        self._trained, self._positions, self._steps, self._began_at = 0, 0, 0, trainer.global_step
+        self._steps, self._began_at = 0, trainer.global_step
         self._before = dict(self.totals)
         synchronize(device)
-        self._clock.start()
+        self._counts.start()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Count the batch; log where the trainer logs."""
         if batch is not None:  # None on a rank that has no data left
-            self._trained = self._trained + (batch["labels"] != _IGNORED).sum()
-            self._positions += batch["labels"].numel()
+            self._counts.add(batch)
         self._steps = trainer.global_step - self._began_at
         if self.first_loss is None and trainer.global_step:
             self.first_loss = _loss_of_step(trainer)  # on all ranks; waits for the device, once
@@ -134,7 +133,7 @@ class Meter(Callback):
         steps, seconds, trained = (self.totals[name] - before[name] for name in ("steps", "seconds", "trained"))
         if not (steps and seconds):
             return
-        row = {"tokens_per_step": trained / steps, "trained_tokens_per_sec": trained / seconds}
+        row = {"tokens_per_step": trained / steps, **per_second({"trained_tokens": trained}, seconds)}
         rates: dict[str, float] = module.learning_rates
         if len({*rates.values()}) == 1:
             row["learning_rate"] = next(iter(rates.values()))
@@ -148,36 +147,36 @@ class Meter(Callback):
         """Return the totals until now; of this rank's counts, or with the given ones of all ranks."""
         if self._before is None:
             return dict(self.totals)
-        synchronize(self._device)
-        self._trained = int(self._trained)
-        trained, positions = counted or (self._trained * self._ranks, self._positions * self._ranks)
-        now = {"trained": trained, "positions": positions, "steps": self._steps, "seconds": self._clock.running_s()}
+        seconds = self._counts.seconds(self._device)
+        trained, positions = counted or tuple(count * self._ranks for count in self._own())
+        now = {"trained": trained, "positions": positions, "steps": self._steps, "seconds": seconds}
         return {name: self._before[name] + value for name, value in now.items()}
 
     def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Stop the clock of training."""
         if not trainer.sanity_checking:
-            synchronize(trainer.fabric.device)
-            self._clock.pause()
+            self._counts.pause(trainer.fabric.device)
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Continue with the clock of training."""
         if not trainer.sanity_checking:
-            synchronize(trainer.fabric.device)
-            self._clock.resume()
+            self._counts.resume(trainer.fabric.device)
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Sum up; the ranks exchange their peaks of memory."""
         if self._steps:
             self.last_loss = _loss_of_step(trainer)
         self.totals = self._read(self._count_all(trainer))
-        self.memory_bytes = trainer.strategy.gather_objects(_peak_memory(trainer.fabric.device))
+        self.memory_bytes = trainer.strategy.gather_objects(peak_memory_bytes(trainer.fabric.device) or 0)
         self._before = None
+
+    def _own(self) -> tuple[int, int]:
+        """Return this rank's tokens with a label, which waits for the device, and its positions."""
+        return int(self._counts.items), self._counts.samples
 
     def _count_all(self, trainer: Trainer) -> tuple[int, int]:
         """Return the tokens with a label and the positions of all ranks in this run. On every rank."""
-        own = (int(self._trained), self._positions)
-        trained, positions = zip(*trainer.strategy.gather_objects(own), strict=True)
+        trained, positions = zip(*trainer.strategy.gather_objects(self._own()), strict=True)
         copies = len(trained) // trainer.strategy.topology.data_size  # ranks that train on the same rows
         return sum(trained) // copies, sum(positions) // copies
 
@@ -255,14 +254,3 @@ def _size(parameter: Tensor) -> int:
     # Weights of 4 bits are packed; their state knows the shape.
     shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
     return count_elements(parameter) if shape is None else math.prod(shape)
-
-
-def _peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(peak if sys.platform == "darwin" else peak * 1024)

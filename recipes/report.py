@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks import ModelCheckpoint
+from ..fabric.peak_flops import mfu
+from ..fabric.throughput import per_second
 from ..files import only_describes, replace_file
 
 if TYPE_CHECKING:
@@ -91,12 +93,11 @@ class RunReport:
 
     def as_dict(self) -> dict[str, Any]:  # Any: plain values for JSON
         """Return the report as plain values, with rates."""
-        rates = {f"{name}_per_sec": value for name, value in self._rates().items()}
-        return {**asdict(self), "is_complete": self.is_complete, **rates}
+        return {**asdict(self), "is_complete": self.is_complete, **self._rates()}
 
     def _rates(self) -> dict[str, float]:
         counts = {"trained_tokens": self.trained_tokens, "real_tokens": self.real_tokens, "positions": self.positions}
-        return {name: count / self.seconds if self.seconds else 0.0 for name, count in counts.items()}
+        return per_second(counts, self.seconds)
 
     def describe(self) -> str:
         """Return the report as text."""
@@ -108,8 +109,8 @@ class RunReport:
             "training loss": _arrow(self.first_train_loss, self.train_loss),
             "validation loss": _validation(self.val_loss, self.best_val_loss),
             "tokens": f"{self.trained_tokens:,} trained, {self.real_tokens:,} read, {self.positions:,} with padding",
-            "tokens/s": f"{rates['trained_tokens']:,.0f} trained, {rates['real_tokens']:,.0f} read, "
-            f"{rates['positions']:,.0f} with padding, in {self.seconds:,.1f} s of training",
+            "tokens/s": f"{rates['trained_tokens_per_sec']:,.0f} trained, {rates['real_tokens_per_sec']:,.0f} read, "
+            f"{rates['positions_per_sec']:,.0f} with padding, in {self.seconds:,.1f} s of training",
             "memory": ", ".join(map(show_bytes, self.memory_bytes))
             + (" (ranks)" if len(self.memory_bytes) > 1 else ""),
             "MFU": "" if self.mfu is None else f"{self.mfu:.1%}",
@@ -183,7 +184,7 @@ def make_report(
         parameters=meter.parameters[0],
         frozen_parameters=meter.parameters[1],
         memory_bytes=meter.memory_bytes,
-        mfu=meter.flops_per_token * positions / totals["seconds"] / peak if peak and totals["seconds"] else None,
+        mfu=mfu(meter.flops_per_token * positions, totals["seconds"], peak),
         data={name: value for name, value in data.as_dict().items() if name != "first_sample"},
         notes=[*data.notes, *notes, *_remainder(plan)],
     )

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ..accelerators.usage import synchronize
 from ..callbacks import Callback
 from ..errors import ConfigError, nearest
 from ..optim.fused import fuse, is_fusable
@@ -332,8 +333,7 @@ class _StepClock(Callback):
             trainer.should_stop = True
 
     def _now(self) -> float:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+        synchronize(self._device)
         return self._clock()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...accelerators.out_of_memory import is_out_of_memory
+from ...accelerators.usage import process_peak_bytes
 from ...errors import ConfigError
 from ..base import Callback
 
@@ -215,12 +215,8 @@ def _device_stats(device: torch.device) -> dict[str, int]:
             "free": free,
             "total": total,
         }
-    if sys.platform == "win32":
-        return {}
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"peak of process": peak if sys.platform == "darwin" else peak * 1024}
+    peak = process_peak_bytes()
+    return {} if peak is None else {"peak of process": peak}
 
 
 def _mib(size: int) -> str:

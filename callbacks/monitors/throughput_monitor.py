@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ModuleError
 from ...fabric.peak_flops import get_available_flops
-from ...fabric.throughput import Throughput
+from ...fabric.throughput import Counts, Throughput
 from ...messages import warn
 from ..base import Callback
-from .measuring import Counts, LogSteps, is_evaluation_due
+from .measuring import LogSteps, is_evaluation_due
 
 if TYPE_CHECKING:
     from torch import nn

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,27 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ...accelerators.usage import peak_memory_bytes, synchronize
 from ...errors import ConfigError
 from ...fabric.compiling import compiled_parts
-from ...fabric.peak_flops import get_available_flops, measure_peak_flops, synchronize
+from ...fabric.peak_flops import dense_flops_per_token, get_available_flops, measure_peak_flops, mfu
+from ...fabric.throughput import Counts, per_second
 from ..base import Callback
 from ..summary.summary import count_elements
-from .measuring import Counts, LogSteps
+from .measuring import LogSteps
 
 if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput, StateDict
     from ...trainer.trainer import Trainer
 
 __all__ = ["TrainingEfficiency", "chinchilla_tokens", "dense_flops_per_token"]
-
-
-def dense_flops_per_token(parameters: int) -> int:
-    """Return an estimate of the training FLOPs per token of a dense model: 6 N.
-
-    2 for the multiplication and addition of each weight in the forward pass, twice that in the backward pass. Attention
-    scores are left out. Source: Kaplan et al. 2020, section 2.1.
-    """
-    return 6 * parameters
 
 
 def chinchilla_tokens(parameters: int) -> int:
@@ -136,7 +128,7 @@ class TrainingEfficiency(Callback):
         self._lw_log_steps.start(trainer)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        self._lw_is_to_count = self.flops == "count" and self.flops_per_sample is None and not _is_compiled(pl_module)
+        self._lw_is_to_count = self.flops == "count" and self.flops_per_sample is None and not compiled_parts(pl_module)
         self._lw_counts = Counts(self.batch_size_fn or trainer.batch_size_of, self.tokens_fn)
         synchronize(device)
         self._lw_counts.start()
@@ -210,15 +202,14 @@ class TrainingEfficiency(Callback):
     def _lw_rates(self, samples: float, tokens: float, seconds: float) -> dict[str, float]:
         if seconds <= 0:
             return {}
-        rates = {"samples_per_sec": samples / seconds}
+        counts = {"samples": samples}
         if self.tokens_fn is not None:
-            rates["tokens_per_sec"] = tokens / seconds
+            counts["tokens"] = tokens
         flops = self._lw_flops_of(samples, tokens)
-        if flops is not None:
-            rates["flops_per_sec"] = flops / seconds
-            if self._lw_peak:
-                rates["mfu"] = rates["flops_per_sec"] / (self._lw_peak * self._lw_devices)
-        return rates
+        if flops is None:
+            return per_second(counts, seconds)
+        share = mfu(flops, seconds, self._lw_peak and self._lw_peak * self._lw_devices)
+        return {**per_second({**counts, "flops": flops}, seconds), **({} if share is None else {"mfu": share})}
 
     def _lw_flops_of(self, samples: float, tokens: float) -> float | None:
         if self.flops is None:
@@ -229,7 +220,8 @@ class TrainingEfficiency(Callback):
 
     def _lw_overall(self, trainer: Trainer) -> dict[str, float]:
         totals = self._lw_totals
-        metrics = {"seconds": totals["seconds"], **_memory(trainer.fabric.device)}
+        peak = peak_memory_bytes(trainer.fabric.device)
+        metrics = {"seconds": totals["seconds"], **({} if peak is None else {"memory_peak_bytes": float(peak)})}
         if self.tokens_fn is not None and self._lw_parameters:
             metrics["chinchilla_fraction"] = totals["tokens"] / chinchilla_tokens(self._lw_parameters)
         if self.price_per_hour is not None:
@@ -245,14 +237,12 @@ class TrainingEfficiency(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Stop the clock of training."""
         if self._lw_counts is not None and not trainer.sanity_checking:
-            synchronize(trainer.fabric.device)
-            self._lw_counts.clock.pause()
+            self._lw_counts.pause(trainer.fabric.device)
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Continue with the clock of training."""
         if self._lw_counts is not None and not trainer.sanity_checking:
-            synchronize(trainer.fabric.device)
-            self._lw_counts.clock.resume()
+            self._lw_counts.resume(trainer.fabric.device)
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Sum up."""
@@ -297,20 +287,3 @@ class TrainingEfficiency(Callback):
         self.summary = dict(state_dict["summary"])  # where fit ran in other processes, this brings it back
         if self.flops_per_sample is None:
             self.flops_per_sample = state_dict["flops_per_sample"]
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return bool(compiled_parts(module))
-
-
-def _memory(device: torch.device) -> dict[str, float]:
-    if device.type == "cuda":
-        return {"memory_peak_bytes": float(torch.cuda.max_memory_allocated(device))}
-    if device.type == "mps":
-        return {"memory_peak_bytes": float(torch.mps.driver_allocated_memory())}
-    if sys.platform == "win32":
-        return {}
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"memory_peak_bytes": float(peak if sys.platform == "darwin" else peak * 1024)}

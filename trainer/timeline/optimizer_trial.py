@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...accelerators.usage import synchronize
 from ...optim.fused import is_fusable
 
 __all__ = ["OptimizerTrial", "try_fused"]
@@ -118,6 +119,5 @@ def _merged(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _now(device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    synchronize(device)
     return perf_counter()

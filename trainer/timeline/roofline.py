@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ...accelerators.usage import synchronize
+
 if TYPE_CHECKING:
     from ...protocols import Tree
 
@@ -145,17 +147,12 @@ def _best(function: Callable[[], object], device: torch.device) -> float:
     times = []
     with torch.no_grad():
         for _ in range(_ROUNDS + 1):  # the first one warms up
-            _wait(device)
+            synchronize(device)
             before = perf_counter()
             function()
-            _wait(device)
+            synchronize(device)
             times.append(perf_counter() - before)
     return min(times[1:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _count_bytes(tree: Tree) -> int:

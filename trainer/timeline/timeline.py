@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from ...accelerators.usage import synchronize
 from ...files import replace_file
 from .optimizer_trial import OptimizerTrial, try_fused
 from .phases import STEP_PHASES, WHOLE_PHASES, StepRecord
@@ -280,7 +281,7 @@ class Timeline:
         """Count the time until now as the present phase's, then switch to this one; None: the same."""
         if self.is_open:
             if self.synchronize:
-                _synchronize(self._device)
+                synchronize(self._device)
             if self._marks is not None:
                 self._mark(self._phase)
         now = self._clock()
@@ -498,8 +499,3 @@ def exposed_communication(model: object) -> float:
     data = read()
     exposed = data.get("avg_backward_comm_time", 0) - data.get("avg_backward_compute_comm_overlap_time", 0)
     return float(max(exposed, 0)) / _NS_PER_S
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -10,8 +10,8 @@ import pytest
 from toys import Net, RecordingLogger, ValidatedNet, loader, net, quiet
 
 from loopwright.callbacks import ThroughputMonitor
-from loopwright.callbacks.monitors import measuring
 from loopwright.errors import ConfigError, ModuleError
+from loopwright.fabric import throughput
 
 
 def size_of(batch: Any) -> int:
@@ -62,7 +62,7 @@ def test_validation_is_not_time_of_training(monkeypatch: pytest.MonkeyPatch) -> 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             now[0] += 0.1
 
-    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     logger = RecordingLogger()
     monitor = ThroughputMonitor(size_of, window_size=2)
     trainer = quiet(logger=logger, callbacks=[monitor], max_epochs=2, log_every_n_steps=1, num_sanity_val_steps=0)

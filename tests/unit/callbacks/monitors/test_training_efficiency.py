@@ -12,9 +12,9 @@ from toys import Net, RecordingLogger, ValidatedNet, assert_same, loader, moment
 
 import loopwright as lw
 from loopwright.callbacks import TrainingEfficiency
-from loopwright.callbacks.monitors import measuring
 from loopwright.callbacks.monitors.training_efficiency import chinchilla_tokens, dense_flops_per_token
 from loopwright.errors import ConfigError
+from loopwright.fabric import throughput
 
 PARAMETERS = 4 * 8 + 8 + 8 + 1
 # Forward: 2 per weight and sample. Backward: the same for each weight's gradient and for the second layer's input.
@@ -108,7 +108,7 @@ def test_validation_costs_money_but_no_speed(monkeypatch: pytest.MonkeyPatch) ->
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             now[0] += 0.15
 
-    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     efficiency = TrainingEfficiency(verbose=False)
     fit(efficiency, Slow, loader(4, 2), num_sanity_val_steps=0)
     steps = efficiency.summary["samples"] / 2
