@@ -364,12 +364,6 @@ class Strategy(Capabilities):
         """Return a context in which a module that was built in `init_context` may be changed before it is set up."""
         return nullcontext()
 
-    def configure_topology(self, module: nn.Module) -> None:
-        """Set `topology` where it depends on the module, such as on its pipeline stages. On every rank.
-
-        The Trainer calls it before data are sharded over ranks.
-        """
-
     def check_layers(self, module: nn.Module) -> None:
         """Refuse a module whose layers this strategy cannot run. Does not communicate.
 

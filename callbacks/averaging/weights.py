@@ -171,7 +171,7 @@ def refuse_engines(trainer: Trainer, *, owner: str) -> None:
         ConfigError: DeepSpeed, or FSDP of XLA.
     """
     if trainer.strategy.holds_parameters:
-        if trainer.strategy.has_stages and trainer.strategy.runs_windows:
+        if trainer.strategy.has_stages:
             raise ConfigError(
                 f"{owner} reads and writes the weights, and each pipeline stage has only some of them.",
                 fix="train without pp, or leave the callback out.",

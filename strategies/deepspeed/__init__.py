@@ -1,4 +1,4 @@
-"""Training by a DeepSpeed engine: ZeRO stages 0 to 3, offloading, pipelines."""
+"""Training by a DeepSpeed engine: ZeRO stages 0 to 3, offloading."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from .engine_types import Engine, State, Zero
 
-__all__ = ["EngineOptimizer", "EngineRoot", "norm_of", "norm_over_ranks"]
+__all__ = ["EngineOptimizer", "EngineRoot"]
 
 # Attribute of a user's module: the root that it was set up with last, perhaps by another strategy object.
 _ROOT = "_deepspeed_root"
@@ -56,7 +56,6 @@ class EngineRoot(nn.Module):
         evaluated: What the last evaluation step has gathered; None before the first. Stage 3 on several ranks.
     """
 
-    is_pipeline = False
     module: nn.Module
     changes: Changes
     engine: Engine  # None before start; see has_engine
@@ -282,8 +281,8 @@ class EngineRoot(nn.Module):
         """Return the norm of all ranks' gradients, times the loss scale."""
         shards = self.gradient_shards()
         device = shards[0].device if shards else torch.device("cpu")
-        norm = norm_of(shards, norm_type, device)
-        return norm_over_ranks(norm, norm_type) if self.stage else norm
+        norm = _norm_of(shards, norm_type, device)
+        return _norm_over_ranks(norm, norm_type) if self.stage else norm
 
     def _clip_in_engine(self, max_norm: float, norm_type: float) -> Tensor:
         if norm_type != 2.0:
@@ -313,7 +312,11 @@ class EngineRoot(nn.Module):
         """Let the engine step and discard the gradients; return whether it stepped."""
         own = self.__dict__
         self.finish_window()
-        self._step_engine()
+        self.engine.set_gradient_accumulation_boundary(True)
+        if self.is_manual:
+            self.settle()  # full parameters of the forward pass would keep their values from before the step
+        with self.outside_of_step():
+            self.engine.step()
         own["has_gradients"] = False
         if self.swaps_gradients:
             self.zero.custom_loss_scaler, self.zero.external_loss_scale, self.zero.clip_grad = False, None, 0.0
@@ -322,14 +325,6 @@ class EngineRoot(nn.Module):
         # After an overflow the engine returns a number.
         own["grad_norm"] = torch.tensor(norm, device=self.engine.device) if isinstance(norm, float | int) else norm
         return bool(self.engine.was_step_applied())
-
-    def _step_engine(self) -> None:
-        engine = self.engine
-        engine.set_gradient_accumulation_boundary(True)
-        if self.is_manual:
-            self.settle()  # full parameters of the forward pass would keep their values from before the step
-        with self.outside_of_step():
-            engine.step()
 
     def discard_gradients(self) -> None:
         """Discard gradients of a window that ends without a step."""
@@ -404,18 +399,18 @@ def _gradients(tensors: Iterator[nn.Parameter] | list[Tensor]) -> list[Tensor]:
     return [one.grad for one in tensors if one.grad is not None]
 
 
-def norm_of(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+def _norm_of(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Return the float32 norm of tensors as one vector: shape (), on the device if there are none."""
     norms = [torch.linalg.vector_norm(one, norm_type, dtype=torch.float32) for one in tensors]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
 
 
-def norm_over_ranks(norm: Tensor, norm_type: float, group: Any = None) -> Tensor:  # Any: a process group
-    """Return the norm over the ranks of a group, None for all, from the norm of each rank's shards."""
-    if group is None and dist.get_world_size() == 1:
+def _norm_over_ranks(norm: Tensor, norm_type: float) -> Tensor:
+    """Return the norm over all ranks, from the norm of each rank's shards."""
+    if dist.get_world_size() == 1:
         return norm
     if norm_type == float("inf"):
-        return largest_over_ranks(norm, group)
+        return largest_over_ranks(norm, None)
     total = norm**norm_type
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total)
     return total ** (1.0 / norm_type)

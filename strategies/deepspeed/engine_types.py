@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-__all__ = ["Engine", "Grid", "HalfOptimizer", "Pipeline", "PipelineEngine", "State", "Zero", "ZeroParameter"]
+__all__ = ["Engine", "HalfOptimizer", "State", "Zero", "ZeroParameter"]
 
 State = dict[str, Any]  # Any: entries of the user's modules and optimizers
 
@@ -98,49 +98,3 @@ class Engine(Protocol):
     was_step_applied: Callable[[], bool]
     _backward_prologue: Callable[[], None]
     _flush_coalesced_reduction_zero12: Callable[[Zero], None]
-
-
-class PipelineEngine(Engine, Protocol):
-    """A PipelineEngine."""
-
-    micro_batches: int
-    num_stages: int
-    stage_id: int
-    dp_world_size: int
-    dp_group_loss: Tensor
-    is_data_parallel: bool
-    total_loss: Tensor | None
-    _train_schedule: Callable[[], Any]  # Any: DeepSpeed's schedule
-
-    train_batch: Callable[[Iterator[Any]], Tensor]
-    eval_batch: Callable[..., Any]
-    train_micro_batch_size_per_gpu: Callable[[], int]
-    set_train_batch_size: Callable[[int], None]
-    is_last_stage: Callable[[], bool]
-    reset_activation_shape: Callable[[], None]
-    _loss_stage_global_rank: Callable[[], int]
-    _exec_optimizer_step: Callable[[], None]
-    _exec_reduce_grads: Callable[[], None]
-    _exec_reduce_tied_grads: Callable[[], None]
-
-
-class Grid(Protocol):
-    """The ranks of a pipeline's stages and replicas. Any: process groups, whose type depends on the backend."""
-
-    get_stage_id: Callable[[], int]
-    get_data_parallel_rank: Callable[[], int]
-    get_data_parallel_world_size: Callable[[], int]
-    get_data_parallel_group: Callable[[], Any]
-    get_data_parallel_group_ranks: Callable[[], list[int]]
-    get_model_parallel_group: Callable[[], Any]
-    get_pipe_parallel_group: Callable[[], Any]
-
-
-class Pipeline(nn.Module):
-    """DeepSpeed's PipelineModule; its real base is the same."""
-
-    num_stages: int
-    dynamic_shape: bool
-    tied_comms: Mapping[str, object]
-    topology: Callable[[], Any]  # Any: DeepSpeed's topology
-    mpu: Callable[[], Grid]

@@ -17,9 +17,6 @@ from .config import Config
 from .engine import EngineOptimizer, EngineRoot
 from .engine_types import Zero
 from .ops import quietly, refusals
-from .pipeline.engine import PipelineRoot
-from .pipeline.setup import adapt_engine, stage_config
-from .pipeline.state import group_names, learn_groups
 from .state import full_parameters, set_local_masters, set_masters
 
 if TYPE_CHECKING:
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
 
     from .strategy import DeepSpeedStrategy
 
-__all__ = ["check_shapes", "engine_config", "make_contiguous", "move_buffers", "setup_optimizer", "several", "start"]
+__all__ = ["check_layers", "engine_config", "make_contiguous", "move_buffers", "setup_optimizer", "several", "start"]
 
 _BLOCK_BYTES = 4096  # of a disk
 
@@ -43,12 +40,20 @@ def engine_config(strategy: DeepSpeedStrategy) -> Config:
     return config
 
 
-def check_shapes(module: nn.Module) -> None:
-    """Refuse parameters without a dimension, at which DeepSpeed (0.19) fails with an error about bytes.
+def check_layers(module: nn.Module) -> None:
+    """Refuse a PipelineModule, and parameters without a dimension, at which DeepSpeed (0.19) fails with an error.
 
     Raises:
         ModuleError: With their names.
     """
+    for path, layer in module.named_modules():
+        kinds = [kind for kind in type(layer).__mro__ if kind.__module__.startswith("deepspeed.")]
+        if any(kind.__name__ == "PipelineModule" for kind in kinds):
+            raise ModuleError(
+                f"Expected layers of torch in {type(module).__name__}, got DeepSpeed's PipelineModule"
+                f"{f' at {path}' if path else ''}.",
+                fix="put the same layers into an nn.Sequential and split it into stages with strategy='mesh:pp=2'.",
+            )
     names = [name for name, one in module.named_parameters() if one.ndim == 0 and not hasattr(one, "ds_id")]
     if names:
         raise ModuleError(
@@ -116,7 +121,7 @@ def setup_optimizer(
         masters = {**full_parameters(root.module), **(root.loaded or {})}
     shards = {name: one for name, one in root.first.items() if name not in masters}
     root.__dict__.update(loaded=None, first={})
-    if strategy.stage == 0 and strategy.world_size > 1 and not root.is_pipeline:
+    if strategy.stage == 0 and strategy.world_size > 1:
         broadcast_tensors(list(root.module.buffers()))
     made = start(strategy, root, optimizer)
     if masters:
@@ -155,17 +160,10 @@ def start(strategy: DeepSpeedStrategy, root: EngineRoot, optimizer: Optimizer | 
     import deepspeed
 
     groups = [] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
-    config = engine_config(strategy)
-    model: nn.Module = root
-    if isinstance(root, PipelineRoot):
-        if optimizer is not None:
-            learn_groups(root.layout, strategy.gather_objects(group_names(root, groups)))
-        model, config = root.pipe, stage_config(config, root, trains=optimizer is not None)
-    else:
-        # DeepSpeed saves the configuration, and so the prefix of names for checkpoint/deepspeed/folder.py.
-        config = {**config, "loopwright": {"prefix": "module."}}
+    # DeepSpeed saves the configuration, and so the prefix of names for checkpoint/deepspeed/folder.py.
+    config = {**engine_config(strategy), "loopwright": {"prefix": "module."}}
     with refusals(strategy.where), quietly():
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+        engine, *_ = deepspeed.initialize(model=root, optimizer=optimizer, config=config, dist_init_required=False)
     root.__dict__["engine"] = engine
     _match_statistics(root.module)
     if root.stage:
@@ -173,8 +171,6 @@ def start(strategy: DeepSpeedStrategy, root: EngineRoot, optimizer: Optimizer | 
     elif optimizer is not None and hasattr(engine.optimizer, "fp32_groups"):
         # The 16-bit optimizer of stage 0 steps without gradients, to have state: Adam's count would be 1.
         optimizer.state.clear()
-    if isinstance(root, PipelineRoot):
-        adapt_engine(root)
     return None if optimizer is None else EngineOptimizer(optimizer, root, groups)
 
 

@@ -14,7 +14,6 @@ from ...errors import ModuleError
 from ...protocols import StepOutput
 from ..ddp.replica import Call, loss_tensor
 from .engine import EngineRoot
-from .pipeline.engine import PipelineRoot
 
 if TYPE_CHECKING:
     from .strategy import DeepSpeedStrategy
@@ -28,10 +27,6 @@ def bind_step(strategy: DeepSpeedStrategy, module: nn.Module, name: str) -> Step
     """Return a function that runs `module.<name>`, on every rank at the same time; see `Strategy.bind_step`."""
     original = strategy.unwrap(module)
     step: Step = original if name == "forward" else getattr(original, name)
-    if isinstance(module, PipelineRoot):  # the engine is called within the step
-        if name == "forward" and original is module.pipe:
-            return module.predict  # its own forward runs the layers of this rank only
-        return _checked(strategy, step) if name == "training_step" else module.count_evaluations(step)
     if strategy.precision.policy.compute_dtype is not torch.float32:
         step = _within(strategy.precision.step_context, step)
     if not isinstance(module, EngineRoot):
@@ -78,16 +73,6 @@ def _refuse_changes(strategy: DeepSpeedStrategy, root: EngineRoot) -> None:
             "requires_grad=False; or train with strategy='ddp' or 'fsdp', which take in new layers.",
         )
     root.changes.settle(root.module)
-
-
-def _checked(strategy: DeepSpeedStrategy, step: Step) -> Step:
-    def run(*args: object, **kwargs: object) -> StepOutput:
-        output = step(*args, **kwargs)
-        if output.__class__ is not Tensor:
-            _check_loss(strategy, output)
-        return output
-
-    return run
 
 
 def _check_loss(strategy: DeepSpeedStrategy, output: StepOutput) -> None:

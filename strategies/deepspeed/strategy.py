@@ -7,7 +7,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +27,6 @@ from .config import Config
 from .engine import EngineOptimizer, EngineRoot
 from .optimizers import make_optimizer
 from .partition import has_values, is_to_be_partitioned, partition
-from .pipeline import setup as pipelines
-from .pipeline.engine import PipelineRoot
-from .pipeline.state import describe, full_state, full_steps, learn_names, local_state, local_steps
 from .precision import DeepSpeedPrecision
 from .state import gather, is_partitioned, load_module, load_optimizer, module_state, optimizer_state
 from .steps import Step, bind_step
@@ -41,7 +37,7 @@ if TYPE_CHECKING:
     from ...accelerators import Accelerator
     from ...precision import Precision
     from ...protocols import CheckpointPlugin, Cluster
-    from .engine_types import Engine, Pipeline, State
+    from .engine_types import Engine, State
 
 __all__ = ["DeepSpeedStrategy"]
 
@@ -98,7 +94,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         load_full_weights: Accepted for compatibility; checkpoints always hold full tensors.
         exclude_frozen_parameters: Whether checkpoints leave out parameters that are not trained.
         uneven: Behavior for unequal numbers of training batches on ranks: "stop_all" or "cycle".
-        micro_batches: Number of micro-batches in a batch of a PipelineModule. None: its number of pipeline stages.
 
     Raises:
         ConfigError: An argument is invalid, or differs from `config`; every problem is listed.
@@ -168,7 +163,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         start_method: str = "popen",
         uneven: str = "stop_all",
         stall_timeout: timedelta | float | None = None,
-        micro_batches: int | None = None,
     ) -> None:
         read = read_given(
             config,
@@ -190,14 +184,11 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 synchronize_checkpoint_boundary=synchronize_checkpoint_boundary,
             ),
         )  # fmt: skip
-        problems = read.problems
-        if micro_batches is not None and micro_batches < 1:
-            problems.append((f"expected micro_batches to be at least 1, got {micro_batches!r}", "pass at least 1"))
         super().__init__(
             accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, process_group_backend=process_group_backend,
             timeout=timeout, start_method=start_method, precision=precision, uneven=uneven,
-            stall_timeout=stall_timeout, problems=problems,
+            stall_timeout=stall_timeout, problems=read.problems,
         )  # fmt: skip
         self.given_config = read.config
         self.arguments = read.arguments
@@ -206,8 +197,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         self.remote_device = remote_device
         self.logging_level = logging_level
         self.exclude_frozen_parameters = exclude_frozen_parameters
-        self.micro_batches = micro_batches
-        self.has_stages = False
         self.keeps_activations = False  # in DeepSpeed's buffers, until a backward pass
         self.last_root: weakref.ref[EngineRoot] | None = None  # of the last step with gradients
         self._lw_roots: LiveObjects[EngineRoot] = LiveObjects()
@@ -233,19 +222,16 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     @property
     def compile_refusal(self) -> tuple[str, str] | None:  # type: ignore[override]  # a class attribute elsewhere
-        """Why `compile=` cannot be used: torch cannot trace stage 3's own arithmetic, nor a pipeline's engine."""
-        if self.stage == 3:
-            what = "ZeRO stage 3 replaces functions of linear layers with ones that torch.compile cannot trace"
-        elif self.has_stages:
-            what = "a pipeline's layers are called by DeepSpeed's engine"
-        else:
+        """Why `compile=` cannot be used: torch cannot trace stage 3's own arithmetic."""
+        if self.stage < 3:
             return None
+        what = "ZeRO stage 3 replaces functions of linear layers with ones that torch.compile cannot trace"
         return what, "leave it out, use stage=2, or strategy='fsdp'"
 
     @property
     def shards_parameters(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
-        """Whether each rank holds a shard of every parameter (stage 3), or some of the layers (PipelineModule)."""
-        return self.stage == 3 or self.has_stages
+        """Whether each rank holds a shard of every parameter: in stage 3."""
+        return self.stage == 3
 
     @property
     def helps_in_evaluation(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
@@ -351,7 +337,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         ops.connect(backend="nccl" if self.device.type == "cuda" else "gloo", timeout=self.timeout)
         self._lw_has_configured_activations = True
         self.keeps_activations = ops.configure_activations(self.given_config, self.device.type)
-        pipelines.build_in_order()
 
     def teardown(self) -> None:
         """Let go of engines, then of devices and connections."""
@@ -359,7 +344,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             os.environ.pop("LOCAL_RANK", None)
         if self._lw_has_configured_activations:
             ops.forget_activations(self.given_config)
-        self._lw_has_set_rank = self._lw_has_configured_activations = self.has_stages = False
+        self._lw_has_set_rank = self._lw_has_configured_activations = False
         self.last_root, self._lw_plan = None, {}
         self._lw_roots.clear()
         super().teardown()
@@ -398,17 +383,11 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         """Return what runs the module; `setup_optimizer` makes its engine. On every rank: it communicates.
 
         Raises:
-            ModuleError: The ranks built different modules.
-            ConfigError: It has a PipelineModule that cannot be run.
+            ModuleError: The ranks built different modules, or ones that DeepSpeed cannot run here.
         """
-        self.configure_topology(module)
-        is_automatic = self._lw_plan.get("is_automatic", True)
-        found = pipelines.find_pipeline(module)
-        if found is not None:
-            return self._lw_setup_pipeline(module, *found, is_automatic=is_automatic)
         self.check_module(module)
-        setup.check_shapes(module)
-        root = EngineRoot(module, self.stage, is_manual=not is_automatic)
+        setup.check_layers(module)
+        root = EngineRoot(module, self.stage, is_manual=not self._lw_plan.get("is_automatic", True))
         if self.stage == 3 and is_to_be_partitioned(module):
             root.__dict__["first"] = partition(self, module)
             if self.world_size > 1:
@@ -416,18 +395,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         else:
             setup.make_contiguous(module)
         root.take_over()  # an earlier engine looks at all parameters, and at those that it did not have
-        self._lw_roots.add(root)
-        return root
-
-    def _lw_setup_pipeline(self, module: nn.Module, path: str, pipe: Pipeline, *, is_automatic: bool) -> PipelineRoot:
-        precision = self.precision
-        pipelines.check(module, pipe, self.given_config, precision, is_automatic=is_automatic)
-        # In stage 0 the engine would sum 16-bit gradients in its masters, without the weights of losses.
-        stage = self.stage if precision.policy.compute_dtype is torch.float32 else 1
-        count = self.micro_batches or pipe.num_stages
-        root = PipelineRoot(module, path, pipe, stage=stage, micro_batches=count, precision=precision)
-        root.__dict__["layout"] = learn_names(root, self.gather_objects(describe(root)))
-        root.sync_buffers()
         self._lw_roots.add(root)
         return root
 
@@ -439,29 +406,11 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         root = self.setup_module(module)
         if root.is_manual:
             return root  # the engine is made with the optimizer
-        if self.stage == 3 or root.is_pipeline:
+        if self.stage == 3:
             setup.start(self, root, None)
         elif self.world_size > 1:
             broadcast_tensors([*module.parameters(), *module.buffers()])
         return root
-
-    def configure_topology(self, module: nn.Module) -> None:
-        """Set from a module which ranks read the same data: the stages of one PipelineModule.
-
-        Called before data are distributed; on every rank.
-
-        Raises:
-            ModuleError: There are several PipelineModules.
-        """
-        found = pipelines.find_pipeline(module)
-        if found is None and not self.has_stages:
-            return
-        self.has_stages = found is not None
-        rank, size = self.global_rank, self.world_size
-        if found is not None:
-            grid = found[1].mpu()
-            rank, size = grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()
-        self._lw_topology = replace(self.topology, data_rank=rank, data_size=size)
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[Optimizer]
@@ -486,10 +435,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return setup.setup_optimizer(self, list(self._lw_roots), optimizer, is_of_config=is_of_config)
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Copy rank 0's buffers to all ranks; with a PipelineModule, those of the first replica's stage."""
-        if isinstance(module, PipelineRoot):
-            module.sync_buffers()
-        elif self.world_size > 1:
+        """Copy rank 0's buffers to all ranks."""
+        if self.world_size > 1:
             broadcast_tensors(list(self.unwrap(module).buffers()))
 
     def unwrap(self, module: nn.Module) -> nn.Module:
@@ -551,11 +498,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 f"{', '.join(wrong)}.",
                 fix="remove these arguments.",
             )
-        if self.has_stages:  # the pipeline whose gradients wait
-            waiting = (root for root in self._lw_roots if isinstance(root, PipelineRoot) and root.has_pass)
-            root = next(waiting, self._lw_newest)
-        else:
-            root = None if self.last_root is None else self.last_root()
+        root = None if self.last_root is None else self.last_root()
         if root is None or not root.has_engine:
             raise ConfigError(
                 "backward was called before DeepSpeed had an optimizer. Its engine requires both a module and an "
@@ -564,11 +507,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 'configure_optimizers, or add a section "optimizer" to the configuration.',
             )
         root.backward(tensor, retain_graph=bool(options.get("retain_graph")))
-
-    def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum a tensor over replicas, in place; see `Strategy.start_sum`."""
-        root = self._lw_newest
-        return root.start_sum(tensor) if isinstance(root, PipelineRoot) else super().start_sum(tensor)
 
     def discard_gradients(self, module: nn.Module | None) -> None:
         """Discard gradients of a window that ends without a step; of all modules for None."""
@@ -627,8 +565,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def _lw_module_state(self, module: nn.Module, *, has_frozen: bool) -> State:
         original = self.unwrap(module)
         state = super().module_state_dict(original)
-        if isinstance(module, PipelineRoot):
-            return full_state(module, state)
         if not has_frozen:
             frozen = {name for name, one in original.named_parameters(remove_duplicate=False) if not one.requires_grad}
             state = {name: value for name, value in state.items() if name not in frozen}
@@ -637,8 +573,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def load_module_state_dict(self, module: nn.Module, state: State, strict: bool = True) -> Any:  # Any: torch's
         """Load a state with full tensors, of any strategy; masters get them in float32. On every rank."""
         original = self.unwrap(module)
-        if isinstance(module, PipelineRoot):
-            state = local_state(module, state, strict=strict)
         if isinstance(module, EngineRoot):
             names = ((name, key) for name in original.state_dict() for key in (name, plain_name(name)))
             state = load_module(module, state, {name: key for name, key in names if key in state})
@@ -656,7 +590,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             warn(
                 "Gradients that DeepSpeed accumulated since the last step are not saved with the optimizer's state.",
             )
-        return full_steps(own) if own.root.is_pipeline else optimizer_state(own)
+        return optimizer_state(own)
 
     get_optimizer_state = optimizer_state
 
@@ -666,7 +600,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if own is None:
             super().load_optimizer_state(optimizer, state, module)
         else:
-            load_optimizer(own, local_steps(own, state) if own.root.is_pipeline else state)
+            load_optimizer(own, state)
 
 
 def _engine_optimizer(optimizer: object) -> EngineOptimizer | None:

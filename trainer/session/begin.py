@@ -363,14 +363,14 @@ def make_run(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> Ru
         rank=rank,
         size=size,
         module=module,
-        has_silent_ranks=strategy.has_stages and strategy.runs_windows,
+        has_silent_ranks=strategy.has_stages,
     )
     plan.watch.gather = strategy.gather_objects if has_ranks else None
     window_loss, stop_coordination = WindowLoss(fabric.device), None
     if has_ranks:
         counts = strategy.uneven == "zero_weight" or plan.skips_bad_steps
         kind: type[RanksWindowLoss] = RanksWindowLoss
-        if strategy.has_stages and strategy.runs_windows:
+        if strategy.has_stages:
             from ..loop.stages_loss import StagesWindowLoss
 
             kind = StagesWindowLoss
@@ -416,7 +416,6 @@ def set_up(plan: Plan, run: Run) -> None:
         with run.fabric.init_module():
             for name in builders:
                 getattr(module, name)()
-    strategy.configure_topology(module)
     if strategy.has_stages and getattr(module, "exclude_frozen_parameters", False):
         raise ConfigError(
             f"{type(module).__name__} sets exclude_frozen_parameters, which pipeline stages do not support.",

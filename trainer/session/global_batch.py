@@ -29,12 +29,6 @@ def derive_accumulation(trainer: Trainer, run: Run) -> int:
     strategy, loader = run.fabric.strategy, trainer._lw_loaders.train
     wanted = trainer.global_batch_size
     assert wanted is not None
-    if strategy.has_stages and strategy.holds_gradients:
-        raise ConfigError(
-            f"global_batch_size={wanted} with a pipeline, whose engine is told the accumulation before the data are "
-            "opened.",
-            fix="pass accumulate_grad_batches.",
-        )
     micro = micro_batch_size(loader)
     if run.has_ranks:
         sizes = strategy.gather_objects(micro)
