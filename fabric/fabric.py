@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .accumulation import Accumulation, Reader, Window
     from .dataloaders import EvaluationPass
     from .watch import Watch
+    from .wrappers import FabricModule
 
 __all__ = ["Fabric"]
 
@@ -187,7 +188,8 @@ class Fabric:
         self.move_batch = functools.partial(_move_placed, self.strategy.place_batch) if places else move_to_device
         self._scales = _does_something(self.precision, "scale_loss")
         self._unscales = _does_something(self.precision, "unscale_gradients")
-        self._precision_steps = _does_something(self.precision, "optimizer_step")
+        # A layer whose precision steps elsewhere sets it to False.
+        self.steps_by_precision = _does_something(self.precision, "optimizer_step")
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -380,7 +382,7 @@ class Fabric:
             LaunchError: The processes have not been started.
         """
         from .checks import check_module, check_optimizers, check_optimizers_of
-        from .wrappers import FabricModule, FabricOptimizer, FabricScheduler
+        from .wrappers import FabricOptimizer, FabricScheduler
 
         self._require_launch("setup")
         check_module(module)
@@ -395,7 +397,7 @@ class Fabric:
         else:
             running = self._run_by_strategy(converted, move_to_device)
             ready = [self.strategy.setup_optimizer(optimizer) for optimizer in optimizers]
-        result: list[Any] = [FabricModule(running, _uncompiled(converted), self)]
+        result: list[Any] = [self.wrap_module(running, _uncompiled(converted))]
         result += [FabricOptimizer.of(optimizer, self) for optimizer in ready]
         if scheduler is not None:
             result.append(FabricScheduler(scheduler, result[1:], self))
@@ -423,12 +425,11 @@ class Fabric:
             LaunchError: The processes have not been started.
         """
         from .checks import check_module
-        from .wrappers import FabricModule
 
         self._require_launch("setup_module")
         check_module(module)
         module = self._convert(self._compile(module, compile), move_to_device)
-        wrapped = FabricModule(self._run_by_strategy(module, move_to_device), _uncompiled(module), self)
+        wrapped = self.wrap_module(self._run_by_strategy(module, move_to_device), _uncompiled(module))
         self._announce(wrapped)
         return wrapped
 
@@ -559,8 +560,26 @@ class Fabric:
                 self._listeners.append(original)
         self.call("on_after_setup", fabric=self, module=module)
 
-    def _bind_call(self, module: nn.Module, name: str) -> Callable[..., object]:
-        """Return a function that runs a method of a `FabricModule` in this precision and strategy."""
+    def wrap_module(self, running: nn.Module, original: nn.Module) -> FabricModule:
+        """Return the wrapper of a module; a subclass may have one of another class.
+
+        Args:
+            running: The module as the strategy returned it.
+            original: The user's module.
+        """
+        from .wrappers import FabricModule
+
+        return FabricModule(running, original, self)
+
+    def bind_call(self, module: nn.Module, name: str) -> Callable[..., object]:
+        """Return a function that runs a method of a `FabricModule` in this precision and strategy.
+
+        Called once per method; a subclass may return another function.
+
+        Args:
+            module: The module as the strategy returned it.
+            name: Name of the method.
+        """
         run = self.strategy.bind_step(module, name)
         precision = self.precision
         converts_output = type(precision).convert_output is not Precision.convert_output
@@ -643,7 +662,7 @@ class Fabric:
         if before_next_step:  # a save in the background still copies what the step changes
             for finish in tuple(before_next_step):
                 finish()
-        if self._precision_steps:
+        if self.steps_by_precision:
             return self.precision.optimizer_step(optimizer, closure=closure)
         return self.strategy.optimizer_step(optimizer, closure=closure)
 
@@ -932,7 +951,7 @@ class Fabric:
             has_own_part = self.strategy.saves_shards("sharded")
             content = self.strategy.arrange_shards(content) if has_own_part else self.strategy.gather_state(content)
             if has_own_part or self.is_global_zero:
-                self._write(content, path)
+                self.write_content(content, path)
 
         self._run_on_all_ranks(write)
 
@@ -951,7 +970,13 @@ class Fabric:
                 "are accumulated are not saved, so a resumed run lacks them: save after optimizer.step().",
             )
 
-    def _write(self, content: dict[str, Any], path: Any) -> None:
+    def write_content(self, content: dict[str, Any], path: Any) -> None:
+        """Write what `save` has collected; a subclass may change it first.
+
+        Args:
+            content: Tensors and plain values.
+            path: A file, or the folder of a sharded checkpoint.
+        """
         self.checkpoint_io.save_checkpoint(content, path)
 
     def load(

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..data.move import apply_to_collection
 from ..errors import ConfigError, ModuleError, nearest
-from ..lazy import home_of
+from ..lazy import is_core
 from ..messages import warn
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _OWN = ("_without_fabric", "_fabric_original", "_fabric", "_fabric_forward", "_f
 
 def is_wrapped(obj: object) -> bool:
     """Return whether this is a module, optimizer, schedule or loader returned by one of Fabric's setup methods."""
-    return "_fabric" in getattr(obj, "__dict__", ()) and home_of(type(obj)).startswith(__package__ + ".")
+    return "_fabric" in getattr(obj, "__dict__", ()) and is_core(type(obj))
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class FabricModule(nn.Module):
             own[name] = original.__dict__[name]
         own["_without_fabric"], own["_fabric_original"], own["_fabric"] = bare, original, fabric
         own["_fabric_marked"] = {name for name in STEPS if callable(getattr(original, name, None))}
-        own["_fabric_forward"] = fabric._bind_call(bare, "forward")
+        own["_fabric_forward"] = fabric.bind_call(bare, "forward")
         own["_fabric_reduces"] = fabric.strategy.unwrap(bare) is not bare
         for name, method in inspect.getmembers(type(original), inspect.isroutine):
             # Overrides in the user's class must not be hidden by the methods that this class inherits from nn.Module.
@@ -151,7 +151,7 @@ class FabricModule(nn.Module):
         if name in _OWN or "_fabric_original" not in self.__dict__:
             raise AttributeError(name)
         if name in self._fabric_marked:
-            bound = self.__dict__[name] = self._fabric._bind_call(self._without_fabric, name)
+            bound = self.__dict__[name] = self._fabric.bind_call(self._without_fabric, name)
             return bound
         if name in ("device", "dtype") and not hasattr(self._fabric_original, name):
             return self._first_parameter(name)
@@ -176,7 +176,7 @@ class FabricModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FabricModule:
         bare, original = copy.deepcopy((self._without_fabric, self._fabric_original), memo)
-        copied = FabricModule(bare, original, self._fabric)
+        copied = self._fabric.wrap_module(bare, original)
         copied._fabric_marked.update(self._fabric_marked)
         return copied
 

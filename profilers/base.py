@@ -75,6 +75,16 @@ class Profiler:
         self._lw_dirpath = dirpath
 
     @property
+    def stage(self) -> str | None:
+        """The present or last run, as given to `setup`; None before."""
+        return self._stage
+
+    @property
+    def rank_in_names(self) -> int | None:
+        """Rank that names of files have; None for one process, whose names have none."""
+        return self._local_rank
+
+    @property
     def local_rank(self) -> int:
         """Rank on this machine, as given to `setup`; 0 before."""
         return self._local_rank or 0

@@ -51,7 +51,6 @@ from .module import Module
 from .run import Run
 from .session import assemble, begin
 from .session.arguments import Arguments, from_environment
-from .session.assemble import default_callbacks
 from .session.begin import STAGE_OF, both_given, split_datamodule
 from .session.loaders import StageLoaders
 from .state import Progress, TrainerState
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from ..data.module import DataModule
     from ..fabric.compiling import Compiler
     from ..protocols import AnyOutput, Batch, Loaders, StateDict
+    from .behavior import Behavior
     from .loop.stop_coordination import StopCoordination
     from .loop.training_rng import TrainingRng
     from .timeline.timeline import Timeline
@@ -200,6 +200,7 @@ class Trainer(TrainerAttributes):
         matmul_precision: str | None = None,
         compile: bool | dict[str, Any] = False,  # Any: arguments of torch.compile
     ) -> None:
+        self.behavior = self.make_behavior()
         given = Arguments(
             accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes, precision=precision,
             logger=logger, callbacks=callbacks, fast_dev_run=fast_dev_run, max_epochs=max_epochs,
@@ -281,6 +282,12 @@ class Trainer(TrainerAttributes):
         self._lw_backend_modes = BackendModes()
         self.callbacks: list[Callback] = self._lw_make_callbacks(arguments.callbacks)
 
+    def make_behavior(self) -> Behavior:
+        """Return what this Trainer does at its seams; called first, and overridden by layers for other libraries."""
+        from .behavior import Behavior
+
+        return Behavior()
+
     def _lw_read_environment(self, given: Arguments) -> Arguments:
         return from_environment(given)
 
@@ -311,7 +318,7 @@ class Trainer(TrainerAttributes):
                     fix=f"pass {callback.__name__}(...)." if is_class else "pass instances of lw.Callback subclasses.",
                 )
             check_hook_names(callback, "callbacks", hook_names("callbacks"))
-        return assemble.order_callbacks([*own, *default_callbacks(self._lw_arguments, own)])
+        return assemble.order_callbacks([*own, *self.behavior.default_callbacks(self._lw_arguments, own)])
 
     # --- the four verbs --------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ The trained weights stay in the module and in a checkpoint's "state_dict"; the a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -59,6 +60,15 @@ class Averaging(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Keep the trained weights in the checkpoint if the module holds the average."""
         keep_trained(checkpoint, self._lw_raw, self._lw_aliases)
+
+    def averaged_module(self) -> nn.Module | None:
+        """Return a copy of the module that has the average; None before training."""
+        if self._lw_source is None:
+            return None
+        module = copy.deepcopy(self._lw_source)
+        if self._lw_average:
+            write(self._lw_average, tensors_of(module), owner=type(self).__name__)
+        return module
 
     def _lw_copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Start the average as a copy of the weights, in a dtype that small changes are not lost in."""

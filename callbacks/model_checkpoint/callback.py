@@ -27,8 +27,8 @@ from .arguments import check_arguments
 from .interval import TimeInterval
 from .names import COUNTERS, missing_metric, render_name, template_names
 from .removal import CheckpointRemoval, remove_or_warn
+from .rules import SaveRules
 from .state import CheckpointState, score_tensor
-from .top_k import TopK
 from .writing import link_or_copy, link_or_warn, make_way, notify_loggers
 
 if TYPE_CHECKING:
@@ -68,6 +68,13 @@ class ModelCheckpoint(Checkpoint):
             epochs if each ends with a validation or if validation is disabled.
         enable_version_counter: Whether an existing name gets "-v1", "-v2", ...; otherwise it is overwritten.
 
+    Attributes:
+        rules: What other libraries do differently; see `SaveRules`.
+        checkpoint_state: Kept files and scores, for libraries that save by themselves.
+        written_step: `global_step` of the newest file of this run, -1 before.
+        saves_at_epoch_end: Whether saves follow training epochs, else validations; known when training begins.
+        given_dirpath: Directory that was given or assigned; None for the default.
+
     Raises:
         ConfigError: Invalid arguments, all named. At the start of training: the directory is not writable.
         ModuleError: After the first validation, or after the first epoch if its end may log more: no metric has the
@@ -79,9 +86,7 @@ class ModelCheckpoint(Checkpoint):
     CHECKPOINT_NAME_LAST = "last"
     FILE_EXTENSION = ".ckpt"
     STARTING_VERSION = 1
-    _lw_top_k_type = TopK  # what keeps the scores
-    _lw_number_format = ".6g"  # of metrics in names
-    _lw_updates_last_alone = True  # whether `last` is written where no better checkpoint is
+    rules = SaveRules()
 
     def __init__(
         self,
@@ -131,7 +136,7 @@ class ModelCheckpoint(Checkpoint):
             train_time_interval=train_time_interval,
         )
 
-        self._lw_state = CheckpointState(self._lw_top_k_type(save_top_k, mode))
+        self.checkpoint_state = CheckpointState(self.rules.top_k_type(save_top_k, mode))
 
         # This run's.
         self._lw_loading_in: str | None = None
@@ -139,10 +144,10 @@ class ModelCheckpoint(Checkpoint):
         self._lw_continues_last = False
         self._lw_may_remove_resumed = False
         self._lw_overwritable: set[str] = set()
-        self._lw_at_epoch_end = True
+        self.saves_at_epoch_end = True
         self._lw_is_training = False
         self._lw_start_step = 0
-        self._lw_written_step = -1  # global_step of the newest file of this run
+        self.written_step = -1  # global_step of the newest file of this run
         self._lw_validated = False
         self._lw_reported: set[str] = set()  # missing metrics that a line has named
         self._lw_interval: TimeInterval | None = None
@@ -169,7 +174,7 @@ class ModelCheckpoint(Checkpoint):
 
     @dirpath.setter
     def dirpath(self, dirpath: str | os.PathLike[str] | None) -> None:
-        self._lw_dirpath = self._lw_given_dirpath = None if dirpath is None else files.normalized(dirpath)
+        self._lw_dirpath = self.given_dirpath = None if dirpath is None else files.normalized(dirpath)
 
     @property
     def every_n_epochs(self) -> int:
@@ -178,47 +183,67 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def best_model_path(self) -> str:
-        """Path of the best checkpoint, without monitor the newest; empty if there is none."""
-        return self._lw_state.best_path
+        """Path of the best checkpoint, without monitor the newest; empty if there is none. It may be assigned."""
+        return self.checkpoint_state.best_path
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        self.checkpoint_state.best_path = path
 
     @property
     def best_model_score(self) -> Tensor | None:
         """Score of the best checkpoint: shape (), on the CPU; None without monitor."""
-        score = self._lw_state.best_score
+        score = self.checkpoint_state.best_score
         return None if score is None else score_tensor(score)
+
+    @best_model_score.setter
+    def best_model_score(self, score: Tensor | float | None) -> None:
+        self.checkpoint_state.best_score = None if score is None else float(score)
 
     @property
     def last_model_path(self) -> str:
         """Path of `last`; empty if there is none."""
-        return self._lw_state.last_path
+        return self.checkpoint_state.last_path
+
+    @last_model_path.setter
+    def last_model_path(self, path: str) -> None:
+        self.checkpoint_state.last_path = path
 
     @property
     def current_score(self) -> Tensor | None:
         """Score of the latest checkpoint that was considered: shape (), on the CPU; None without monitor."""
-        score = self._lw_state.current_score
+        score = self.checkpoint_state.current_score
         return None if score is None else score_tensor(score)
+
+    @current_score.setter
+    def current_score(self, score: Tensor | float | None) -> None:
+        self.checkpoint_state.current_score = None if score is None else float(score)
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
         """Path -> score (shape (), on the CPU) of the kept checkpoints."""
-        return {path: score_tensor(score) for path, score in self._lw_state.top_k.scores.items()}
+        return {path: score_tensor(score) for path, score in self.checkpoint_state.top_k.scores.items()}
+
+    @best_k_models.setter
+    def best_k_models(self, scores: Mapping[str, Tensor | float]) -> None:
+        self.checkpoint_state.top_k.scores = {path: float(score) for path, score in scores.items()}
 
     @property
     def kth_best_model_path(self) -> str:
         """The worst of the kept ones, which the next better one would replace; empty while fewer than k are kept."""
-        return self._lw_state.top_k.kth_path if self.save_top_k != -1 else self._lw_state.top_k.worst_path
+        return self.checkpoint_state.top_k.kth_path if self.save_top_k != -1 else self.checkpoint_state.top_k.worst_path
 
     @property
     def kth_value(self) -> Tensor:
         """Score that has to be beaten: shape (), on the CPU; the worst there is while fewer than k are kept."""
-        top_k = self._lw_state.top_k
+        top_k = self.checkpoint_state.top_k
         return score_tensor(top_k.scores[top_k.kth_path] if top_k.kth_path else top_k.worst_score)
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | float | None = None) -> bool:
         """Whether a checkpoint with this score would be kept; all ranks decide alike."""
         if current is None:
             return False
-        return bool(trainer.strategy.reduce_boolean_decision(self._lw_state.top_k.accepts(float(current))))
+        return bool(trainer.strategy.reduce_boolean_decision(self.checkpoint_state.top_k.accepts(float(current))))
 
     def file_exists(self, filepath: str, trainer: Trainer) -> bool:
         """Whether rank zero sees something under this name."""
@@ -248,7 +273,7 @@ class ModelCheckpoint(Checkpoint):
             metrics,
             insert_names=self.auto_insert_metric_name,
             equals=self.CHECKPOINT_EQUALS_CHAR,
-            number_format=self._lw_number_format,
+            number_format=self.rules.number_format,
         )
         parts = [part for part in (prefix, name, None if ver is None else f"v{ver}") if part]
         name = self.CHECKPOINT_JOIN_CHAR.join(parts) + self.FILE_EXTENSION
@@ -258,7 +283,7 @@ class ModelCheckpoint(Checkpoint):
         """Write path and score of the kept checkpoints; None: to best_k_models.yaml beside them."""
         path = os.fspath(filepath) if filepath else os.path.join(self.dirpath or "", "best_k_models.yaml")
         with open(path, "w", encoding="utf-8") as file:
-            rows = [f"{json.dumps(path)}: {score}\n" for path, score in self._lw_state.top_k.scores.items()]
+            rows = [f"{json.dumps(path)}: {score}\n" for path, score in self.checkpoint_state.top_k.scores.items()]
             file.writelines(rows or ["{}\n"])
 
     def find_last(self, trainer: Trainer) -> list[str]:
@@ -270,7 +295,7 @@ class ModelCheckpoint(Checkpoint):
         self._lw_continues_last = True
 
         def find() -> list[str]:
-            folders = [self._lw_given_dirpath] if self._lw_given_dirpath else files.default_dirpaths(trainer)
+            folders = [self.given_dirpath] if self.given_dirpath else files.default_dirpaths(trainer)
             return files.newest_first(files.find_checkpoints(folders, self.FILE_EXTENSION))
 
         return from_rank_zero(trainer, find)
@@ -279,7 +304,7 @@ class ModelCheckpoint(Checkpoint):
 
     def forget_run(self) -> None:
         """Start with an empty state; the files of the other run stay."""
-        self._lw_state = CheckpointState(self._lw_top_k_type(self.save_top_k, self.mode))
+        self.checkpoint_state = CheckpointState(self.rules.top_k_type(self.save_top_k, self.mode))
         self._lw_loaded_dirpath = None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
@@ -290,30 +315,30 @@ class ModelCheckpoint(Checkpoint):
         """Determine the directory; the loggers know their version by now."""
 
         def decide() -> tuple[str, CheckpointState]:
-            dirpath = self._lw_given_dirpath or files.normalized(files.default_dirpath(trainer))
+            dirpath = self.given_dirpath or files.normalized(files.default_dirpath(trainer))
             if not trainer.fast_dev_run:
                 files.check_dirpath(dirpath)
                 files.write_trial(dirpath)
-            return dirpath, self._lw_state
+            return dirpath, self.checkpoint_state
 
         # The state, too: a rank that failed alone does not know the result of the last background save.
-        dirpath, self._lw_state = from_rank_zero(trainer, decide)
+        dirpath, self.checkpoint_state = from_rank_zero(trainer, decide)
         self._lw_compare_folders(dirpath)
         self._lw_dirpath = dirpath
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Check the settings, remove what a killed run left over, start the clock."""
-        self._lw_at_epoch_end = self._lw_resolve_at_epoch_end(trainer)
+        self.saves_at_epoch_end = self._lw_resolve_at_epoch_end(trainer)
         self._lw_is_training = True
         self._lw_start_step = trainer.global_step
-        self._lw_written_step = -1
+        self.written_step = -1
         self._lw_validated = False
         if self._lw_interval is not None:
             self._lw_interval.begin(trainer)
         if trainer.fast_dev_run or self.dirpath is None:
             return
         self._lw_overwritable = from_rank_zero(trainer, lambda: self._lw_prepare_folder(trainer))
-        self._lw_state.pending_removals = []
+        self.checkpoint_state.pending_removals = []
         # A file that was named in ckpt_path may be named again; "last" will find a newer one.
         self._lw_may_remove_resumed, self._lw_continues_last = self._lw_continues_last, False
 
@@ -346,7 +371,7 @@ class ModelCheckpoint(Checkpoint):
             if not interval.is_over(trainer):
                 return
             interval.begin(trainer)
-        self._lw_trigger(trainer, strict=False)
+        self.rules.trigger(self, trainer, strict=False)
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Save if saves follow validations, or if a save waits for this validation's metrics."""
@@ -354,12 +379,12 @@ class ModelCheckpoint(Checkpoint):
             return
         self._lw_validated = True
         # A metric of training may follow at the end of the epoch.
-        strict = not any(map(trainer.may_log_at_epoch_end, self._lw_score_metrics()))
-        if not self._lw_at_epoch_end and self._lw_is_epoch_due(trainer):
-            self._lw_trigger(trainer, strict=strict)
-        elif self._lw_state.is_waiting:
+        strict = not any(map(trainer.may_log_at_epoch_end, self.score_metrics()))
+        if not self.saves_at_epoch_end and self._lw_is_epoch_due(trainer):
+            self.rules.trigger(self, trainer, strict=strict)
+        elif self.checkpoint_state.is_waiting:
             self._lw_save_if_fresh(trainer, strict=strict)
-        elif self._lw_at_epoch_end and self._lw_is_epoch_due(trainer) and self._lw_is_scored_by(trainer):
+        elif self.saves_at_epoch_end and self._lw_is_epoch_due(trainer) and self._lw_is_scored_by(trainer):
             trainer._lw_saving.keep_validated()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
@@ -367,28 +392,28 @@ class ModelCheckpoint(Checkpoint):
         if self._lw_is_inert(trainer):
             return
         strict = self._lw_validated or not trainer.enable_validation
-        if self._lw_at_epoch_end and self._lw_is_epoch_due(trainer):
-            self._lw_trigger(trainer, strict=strict)
-        elif self._lw_state.is_waiting:
+        if self.saves_at_epoch_end and self._lw_is_epoch_due(trainer):
+            self.rules.trigger(self, trainer, strict=strict)
+        elif self.checkpoint_state.is_waiting:
             self._lw_save_if_fresh(trainer, strict=strict)
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Update `last` at the end of training."""
         self._lw_is_training = False
         # A resumed run that had no step left may have been killed right before it wrote `last`.
-        is_behind = 0 <= self._lw_state.last_step < trainer.global_step
+        is_behind = 0 <= self.checkpoint_state.last_step < trainer.global_step
         if self._lw_is_inert(trainer) or (trainer.global_step == self._lw_start_step and not is_behind):
             return
-        if self._lw_state.is_waiting and trainer.is_global_zero:
+        if self.checkpoint_state.is_waiting and trainer.is_global_zero:
             _log.warning(
                 "ModelCheckpoint: the checkpoint that was due at step %d is not written, because training ended before "
                 "a value of %s was computed at a later validation or epoch end.",
-                self._lw_state.triggered_step,
-                ", ".join(map(repr, self._lw_score_metrics())),
+                self.checkpoint_state.triggered_step,
+                ", ".join(map(repr, self.score_metrics())),
             )
-        is_wanted = self._lw_updates_last_alone or self._lw_written_step < 0
-        if self.save_last and is_wanted and self._lw_state.last_step != trainer.global_step:
-            self._lw_write_last_alone(trainer)
+        is_wanted = self.rules.updates_last_alone or self.written_step < 0
+        if self.save_last and is_wanted and self.checkpoint_state.last_step != trainer.global_step:
+            self.write_last_alone(trainer)
         self._lw_finish_before(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
@@ -399,7 +424,7 @@ class ModelCheckpoint(Checkpoint):
         if not (trainer.ranks_answer or trainer.is_global_zero):
             return  # after an error the ranks cannot synchronize: rank 0 saves its own state
         step = trainer.global_step
-        if step in (self._lw_start_step, self._lw_written_step) or isinstance(exception, CheckpointError):
+        if step in (self._lw_start_step, self.written_step) or isinstance(exception, CheckpointError):
             return
         if trainer.strategy.shards_parameters and trainer.world_size > 1 and not trainer.ranks_answer:
             _log.warning(
@@ -414,8 +439,8 @@ class ModelCheckpoint(Checkpoint):
         self._lw_synchronize(trainer)
         is_stale = bool(self._lw_stale_metrics(trainer, self._lw_needed_metrics()))
         template = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}" if is_stale else None
-        path = self._lw_free_path(trainer, self._lw_metrics(trainer), template, own="")
-        self._lw_written_step = step
+        path = self._lw_free_path(trainer, self.rules.metrics(self, trainer), template, own="")
+        self.written_step = step
         try:
             trainer.save_checkpoint(path, self.save_weights_only)
             self._lw_finish_before(trainer)
@@ -435,20 +460,20 @@ class ModelCheckpoint(Checkpoint):
 
     def state_dict(self) -> StateDict:
         """Return the checkpoint state; while a checkpoint is written, it names that checkpoint already."""
-        return {"monitor": self.monitor, "dirpath": self.dirpath, **self._lw_state.state_dict()}
+        return {"monitor": self.monitor, "dirpath": self.dirpath, **self.checkpoint_state.state_dict()}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the checkpoint state. In validation and test, the state of this callback's own training is kept."""
         loading_in, self._lw_loading_in = self._lw_loading_in, None
         if loading_in not in (None, "fit"):
             if not self.best_model_path:
-                self._lw_state.load_state_dict(state_dict)
-                self._lw_state.keep_best_path_only()
+                self.checkpoint_state.load_state_dict(state_dict)
+                self.checkpoint_state.keep_best_path_only()
             return
-        self._lw_state.load_state_dict(state_dict)
+        self.checkpoint_state.load_state_dict(state_dict)
         self._lw_loaded_dirpath = state_dict.get("dirpath")
-        if self._lw_given_dirpath is not None:
-            self._lw_compare_folders(self._lw_given_dirpath)
+        if self.given_dirpath is not None:
+            self._lw_compare_folders(self.given_dirpath)
 
     # --- when ------------------------------------------------------------------------------------------------------
 
@@ -466,28 +491,29 @@ class ModelCheckpoint(Checkpoint):
         interval = 1.0 if trainer.val_check_interval is None else trainer.val_check_interval
         return isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
-    def _lw_trigger(self, trainer: Trainer, *, strict: bool) -> None:
+    def trigger_save(self, trainer: Trainer, *, strict: bool) -> None:
         """Save now, or write `last` and wait for the metrics."""
         at = trainer.global_step
-        if at == self._lw_state.triggered_step and (at or not trainer.progress.total_batches):
+        if at == self.checkpoint_state.triggered_step and (at or not trainer.progress.total_batches):
             return  # nothing was trained since; batches of a module that counts no steps may have changed it
-        self._lw_state.triggered_step = trainer.global_step
-        self._lw_state.is_waiting = True
-        if not self._lw_save_if_fresh(trainer, strict=strict) and self.save_last and self._lw_updates_last_alone:
-            self._lw_write_last_alone(trainer)
+        self.checkpoint_state.triggered_step = trainer.global_step
+        self.checkpoint_state.is_waiting = True
+        if not self._lw_save_if_fresh(trainer, strict=strict) and self.save_last and self.rules.updates_last_alone:
+            self.write_last_alone(trainer)
 
     def _lw_save_if_fresh(self, trainer: Trainer, *, strict: bool) -> bool:
         """Save unless the score is older than this step. `strict`: a missing score is an error."""
         self._lw_synchronize(trainer)
-        if not self._lw_is_fresh(trainer, strict=strict):
+        if not self.rules.is_fresh(self, trainer, strict=strict):
             return False
-        self._lw_state.is_waiting = False
-        self._lw_state.triggered_step = trainer.global_step
-        self._lw_save(trainer)
+        self.checkpoint_state.is_waiting = False
+        self.checkpoint_state.triggered_step = trainer.global_step
+        self.save_now(trainer)
         return True
 
-    def _lw_is_fresh(self, trainer: Trainer, *, strict: bool) -> bool:
-        metrics, score = trainer.callback_metrics, self._lw_score_metrics()
+    def has_fresh_score(self, trainer: Trainer, *, strict: bool) -> bool:
+        """Whether the score belongs to this step; `strict`: a missing score is an error."""
+        metrics, score = trainer.callback_metrics, self.score_metrics()
         missing = [name for name in score if name not in metrics]
         if missing and strict:
             raise missing_metric(missing, metrics, self._lw_described())
@@ -508,14 +534,15 @@ class ModelCheckpoint(Checkpoint):
         self._lw_reported.update(unlogged)
         return True
 
-    def _lw_score_metrics(self) -> list[str]:
+    def score_metrics(self) -> list[str]:
+        """Return the name of the logged metric that ranks checkpoints, as a list; [] if none does."""
         has_score = self.save_top_k != 0 and self.monitor and self.monitor not in COUNTERS
         return [str(self.monitor)] if has_score else []
 
     def _lw_needed_metrics(self) -> list[str]:
         if self.save_top_k == 0:
             return []
-        return list(dict.fromkeys([*self._lw_score_metrics(), *template_names(self.filename or "")]))
+        return list(dict.fromkeys([*self.score_metrics(), *template_names(self.filename or "")]))
 
     def _lw_synchronize(self, trainer: Trainer) -> None:
         """Synchronize the metrics that names and scores use; on every rank."""
@@ -537,13 +564,14 @@ class ModelCheckpoint(Checkpoint):
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
-    def _lw_save(self, trainer: Trainer) -> None:
-        metrics = self._lw_metrics(trainer)
+    def save_now(self, trainer: Trainer) -> None:
+        """Write the checkpoint if it is one of the best, `last` if it is due, and remove what was replaced."""
+        metrics = self.rules.metrics(self, trainer)
         score = None
         if self.monitor is not None:
             # Waits for the device, once per checkpoint.
-            score = self._lw_state.top_k.cleaned(float(metrics[self.monitor]))
-            self._lw_state.current_score = score
+            score = self.checkpoint_state.top_k.cleaned(float(metrics[self.monitor]))
+            self.checkpoint_state.current_score = score
         is_kept = self.save_top_k != 0 and (score is None or self.check_monitor_top_k(trainer, score))
         is_last_due = self._lw_is_last_due(is_kept=is_kept)
         if is_kept or is_last_due:
@@ -556,7 +584,7 @@ class ModelCheckpoint(Checkpoint):
 
     def _lw_is_last_due(self, *, is_kept: bool) -> bool:
         counts_epochs = not self._every_n_train_steps and self._lw_interval is None
-        return bool(self.save_last) and (is_kept or self._lw_updates_last_alone or not counts_epochs)
+        return bool(self.save_last) and (is_kept or self.rules.updates_last_alone or not counts_epochs)
 
     def _lw_finish_before(self, trainer: Trainer) -> None:
         """Wait for the previous save: names and removals of a new one depend on it."""
@@ -566,12 +594,12 @@ class ModelCheckpoint(Checkpoint):
     def _lw_write_kept(
         self, trainer: Trainer, metrics: Mapping[str, Tensor | float], score: float | None, last_path: str
     ) -> str:
-        before = self._lw_state.copy()
+        before = self.checkpoint_state.copy()
         replaced = self.best_model_path if score is None else self.kth_best_model_path
         path = self._lw_free_path(trainer, metrics, None, own=replaced)
-        self._lw_state.enter(path, score, keep_all=self.save_top_k == -1)
+        self.checkpoint_state.enter(path, score, keep_all=self.save_top_k == -1)
         if last_path:
-            self._lw_state.enter_last(last_path, trainer.global_step)
+            self.checkpoint_state.enter_last(last_path, trainer.global_step)
         # In the background, a second save would wait for the first: one takes the content to both.
         is_with_last = trainer.saves_in_background and self.save_last != "link" and last_path not in ("", path)
         trainer._lw_saving.has_score = score is not None
@@ -584,7 +612,8 @@ class ModelCheckpoint(Checkpoint):
             trainer.when_saved(lambda: _log.info("ModelCheckpoint: %s: saved %s", shown, path))
         return path
 
-    def _lw_write_last_alone(self, trainer: Trainer) -> None:
+    def write_last_alone(self, trainer: Trainer) -> None:
+        """Write `last` where no other checkpoint is written; on every rank."""
         self._lw_finish_before(trainer)
         self._lw_synchronize(trainer)
         self._lw_write_last(trainer, self._lw_plan_last(trainer), None)
@@ -592,8 +621,8 @@ class ModelCheckpoint(Checkpoint):
 
     def _lw_write_last(self, trainer: Trainer, path: str, kept_path: str | None) -> None:
         """Make `last` the current state: a link to the file just written if requested, else a file."""
-        before = self._lw_state.copy()
-        self._lw_state.enter_last(path, trainer.global_step)
+        before = self.checkpoint_state.copy()
+        self.checkpoint_state.enter_last(path, trainer.global_step)
         if kept_path == path:
             return  # the template itself says "last"
         if trainer.saves_in_background and kept_path is not None:
@@ -606,17 +635,17 @@ class ModelCheckpoint(Checkpoint):
         self._lw_write(trainer, [path], before)
 
     def _lw_write(self, trainer: Trainer, paths: list[str], before: CheckpointState) -> None:
-        written_before = self._lw_written_step
+        written_before = self.written_step
         has_own_format = type(self)._save_checkpoint is not ModelCheckpoint._save_checkpoint
         moved = make_way(trainer, paths, has_own_format=has_own_format)
 
         def take_back() -> None:  # the file does not exist: the state must not name it
-            self._lw_state, self._lw_written_step = before, written_before
+            self.checkpoint_state, self.written_step = before, written_before
             for path, old in moved.items():
                 if trainer.is_global_zero and not files.exists(path):
                     files.move(old, path)
 
-        self._lw_state.pending_removals += moved.values()
+        self.checkpoint_state.pending_removals += moved.values()
         try:
             if len(paths) == 1:
                 self._save_checkpoint(trainer, paths[0])
@@ -625,7 +654,7 @@ class ModelCheckpoint(Checkpoint):
         except BaseException:
             take_back()
             raise
-        self._lw_written_step = trainer.global_step
+        self.written_step = trainer.global_step
         self._lw_overwritable.difference_update(paths)
         trainer.when_saved(lambda: notify_loggers(trainer, self, num_files=len(paths)), take_back)
 
@@ -637,7 +666,7 @@ class ModelCheckpoint(Checkpoint):
         """Remove what `_save_checkpoint` wrote; on rank 0."""
         remove_or_warn(filepath, trainer.fabric.checkpoint_io)
 
-    def _lw_metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
+    def naming_metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
         """Return the values that names and scores use; with several ranks, rank 0's."""
 
         def read() -> dict[str, Tensor | float]:
@@ -664,7 +693,7 @@ class ModelCheckpoint(Checkpoint):
         return path
 
     def _lw_plan_last(self, trainer: Trainer) -> str:
-        template, metrics = self.CHECKPOINT_NAME_LAST, self._lw_metrics(trainer)
+        template, metrics = self.CHECKPOINT_NAME_LAST, self.rules.metrics(self, trainer)
         if any(name not in metrics for name in template_names(template)):
             template = ModelCheckpoint.CHECKPOINT_NAME_LAST  # `last` does not wait for metrics
         return self._lw_free_path(trainer, metrics, template, own=self.last_model_path)
@@ -672,14 +701,14 @@ class ModelCheckpoint(Checkpoint):
     # --- removing --------------------------------------------------------------------------------------------------
 
     def _lw_remove_pending(self, trainer: Trainer) -> None:
-        if self._lw_state.pending_removals:  # the state is equal on all ranks
+        if self.checkpoint_state.pending_removals:  # the state is equal on all ranks
             removal = self._lw_removal(trainer)
             from_rank_zero(trainer, lambda: removal.remove_pending(lambda path: self._remove_checkpoint(trainer, path)))
-        self._lw_state.pending_removals = []
+        self.checkpoint_state.pending_removals = []
 
     def _lw_removal(self, trainer: Trainer) -> CheckpointRemoval:
         return CheckpointRemoval(
-            self._lw_state,
+            self.checkpoint_state,
             dirpath=str(self.dirpath),
             resumed_path=str(trainer.ckpt_path or ""),
             may_remove_resumed=self._lw_may_remove_resumed,
@@ -696,14 +725,14 @@ class ModelCheckpoint(Checkpoint):
                 loaded,
                 dirpath,
             )
-            self._lw_state.keep_best_path_only()
+            self.checkpoint_state.keep_best_path_only()
 
     def _lw_warn_of_settings(self, trainer: Trainer) -> None:
         dirpath = str(self.dirpath)
         is_used = os.path.isdir(dirpath) and bool(os.listdir(dirpath))
         if self.save_top_k != 0 and not trainer.ckpt_path and is_used:
             _log.warning("ModelCheckpoint: the folder %s is not empty.", self.dirpath)
-        if not self._lw_at_epoch_end and self._every_n_epochs and not trainer.enable_validation:
+        if not self.saves_at_epoch_end and self._every_n_epochs and not trainer.enable_validation:
             _log.warning("ModelCheckpoint: it saves at the end of validations, and this run has none.")
 
     def _lw_described(self) -> str:

@@ -6,6 +6,7 @@ import logging
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,23 @@ class EarlyStoppingReason(IntEnum):
     NON_FINITE_METRIC = 4
 
 
+def _as_judged(trainer: Trainer, should_stop: bool) -> bool:
+    return should_stop  # all ranks have judged the same value
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """The seams of `EarlyStopping`. A layer for another library assigns other rules to `callback.rules`.
+
+    Attributes:
+        judges_again: Whether a value that was judged before is judged at each check.
+        agree: Returns whether to stop, given whether this rank would; on every rank.
+    """
+
+    judges_again: bool = False
+    agree: Callable[[Trainer, bool], bool] = _as_judged
+
+
 class EarlyStopping(Callback):
     """Stop training when the monitored metric has not improved for `patience` checks.
 
@@ -61,6 +79,7 @@ class EarlyStopping(Callback):
         stopped_epoch: Epoch (from 0) of the stop request; 0 if none.
         stopping_reason: Reason of the stop request.
         stopping_reason_message: The reason as a sentence.
+        rules: What other libraries do differently; see `StopRules`.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -68,6 +87,7 @@ class EarlyStopping(Callback):
     """
 
     runs_last = True
+    rules = StopRules()
     mode_dict: dict[str, Callable[[float, float], bool]] = {"min": operator.lt, "max": operator.gt}
     order_dict = {"min": "<", "max": ">"}
 
@@ -194,11 +214,12 @@ class EarlyStopping(Callback):
         value, step = self._lw_read(trainer)
         if value is None:
             return
-        if step is not None:
+        if step is not None and not self.rules.judges_again:
             if step == self._lw_checked_step:
                 return
             self._lw_checked_step = step
         should_stop, message = self._evaluate_stopping_criteria(value)
+        should_stop = self.rules.agree(trainer, should_stop)
         if should_stop:
             self.stopping_reason_message = message
             trainer.should_stop = True

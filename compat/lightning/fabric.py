@@ -14,22 +14,35 @@ from torch import nn
 from ... import fabric
 from ...accelerators import Accelerator
 from ...data.move import apply_to_collection
+from ...fabric import wrappers
 from ...fabric.dataloaders import FabricDataLoader
-from ...fabric.wrappers import FabricModule, FabricOptimizer
+from ...fabric.wrappers import FabricOptimizer
 from ...precision import Precision
 from ...precision.base import cast_floats
 from ...strategies import Strategy
 from .callbacks.external import with_external
 from .imports.finder import show_paths
+from .imports.served import Served
 from .objects import trust_objects, with_objects
 from .overrides import find_own
 from .parity import switches
-from .patch import extend
 
-__all__ = ["Fabric", "find_free_network_port", "unwrap_objects"]
+__all__ = ["Fabric", "FabricModule", "find_free_network_port", "unwrap_objects"]
 
 
 _NUM_BEFORE_CALLBACKS = list(inspect.signature(fabric.Fabric).parameters).index("callbacks")
+
+
+class FabricModule(wrappers.FabricModule, metaclass=Served):
+    """A wrapped module, into which libraries look: at what the strategy made of it, and at the user's own."""
+
+    @property
+    def _forward_module(self) -> nn.Module:
+        return self._without_fabric
+
+    @property
+    def _original_module(self) -> nn.Module:
+        return self.module
 
 
 class Fabric(fabric.Fabric):
@@ -72,12 +85,17 @@ class Fabric(fabric.Fabric):
         """The first logger; an IndexError without any."""
         return self.loggers[0]
 
-    def _bind_call(self, module: nn.Module, name: str) -> Callable[..., object]:
+    def wrap_module(self, running: nn.Module, original: nn.Module) -> FabricModule:
+        """See `lw.Fabric.wrap_module`."""
+        return FabricModule(running, original, self)
+
+    def bind_call(self, module: nn.Module, name: str) -> Callable[..., object]:
+        """See `lw.Fabric.bind_call`."""
         for bind in switches.functions("method"):
             found: Callable[..., object] | None = bind(self, module, name)
             if found is not None:
                 return found
-        call = super()._bind_call(module, name)
+        call = super().bind_call(module, name)
         if "convert_input" in find_own(self.precision):
             return self._converting(call)
         if self.precision.precision != "64-true":
@@ -124,15 +142,10 @@ class Fabric(fabric.Fabric):
     def _loggers(self, loggers: list[Any]) -> None:
         self.loggers = loggers
 
-    def _write(self, content: dict[str, Any], path: Any) -> None:
+    def write_content(self, content: dict[str, Any], path: Any) -> None:
         """Write a checkpoint, in which objects stay objects; in the folder of a sharded one they are marked."""
         is_folder = self.strategy.saves_shards("sharded")
-        super()._write(trust_objects(content) if is_folder else with_objects(content), path)
-
-
-# Libraries look into a wrapped module: at what the strategy made of it, and at the user's own.
-extend(FabricModule, "_forward_module", property(lambda module: module._without_fabric))
-extend(FabricModule, "_original_module", property(lambda module: module.module))
+        super().write_content(trust_objects(content) if is_folder else with_objects(content), path)
 
 
 def find_free_network_port() -> int:

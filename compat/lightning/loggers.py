@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from ... import loggers
 from ...errors import ConfigError
 from ...loggers.folder import FolderLogger
-from .patch import extend
 
 if TYPE_CHECKING:
     import wandb
@@ -41,13 +40,15 @@ def _filesystem(logger: FolderLogger) -> object:  # fsspec is not annotated
     return get_filesystem(logger.save_dir or ".")
 
 
-extend(FolderLogger, "_fs", property(_filesystem))
-# In place: libraries assign it to start the next run of a logger.
-extend(FolderLogger, "_version", property(lambda logger: logger.taken_version, _set_version))
+def _get_version(logger: FolderLogger) -> int | str | None:
+    return logger.taken_version
 
 
 class TensorBoardLogger(loggers.TensorBoardLogger):
     """`lw.TensorBoardLogger` with Lightning's default folder."""
+
+    _fs = property(_filesystem)
+    _version = property(_get_version, _set_version)  # libraries assign it to start the next run of a logger
 
     def __init__(
         self, save_dir: str | os.PathLike[str], name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any
@@ -84,6 +85,9 @@ class TensorBoardLogger(loggers.TensorBoardLogger):
 
 class CSVLogger(loggers.CSVLogger):
     """`lw.CSVLogger` with Lightning's default folder."""
+
+    _fs = property(_filesystem)
+    _version = property(_get_version, _set_version)  # libraries assign it to start the next run of a logger
 
     def __init__(
         self, save_dir: str | os.PathLike[str], name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any

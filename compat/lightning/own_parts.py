@@ -51,9 +51,9 @@ def serve_overrides(trainer: Trainer) -> None:
         patch(strategy, "backward", partial(_backward, trainer))
     if "optimizer_step" in own:
         patch(strategy, "optimizer_step", partial(_optimizer_step, trainer, strategy))
-        if trainer.fabric._precision_steps:
+        if trainer.fabric.steps_by_precision:
             strategy.__dict__["_lw_stepping_precision"] = precision
-            patch(trainer.fabric, "_precision_steps", False)
+            trainer.fabric.steps_by_precision = False
     if own.keys() & set(_STEPS):
         patch(strategy, "bind_step", partial(_bind_step, strategy, own.keys()))
     if "convert_input" in of_precision:

@@ -1,4 +1,4 @@
-"""`PyTorchProfiler` as programs for Lightning expect it: names of its records, and the records themselves."""
+"""Profilers as programs for Lightning expect them: what subclasses call, and the records of `PyTorchProfiler`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.profiler import ProfilerAction
 from ... import profilers
 from ...messages import warn
 from ...profilers.pytorch import Session
-from .patch import extend
+from .imports.served import Served
 
-__all__ = ["PyTorchProfiler"]
+__all__ = ["AdvancedProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler"]
 
 _KINDS = {"fit": "train", "validate": "validation"}
 # The default window is over after this number of steps.
@@ -23,26 +23,58 @@ _STEPS_OF_WINDOW = 5
 _STAGES = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
-def _stats_to_str(profiler: profilers.Profiler, stats: Mapping[str, str]) -> str:
+def _report_of(profiler: profilers.Profiler, stats: Mapping[str, str]) -> str:
     """Return a report of several parts: name of each -> its text."""
-    rank = "" if profiler._local_rank is None else f" rank: {profiler._local_rank}"
-    stage = "" if profiler._stage is None else f"{profiler._stage.upper()} "
+    rank = "" if profiler.rank_in_names is None else f" rank: {profiler.rank_in_names}"
+    stage = "" if profiler.stage is None else f"{profiler.stage.upper()} "
     parts = [f"Profile stats for: {name}{rank}\n{text}" for name, text in stats.items()]
     return "\n".join([f"{stage}Profiler Report", *parts])
 
 
-def _prepare_filename(profiler: profilers.Profiler, action_name: str | None = None, extension: str = ".txt") -> str:
+def _name_of_file(profiler: profilers.Profiler, action_name: str | None, extension: str) -> str:
     """Return the name of a file of this rank."""
-    rank = None if profiler._local_rank is None else str(profiler._local_rank)
-    parts = [part for part in (profiler._stage, profiler.filename, rank, action_name) if part]
+    rank = None if profiler.rank_in_names is None else str(profiler.rank_in_names)
+    parts = [part for part in (profiler.stage, profiler.filename, rank, action_name) if part]
     return (re.sub(r"[\\/:*?\"<>|\n\r\t_]+", "_", "-".join(parts)).strip() or "profile") + extension
 
 
-# Libraries ask for the file that Lightning's profilers hold open while they write; here none is. Profilers of programs
-# call the other two. In place, because programs with and without this layer share the class.
-extend(profilers.Profiler, "_output_file", None)
-extend(profilers.Profiler, "_stats_to_str", _stats_to_str)
-extend(profilers.Profiler, "_prepare_filename", _prepare_filename)
+class Profiler(profilers.Profiler, metaclass=Served):
+    """`lw.Profiler` with what profilers of programs call.
+
+    `_output_file` is what Lightning's hold open while they write; here no file is held.
+    """
+
+    _output_file = None
+
+    def _stats_to_str(self, stats: Mapping[str, str]) -> str:
+        return _report_of(self, stats)
+
+    def _prepare_filename(self, action_name: str | None = None, extension: str = ".txt") -> str:
+        return _name_of_file(self, action_name, extension)
+
+
+class SimpleProfiler(profilers.SimpleProfiler, metaclass=Served):
+    """`lw.SimpleProfiler` with what profilers of programs call."""
+
+    _output_file = None
+
+    def _stats_to_str(self, stats: Mapping[str, str]) -> str:
+        return _report_of(self, stats)
+
+    def _prepare_filename(self, action_name: str | None = None, extension: str = ".txt") -> str:
+        return _name_of_file(self, action_name, extension)
+
+
+class AdvancedProfiler(profilers.AdvancedProfiler, metaclass=Served):
+    """`lw.AdvancedProfiler` with what profilers of programs call."""
+
+    _output_file = None
+
+    def _stats_to_str(self, stats: Mapping[str, str]) -> str:
+        return _report_of(self, stats)
+
+    def _prepare_filename(self, action_name: str | None = None, extension: str = ".txt") -> str:
+        return _name_of_file(self, action_name, extension)
 
 
 def _record_always(step: int) -> ProfilerAction:
@@ -62,6 +94,7 @@ class PyTorchProfiler(profilers.PyTorchProfiler):
         function_events: Records of the last window that was finished; None before.
     """
 
+    _output_file = None
     action_prefix = "[pl][profile]"
     module_prefix = "[pl][module]"
 
@@ -72,6 +105,12 @@ class PyTorchProfiler(profilers.PyTorchProfiler):
             kwargs["schedule"] = _record_always
         super().__init__(*args, **kwargs)
         self.function_events: EventList | None = None
+
+    def _stats_to_str(self, stats: Mapping[str, str]) -> str:
+        return _report_of(self, stats)
+
+    def _prepare_filename(self, action_name: str | None = None, extension: str = ".txt") -> str:
+        return _name_of_file(self, action_name, extension)
 
     @property
     def _schedule(self) -> object:  # None, or what says which steps are recorded

@@ -39,10 +39,10 @@ from ...trainer.metrics.accumulators import with_suffix
 from ...trainer.metrics.metrics import Metrics
 from ...trainer.session import assemble, begin
 from ...tuner.batch_size import Search, Trials, search_sizes
-from . import connectors, optimizer  # noqa: F401  # the latter completes classes of the core
+from . import connectors
 from .actions import STEP, MeasuredLifecycle
 from .attached import collect_attached
-from .callbacks import attributes, model_checkpoint  # noqa: F401  # complete classes of the core
+from .behavior import BEHAVIOR
 from .callbacks.external import with_external
 from .enums import TrainerFn, TrainerState
 from .errors import NotAttached, PossibleUserWarning
@@ -64,6 +64,7 @@ from .utilities.rank_zero import rank_zero_only
 
 if TYPE_CHECKING:
     from ...protocols import Loaders, StateDict
+    from ...trainer.behavior import Behavior
     from ...trainer.loop.eval_loop import EvalLoader
     from ...trainer.metrics.accumulators import ScalarAccumulator
     from ...trainer.run import Run
@@ -128,6 +129,10 @@ class Trainer(trainer.Trainer):
         show_paths()
 
     __init__.__signature__ = inspect.signature(trainer.Trainer.__init__)  # type: ignore[attr-defined]
+
+    def make_behavior(self) -> Behavior:
+        """Return what a Trainer of Lightning does at the seams."""
+        return BEHAVIOR
 
     def __getattr__(self, name: str) -> Any:  # Any: arguments differ in type
         found = super().__getattr__(name)

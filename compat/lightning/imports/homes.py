@@ -17,9 +17,8 @@ _HOMES = {
     "MPSAccelerator XLAAccelerator TPUAccelerator=XLAAccelerator find_usable_cuda_devices",
     "callbacks": "BackboneFinetuning BaseFinetuning BatchSizeFinder Callback Checkpoint "
     "DeviceStatsMonitor EMAWeightAveraging EarlyStopping EarlyStoppingReason GradientAccumulationScheduler "
-    "LambdaCallback LearningRateFinder LearningRateMonitor ModelCheckpoint ModelPruning ModelSummary "
-    "OnExceptionCheckpoint ProgressBar RichModelSummary RichProgressBar RichProgressBarTheme SpikeDetection "
-    "StochasticWeightAveraging TQDMProgressBar ThroughputMonitor Timer TrainingSpikeException WeightAveraging",
+    "LambdaCallback LearningRateFinder LearningRateMonitor ModelPruning ModelSummary "
+    "OnExceptionCheckpoint RichModelSummary RichProgressBarTheme ThroughputMonitor TrainingSpikeException",
     "callbacks.finetuning": "multiplicative",
     "checkpoint": "AsyncCheckpointIO CheckpointIO TorchCheckpointIO XLACheckpointIO=TorchCheckpointIO",
     "data": "AttributeDict",
@@ -33,7 +32,7 @@ _HOMES = {
     "loggers.csv_logger": "ExperimentWriter",
     "precision": "XLAPrecision TPUPrecision=XLAPrecision "
     "TPUPrecisionPlugin=XLAPrecision XLAPrecisionPlugin=XLAPrecision",
-    "profilers": "AdvancedProfiler PassThroughProfiler Profiler SimpleProfiler XLAProfiler",
+    "profilers": "PassThroughProfiler XLAProfiler",
     "strategies": "DDPStrategy DataParallelStrategy DeepSpeedStrategy FSDPStrategy LayerSync "
     "ModelParallelStrategy ParallelStrategy SingleDeviceStrategy SingleDeviceXLAStrategy Strategy TorchSyncBatchNorm "
     "XLAFSDPStrategy XLAStrategy SingleTPUStrategy=SingleDeviceXLAStrategy",
@@ -52,9 +51,9 @@ _HOMES = {
     "TrainerFn TrainerState TrainerStatus WriteInterval",
     f"{_OWN}.errors": "LightningDeprecationWarning MisconfigurationException PossibleUserWarning SIGTERMException "
     "_TunerExitException disable_possible_user_warnings",
-    f"{_OWN}.fabric": "Fabric find_free_network_port _unwrap_objects=unwrap_objects",
+    f"{_OWN}.fabric": "Fabric _FabricModule=FabricModule find_free_network_port _unwrap_objects=unwrap_objects",
     "fabric.dataloaders": "_FabricDataLoader=FabricDataLoader",
-    "fabric.wrappers": "_FabricModule=FabricModule _FabricOptimizer=FabricOptimizer",
+    "fabric.wrappers": "_FabricOptimizer=FabricOptimizer",
     f"{_OWN}.loops": "_EvaluationLoop=LoopView _FitLoop=TrainLoop _Loop=LoopView _PredictionLoop=LoopView "
     "_TrainingEpochLoop=LoopView",
     f"{_OWN}.utilities.logger_params": "_add_prefix=add_prefix _convert_json_serializable=convert_json_serializable "
@@ -72,7 +71,7 @@ _HOMES = {
     "recursive_detach",
     f"{_OWN}.module": "CheckpointHooks DataHooks LightningDataModule LightningModule ModelHooks "
     "_load_from_checkpoint=load_from_checkpoint",
-    f"{_OWN}.optimizer": "LightningOptimizer=ManagedOptimizer _MockOptimizer do_nothing_closure",
+    f"{_OWN}.optimizers": "LightningOptimizer=ManagedOptimizer _MockOptimizer do_nothing_closure",
     f"{_OWN}.utilities.parameters": "_materialize_meta_tensors _setup_activation_checkpointing find_shared_parameters "
     "from_compiled grad_norm is_overridden is_param_in_hook_signature set_shared_parameters to_uncompiled",
     f"{_OWN}.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin=DeepSpeedPrecision "
@@ -80,8 +79,10 @@ _HOMES = {
     "DoublePrecisionPlugin=DoublePrecision HalfPrecisionPlugin=HalfPrecision "
     "MixedPrecisionPlugin=MixedPrecision PrecisionPlugin=Precision "
     "FSDPMixedPrecisionPlugin=FSDPPrecision FSDPPrecision FSDPPrecisionPlugin=FSDPPrecision",
+    f"{_OWN}.callbacks.classes": "ModelCheckpoint ProgressBar RichProgressBar SpikeDetection "
+    "StochasticWeightAveraging TQDMProgressBar Timer WeightAveraging",
     f"{_OWN}.callbacks.prediction_writer": "BasePredictionWriter",
-    f"{_OWN}.profilers": "PyTorchProfiler",
+    f"{_OWN}.profilers": "AdvancedProfiler Profiler PyTorchProfiler SimpleProfiler",
     f"{_OWN}.callbacks.progress": "Tqdm convert_inf get_standard_metrics",
     f"{_OWN}.utilities.rank_zero": "WarningCache _get_rank=get_rank rank_prefixed_message "
     "rank_zero_debug rank_zero_deprecation "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from ....callbacks import ModelCheckpoint
 from ....callbacks.model_checkpoint.files import default_dirpath
@@ -11,7 +10,6 @@ from ....callbacks.model_checkpoint.top_k import TopK
 from ....trainer.hooks import Hook
 from ....trainer.run import Run
 from ....trainer.trainer import Trainer
-from ..patch import patch
 
 __all__ = [
     "keep_first_folder",
@@ -27,14 +25,14 @@ def save_last_with_best(run: Run) -> None:
     """Let a ModelCheckpoint that counts epochs write `last` only where it writes another file, or never has."""
     for callback in run.callbacks:
         if isinstance(callback, ModelCheckpoint):
-            patch(callback, "_lw_updates_last_alone", False)
+            callback.rules = replace(callback.rules, updates_last_alone=False)
 
 
 def write_all_digits(run: Run) -> None:
     """Let a metric without a format have all its digits in the name of a checkpoint."""
     for callback in run.callbacks:
         if isinstance(callback, ModelCheckpoint):
-            patch(callback, "_lw_number_format", "")
+            callback.rules = replace(callback.rules, number_format="")
 
 
 def keep_first_folder(run: Run) -> None:
@@ -43,8 +41,8 @@ def keep_first_folder(run: Run) -> None:
     def around(fire: Hook) -> Hook:
         def on_fit_start() -> None:
             for callback in run.callbacks:
-                if isinstance(callback, ModelCheckpoint) and callback._lw_given_dirpath is None:
-                    patch(callback, "_lw_given_dirpath", callback.dirpath or default_dirpath(run.trainer))
+                if isinstance(callback, ModelCheckpoint) and callback.given_dirpath is None:
+                    callback.given_dirpath = callback.dirpath or default_dirpath(run.trainer)
             fire()
 
         return on_fit_start
@@ -58,10 +56,10 @@ def keep_written_steps(run: Run) -> None:
 
     def around(fire: Hook) -> Hook:
         def on_train_start() -> None:
-            written = [callback._lw_written_step for callback in callbacks]
+            written = [callback.written_step for callback in callbacks]
             fire()
             for callback, step in zip(callbacks, written, strict=True):
-                patch(callback, "_lw_written_step", step)
+                callback.written_step = step
 
         return on_train_start
 
@@ -72,17 +70,16 @@ def save_with_latest_values(run: Run) -> None:
     """Let a ModelCheckpoint save when it is due, once per step, with the values that there are."""
     callbacks = [one for one in run.callbacks if isinstance(one, ModelCheckpoint)]
     for callback in callbacks:
-        patch(callback, "_lw_trigger", partial(_trigger, callback))
-        patch(callback, "_lw_is_fresh", partial(_is_fresh, callback))
+        callback.rules = replace(callback.rules, trigger=_trigger, is_fresh=_is_fresh)
 
     def around(fire: Hook) -> Hook:
         def on_train_epoch_end() -> None:
-            waiting = [one for one in callbacks if one._lw_state.is_waiting and not one._lw_at_epoch_end]
+            waiting = [one for one in callbacks if one.checkpoint_state.is_waiting and not one.saves_at_epoch_end]
             for callback in waiting:
-                callback._lw_state.is_waiting = False
+                callback.checkpoint_state.is_waiting = False
             fire()
             for callback in waiting:
-                callback._lw_state.is_waiting = True
+                callback.checkpoint_state.is_waiting = True
 
         return on_train_epoch_end
 
@@ -90,25 +87,27 @@ def save_with_latest_values(run: Run) -> None:
 
 
 def _trigger(callback: ModelCheckpoint, trainer: Trainer, *, strict: bool) -> None:
-    if max(callback._lw_written_step, 0) == trainer.global_step:
+    if max(callback.written_step, 0) == trainer.global_step:
         return
-    state = callback._lw_state
+    state = callback.checkpoint_state
     was_waiting = state.is_waiting and trainer.state.stage == "train"
     state.triggered_step = -1  # a score that was not kept is compared again
-    type(callback)._lw_trigger(callback, trainer, strict=strict)
+    callback.trigger_save(trainer, strict=strict)
     # Only a validation saves what has waited, and only where saves follow validations.
-    callback._lw_state.is_waiting = (callback._lw_state.is_waiting or was_waiting) and not callback._lw_at_epoch_end
+    callback.checkpoint_state.is_waiting = (
+        callback.checkpoint_state.is_waiting or was_waiting
+    ) and not callback.saves_at_epoch_end
 
 
 def _is_fresh(callback: ModelCheckpoint, trainer: Trainer, *, strict: bool) -> bool:
-    if callback._lw_written_step == trainer.global_step:
+    if callback.written_step == trainer.global_step:
         return False
-    is_missing = any(name not in trainer.callback_metrics for name in callback._lw_score_metrics())
+    is_missing = any(name not in trainer.callback_metrics for name in callback.score_metrics())
     if is_missing and strict:
-        return type(callback)._lw_is_fresh(callback, trainer, strict=True)  # raises
+        return callback.has_fresh_score(trainer, strict=True)  # raises
     validates = trainer.fit_loop.validates_in_this_epoch and trainer.enable_validation
-    is_step_due = not strict and not callback._lw_at_epoch_end and callback._lw_state.is_waiting
-    will_come = is_step_due and bool(callback._lw_score_metrics()) and trainer.is_last_batch and validates
+    is_step_due = not strict and not callback.saves_at_epoch_end and callback.checkpoint_state.is_waiting
+    will_come = is_step_due and bool(callback.score_metrics()) and trainer.is_last_batch and validates
     return not is_missing and not (will_come and trainer.state.stage == "train")
 
 
@@ -129,7 +128,7 @@ def replace_earliest(run: Run) -> None:
     """Let a ModelCheckpoint replace the earliest of several files with the same score."""
     for callback in run.callbacks:
         if isinstance(callback, ModelCheckpoint):
-            patch(callback, "_lw_top_k_type", _EarliestFirst)
-            known = callback._lw_state.top_k
+            callback.rules = replace(callback.rules, top_k_type=_EarliestFirst)
+            known = callback.checkpoint_state.top_k
             top_k = _EarliestFirst(known.k, known.mode, known.scores)
-            patch(callback, "_lw_state", replace(callback._lw_state, top_k=top_k))
+            callback.checkpoint_state = replace(callback.checkpoint_state, top_k=top_k)

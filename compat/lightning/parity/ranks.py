@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,11 +60,10 @@ def decide_on_own_values(run: Run) -> None:
     patch(trainer, "synchronize_metrics", _synchronize_nothing)
     patch(trainer, "managed_schedulers", partial(_schedulers, trainer))
     for callback in run.callbacks:
-        if isinstance(callback, EarlyStopping) and "_evaluate_stopping_criteria" not in vars(callback):
-            judge = partial(_stop_together, trainer, callback._evaluate_stopping_criteria)
-            patch(callback, "_evaluate_stopping_criteria", judge)
+        if isinstance(callback, EarlyStopping):
+            callback.rules = replace(callback.rules, agree=_stop_together)
         elif isinstance(callback, ModelCheckpoint):
-            patch(callback, "_lw_metrics", _own_metrics)
+            callback.rules = replace(callback.rules, metrics=_own_metrics)
 
 
 def _synchronize_nothing(*names: str) -> None:
@@ -75,14 +74,11 @@ def _schedulers(trainer: Trainer) -> list[Any]:  # Any: schedules of any library
     return [config.scheduler for config in trainer.lr_scheduler_configs]
 
 
-def _stop_together(
-    trainer: Trainer, evaluate: Callable[[Tensor], tuple[bool, str | None]], current: Tensor
-) -> tuple[bool, str | None]:
-    is_to_stop, message = evaluate(current)
-    return trainer.strategy.reduce_boolean_decision(is_to_stop, all=False), message
+def _stop_together(trainer: Trainer, should_stop: bool) -> bool:
+    return trainer.strategy.reduce_boolean_decision(should_stop, all=False)
 
 
-def _own_metrics(trainer: Trainer) -> dict[str, Tensor | float]:
+def _own_metrics(callback: ModelCheckpoint, trainer: Trainer) -> dict[str, Tensor | float]:
     return {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
 

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from ....data import CombinedLoader, move_to_device, tree
+from ....data import combined, move_to_device, tree
 from ..imports.finder import LightningFinder
-from ..patch import extend, patch
+from ..imports.served import Served
+from ..patch import patch
 
 __all__ = ["CombinedLoader", "move_data_to_device"]
 
 # Any in this file: batches of any form.
 
 
-# In place, because a Trainer makes such loaders itself, which programs look for by this class.
-extend(CombinedLoader, "_mode", property(lambda loader: loader.mode))
-extend(CombinedLoader, "_iterator", property(lambda loader: loader._latest))
+class CombinedLoader(combined.CombinedLoader, metaclass=Served):
+    """`lw.data.CombinedLoader` with its mode and its present iteration."""
+
+    @property
+    def _mode(self) -> str:
+        return self.mode
+
+    @property
+    def _iterator(self) -> Iterator[tuple[Any, int, int]] | None:
+        return self._latest
 
 
 def _holds_loader(item: Any) -> bool:

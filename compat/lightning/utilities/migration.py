@@ -10,10 +10,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ....callbacks import EarlyStopping, ModelCheckpoint
+from ....callbacks import EarlyStopping
 from ....checkpoint.content import LIGHTNING_VERSION_KEY
 from ....checkpoint.tools.convert import lightning_loop
 from ....messages import warn
+from ..callbacks.classes import ModelCheckpoint
 from ..imports.finder import VERSION
 
 __all__ = ["migrate_checkpoint", "pl_legacy_patch"]

@@ -76,7 +76,9 @@ def test_both_namespaces_give_the_same_objects_which_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(L.LightningModule)) is L.LightningModule
     names: dict[str, Any] = {}
     exec("from lightning.pytorch.callbacks import *", names)
-    assert names["Timer"] is lw.Timer
+    assert names["LearningRateFinder"] is lw.LearningRateFinder
+    assert isinstance(lw.Timer(), names["Timer"])  # which has Lightning's names besides
+    assert not isinstance(lw.Timer(), type("OfProgram", (names["Timer"],), {}))
 
 
 def test_metadata_is_served_while_installed() -> None:

@@ -426,7 +426,7 @@ def test_a_failed_save_removes_nothing_and_leaves_the_books(tmp_path: Path) -> N
 def test_a_kill_between_commit_and_removal_is_healed(tmp_path: Path) -> None:
     class Killed(ModelCheckpoint):
         def _lw_remove_pending(self, trainer: Any) -> None:
-            if self._lw_state.pending_removals:
+            if self.checkpoint_state.pending_removals:
                 raise SystemExit("killed")
 
     with pytest.raises(SystemExit):
@@ -449,7 +449,7 @@ def test_the_file_that_was_resumed_is_never_removed(tmp_path: Path) -> None:
 def test_a_file_outside_of_the_folder_is_not_removed(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path / "c")
     fit(tmp_path, checkpoint, max_epochs=1)
-    checkpoint.dirpath = checkpoint._lw_given_dirpath = str(tmp_path / "cc")
+    checkpoint.dirpath = checkpoint.given_dirpath = str(tmp_path / "cc")
     fit(tmp_path, checkpoint, max_epochs=1, windows=5)
     assert names(tmp_path / "c") == ["epoch=0-step=4.ckpt"]
 

@@ -1,0 +1,24 @@
+"""`BEHAVIOR`: what a Trainer does at its seams for programs of Lightning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ... import callbacks
+from ...trainer.behavior import Behavior
+from ...trainer.session.assemble import default_callbacks
+from .callbacks.classes import ModelCheckpoint, RichProgressBar
+
+if TYPE_CHECKING:
+    from ...trainer.session.arguments import Arguments
+
+__all__ = ["BEHAVIOR"]
+
+
+def _default_callbacks(arguments: Arguments, own: list[callbacks.Callback]) -> list[callbacks.Callback]:
+    served = {callbacks.ModelCheckpoint: ModelCheckpoint, callbacks.RichProgressBar: RichProgressBar}
+    added = default_callbacks(arguments, own)
+    return [served[type(one)]() if type(one) in served else one for one in added]
+
+
+BEHAVIOR = Behavior(default_callbacks=_default_callbacks)
