@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..protocols import AnyBatch, AnyOutput, StateDict
     from ..trainer.trainer import Trainer
 
-__all__ = ["Callback", "Checkpoint", "find_state", "from_rank_zero"]
+__all__ = ["Callback", "Checkpoint", "as_hook", "find_state", "from_rank_zero"]
 
 R = TypeVar("R")
 AnyModule: TypeAlias = Any  # lw.Module or any nn.Module that trains; Any, so that a subclass may narrow it
@@ -211,6 +211,16 @@ class Callback:
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
         """Before the callbacks' states are restored from a checkpoint."""
+
+
+def as_hook(method: Callable[..., None], *first: object) -> Any:  # Any: a method with the signature of its hook
+    """Return a hook that calls a method with these arguments first: one method can serve several hooks."""
+
+    def hook(self: Callback, *arguments: object, **named: object) -> None:
+        method(self, *first, *arguments, **named)
+
+    hook.__doc__ = method.__doc__
+    return hook
 
 
 def from_rank_zero(trainer: Trainer, decide: Callable[[], R]) -> R:

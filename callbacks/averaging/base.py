@@ -155,28 +155,15 @@ class StepAveraging(Averaging):
             self._lw_note_step(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Validate with the average."""
+        """Evaluate with the average."""
         self._lw_swap_in(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Restore the trained weights."""
         self._lw_swap_out(pl_module)
 
-    def on_test_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Test with the average."""
-        self._lw_swap_in(trainer, pl_module)
-
-    def on_test_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Restore the trained weights."""
-        self._lw_swap_out(pl_module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Predict with the average."""
-        self._lw_swap_in(trainer, pl_module)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Restore the trained weights."""
-        self._lw_swap_out(pl_module)
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
 
     # --- the average -------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...accelerators.cpu import CPUAccelerator
-from ..base import Callback
+from ..base import Callback, as_hook
 from .measuring import is_evaluation_due, require_logger
 
 if TYPE_CHECKING:
@@ -76,45 +76,12 @@ class DeviceStatsMonitor(Callback):
             trainer.log_metrics({**noted, **self._lw_read(trainer, "on_train_batch_end")}, self._lw_noted_step)
         self._lw_noted_step = -1
 
-    def _lw_evaluates_logged(self, trainer: Trainer) -> bool:
-        return self._lw_is_on and not trainer.sanity_checking and is_evaluation_due(trainer)
-
-    def _lw_evaluated(self, trainer: Trainer, hook: str) -> None:
-        if self._lw_evaluates_logged(trainer):
+    def _lw_evaluated(self, hook: str, trainer: Trainer, *_: object) -> None:
+        """Log the statistics before or after a batch."""
+        if self._lw_is_on and not trainer.sanity_checking and is_evaluation_due(trainer):
             trainer.log_metrics(self._lw_read(trainer, hook), trainer.progress.eval_batches)
 
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Log the statistics before a batch."""
-        self._lw_evaluated(trainer, "on_validation_batch_start")
-
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: nn.Module,
-        outputs: AnyOutput,
-        batch: AnyBatch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Log the statistics after a batch."""
-        self._lw_evaluated(trainer, "on_validation_batch_end")
-
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Log the statistics before a batch."""
-        self._lw_evaluated(trainer, "on_test_batch_start")
-
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: nn.Module,
-        outputs: AnyOutput,
-        batch: AnyBatch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Log the statistics after a batch."""
-        self._lw_evaluated(trainer, "on_test_batch_end")
+    on_validation_batch_start = as_hook(_lw_evaluated, "on_validation_batch_start")
+    on_validation_batch_end = as_hook(_lw_evaluated, "on_validation_batch_end")
+    on_test_batch_start = as_hook(_lw_evaluated, "on_test_batch_start")
+    on_test_batch_end = as_hook(_lw_evaluated, "on_test_batch_end")

@@ -10,7 +10,7 @@ import torch
 
 from ...data.rng import capture_rng, restore_rng
 from ...errors import ConfigError
-from ..base import Callback
+from ..base import Callback, as_hook
 from .measuring import LogSteps
 
 if TYPE_CHECKING:
@@ -85,8 +85,9 @@ class SampleLogger(Callback):
         if self.stage == "train" and self._lw_log_steps.is_due(trainer, every):
             self._lw_log(trainer, pl_module, outputs, batch)
 
-    def on_validation_batch_end(
+    def _lw_evaluated(
         self,
+        stage: str,
         trainer: Trainer,
         pl_module: nn.Module,
         outputs: AnyOutput,
@@ -95,21 +96,11 @@ class SampleLogger(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Make samples of the first batch."""
-        if self.stage == "validation" and batch_idx == dataloader_idx == 0 and not trainer.sanity_checking:
+        if self.stage == stage and batch_idx == dataloader_idx == 0 and not trainer.sanity_checking:
             self._lw_log(trainer, pl_module, outputs, batch)
 
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: nn.Module,
-        outputs: AnyOutput,
-        batch: AnyBatch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Make samples of the first batch."""
-        if self.stage == "test" and batch_idx == dataloader_idx == 0:
-            self._lw_log(trainer, pl_module, outputs, batch)
+    on_validation_batch_end = as_hook(_lw_evaluated, "validation")
+    on_test_batch_end = as_hook(_lw_evaluated, "test")
 
     def _lw_log(self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch) -> None:
         with _undisturbed(pl_module):

@@ -9,7 +9,7 @@ from ...errors import ModuleError
 from ...fabric.peak_flops import get_available_flops
 from ...fabric.throughput import Counts, Throughput
 from ...messages import warn
-from ..base import Callback
+from ..base import Callback, as_hook
 from .measuring import LogSteps, is_evaluation_due
 
 if TYPE_CHECKING:
@@ -171,8 +171,13 @@ class ThroughputMonitor(Callback):
         if "train" in self._lw_stages:
             self._lw_stages["train"][1].clock.resume()
 
-    def on_validation_batch_end(
+    def _lw_begin(self, stage: str, trainer: Trainer, pl_module: nn.Module) -> None:
+        """Start the clock of a stage."""
+        self._lw_start(trainer, stage)
+
+    def _lw_evaluated(
         self,
+        stage: str,
         trainer: Trainer,
         pl_module: nn.Module,
         outputs: AnyOutput,
@@ -181,43 +186,7 @@ class ThroughputMonitor(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Count the batch."""
-        if not trainer.sanity_checking:
-            self._lw_evaluated(trainer, pl_module, "validate", batch)
-
-    def on_test_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Start the clock of the test."""
-        self._lw_start(trainer, "test")
-
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: nn.Module,
-        outputs: AnyOutput,
-        batch: AnyBatch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Count the batch."""
-        self._lw_evaluated(trainer, pl_module, "test", batch)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Start the clock of the prediction."""
-        self._lw_start(trainer, "predict")
-
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: nn.Module,
-        outputs: AnyOutput,
-        batch: AnyBatch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Count the batch."""
-        self._lw_evaluated(trainer, pl_module, "predict", batch)
-
-    def _lw_evaluated(self, trainer: Trainer, pl_module: nn.Module, stage: str, batch: AnyBatch) -> None:
-        if not self._lw_is_on:
+        if not self._lw_is_on or trainer.sanity_checking:
             return
         # The x axis is that of step values of an evaluation: batches ever evaluated.
         if stage == "predict":
@@ -228,6 +197,11 @@ class ThroughputMonitor(Callback):
         self._lw_count(trainer, pl_module, stage, batch, is_logged=is_logged)
         if is_logged:
             self._lw_log(trainer, stage, done)
+
+    on_test_start, on_predict_start = as_hook(_lw_begin, "test"), as_hook(_lw_begin, "predict")
+    on_validation_batch_end = as_hook(_lw_evaluated, "validate")
+    on_test_batch_end = as_hook(_lw_evaluated, "test")
+    on_predict_batch_end = as_hook(_lw_evaluated, "predict")
 
     def forget_run(self) -> None:
         """Count from 0."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ...console import LINES, is_notebook
 from ...errors import ConfigError
 from ...lazy import is_core
+from ..base import as_hook
 from .base import ProgressBar, format_metrics, printed
 from .plain import PlainLines
 from .terminal import can_draw
@@ -206,20 +207,6 @@ class LiveProgressBar(ProgressBar):
             self._lw_draw(trainer, pl_module, "train", self._lw_epoch_of(trainer), done, self.total_train_batches)
         self._lw_begin_evaluation("sanity" if trainer.sanity_checking else "validation")
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: nn.Module,
-        outputs: AnyOutput,
-        batch: AnyBatch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Draw if it is time."""
-        if time.monotonic() >= self._lw_next_draw_s:
-            stage = "sanity" if trainer.sanity_checking else "validation"
-            self._lw_draw_evaluation(trainer, pl_module, stage, batch_idx + 1, dataloader_idx)
-
     def on_validation_end(self, trainer: Trainer, pl_module: object) -> None:
         """Take the bar away; write a line where lines are written, unless that of the epoch's end follows at once."""
         if trainer.sanity_checking:
@@ -232,7 +219,7 @@ class LiveProgressBar(ProgressBar):
                 done = trainer.progress.batches_in_epoch
                 self._lw_draw(trainer, pl_module, "train", self._lw_epoch_of(trainer), done, self.total_train_batches)
         else:
-            self._lw_complete(trainer, pl_module, "validation")
+            self._lw_complete("validation", trainer, pl_module)
         if self._lw_lines is not None and self._lw_is_enabled:
             self._lw_lines.pause(time.monotonic() - self._lw_eval_start_s)
             if trainer.state.fn == "fit" and not trainer.is_last_batch:
@@ -241,12 +228,13 @@ class LiveProgressBar(ProgressBar):
         elif self._lw_is_enabled and trainer.state.fn == "fit":
             self._lw_next_draw_s = 0.0
 
-    def on_test_start(self, trainer: Trainer, pl_module: object) -> None:
-        """A test begins."""
-        self._lw_begin_evaluation("test")
+    def _lw_start_evaluation(self, stage: str, trainer: Trainer, pl_module: object) -> None:
+        """A test or prediction begins."""
+        self._lw_begin_evaluation(stage)
 
-    def on_test_batch_end(
+    def _lw_evaluated(
         self,
+        stage: str,
         trainer: Trainer,
         pl_module: nn.Module,
         outputs: AnyOutput,
@@ -256,32 +244,18 @@ class LiveProgressBar(ProgressBar):
     ) -> None:
         """Draw if it is time."""
         if time.monotonic() >= self._lw_next_draw_s:
-            self._lw_draw_evaluation(trainer, pl_module, "test", batch_idx + 1, dataloader_idx)
+            name = "sanity" if trainer.sanity_checking else stage
+            self._lw_draw_evaluation(trainer, pl_module, name, batch_idx + 1, dataloader_idx)
 
-    def on_test_end(self, trainer: Trainer, pl_module: object) -> None:
-        """Leave the last state of the bar on the screen."""
-        self._lw_complete(trainer, pl_module, "test")
+    def _lw_complete(self, stage: str, trainer: Trainer, module: object) -> None:
+        """Leave the bar of an evaluation on the screen, full."""
+        self._lw_fill(trainer, module, stage)
+        self._lw_finish(stage, keep=True)
 
-    def on_predict_start(self, trainer: Trainer, pl_module: object) -> None:
-        """A prediction begins."""
-        self._lw_begin_evaluation("predict")
-
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: nn.Module,
-        outputs: AnyOutput,
-        batch: AnyBatch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Draw if it is time."""
-        if time.monotonic() >= self._lw_next_draw_s:
-            self._lw_draw_evaluation(trainer, pl_module, "predict", batch_idx + 1, dataloader_idx)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: object) -> None:
-        """Leave the last state of the bar on the screen."""
-        self._lw_complete(trainer, pl_module, "predict")
+    on_validation_batch_end = as_hook(_lw_evaluated, "validation")
+    on_test_start, on_predict_start = as_hook(_lw_start_evaluation, "test"), as_hook(_lw_start_evaluation, "predict")
+    on_test_batch_end, on_predict_batch_end = as_hook(_lw_evaluated, "test"), as_hook(_lw_evaluated, "predict")
+    on_test_end, on_predict_end = as_hook(_lw_complete, "test"), as_hook(_lw_complete, "predict")
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
         """Leave the screen as the exception's text needs it."""
@@ -406,11 +380,6 @@ class LiveProgressBar(ProgressBar):
 
     def _lw_after(self, interval_s: float) -> float:
         return time.monotonic() + interval_s if self._lw_is_enabled else _NEVER
-
-    def _lw_complete(self, trainer: Trainer, module: object, stage: str) -> None:
-        """Leave the bar of an evaluation on the screen, full."""
-        self._lw_fill(trainer, module, stage)
-        self._lw_finish(stage, keep=True)
 
     def _lw_fill(self, trainer: Trainer, module: object, stage: str) -> None:
         """Bring the bar of an evaluation to its last batch."""

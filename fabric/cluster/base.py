@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from ...errors import ConfigError, LaunchError, MissingVariable
 
-__all__ = ["ClusterEnvironment", "check_numbers"]
+__all__ = ["ClusterEnvironment", "StartedProcesses", "check_numbers"]
 
 
 class ClusterEnvironment(ABC):
@@ -150,6 +150,37 @@ class ClusterEnvironment(ABC):
         if self._variables is None and name not in os.environ:
             os.environ[name] = value
             self._exported = (*self._exported, name)
+
+
+class StartedProcesses(ClusterEnvironment):
+    """An environment whose launcher has started all processes, and sets a variable for each of these numbers.
+
+    Attributes:
+        size_variable: Variable with the number of processes.
+        rank_variable: Variable with the rank among all of them.
+        local_rank_variable: Variable with the rank among those of this node.
+    """
+
+    size_variable = "WORLD_SIZE"
+    rank_variable = "RANK"
+    local_rank_variable = "LOCAL_RANK"
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """True: the launcher has started them."""
+        return True
+
+    def world_size(self) -> int:
+        """Return the number of processes, from `size_variable`."""
+        return self._number(self.size_variable)
+
+    def global_rank(self) -> int:
+        """Return the rank among all processes, from `rank_variable`."""
+        return self._number(self.rank_variable)
+
+    def local_rank(self) -> int:
+        """Return the rank among the processes of this node, from `local_rank_variable`."""
+        return self._number(self.local_rank_variable)
 
 
 def check_numbers(*rows: tuple[str, int, str, int | None], fix: str) -> None:

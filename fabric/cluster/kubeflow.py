@@ -5,27 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from .base import ClusterEnvironment, check_numbers
+from .base import StartedProcesses, check_numbers
 
 __all__ = ["KubeflowEnvironment"]
 
 
-class KubeflowEnvironment(ClusterEnvironment):
+class KubeflowEnvironment(StartedProcesses):
     """One process per pod: MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK define everything.
 
     A job that has torchrun in its command is a TorchElasticEnvironment; one that sets NODE_RANK lets Loopwright start
     the processes of each pod (LightningEnvironment).
     """
-
-    @property
-    def name(self) -> str:
-        """Name in messages."""
-        return "Kubeflow"
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        """True: each pod runs one process."""
-        return True
 
     @property
     def main_address(self) -> str:
@@ -43,14 +33,6 @@ class KubeflowEnvironment(ClusterEnvironment):
         variables = os.environ if variables is None else variables
         needed = {"KUBERNETES_SERVICE_HOST", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"}
         return needed <= set(variables) and not {"LOCAL_RANK", "NODE_RANK", "GROUP_RANK"} & set(variables)
-
-    def world_size(self) -> int:
-        """Return WORLD_SIZE."""
-        return self._number("WORLD_SIZE")
-
-    def global_rank(self) -> int:
-        """Return RANK."""
-        return self._number("RANK")
 
     def local_rank(self) -> int:
         """Return 0: a pod has one process."""

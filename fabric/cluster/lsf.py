@@ -7,14 +7,14 @@ import socket
 from collections.abc import Mapping
 
 from ...errors import LaunchError
-from .base import ClusterEnvironment, check_numbers
+from .base import StartedProcesses, check_numbers
 
 __all__ = ["LSFEnvironment"]
 
 _NEEDED = {"LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE"}
 
 
-class LSFEnvironment(ClusterEnvironment):
+class LSFEnvironment(StartedProcesses):
     """The variables of LSF and jsrun: JSM_NAMESPACE_SIZE, _RANK and _LOCAL_RANK, and the host file LSB_DJOB_RANKFILE.
 
     Args:
@@ -24,6 +24,10 @@ class LSFEnvironment(ClusterEnvironment):
         LaunchError: The host file cannot be read, or does not contain this host.
     """
 
+    size_variable = "JSM_NAMESPACE_SIZE"
+    rank_variable = "JSM_NAMESPACE_RANK"
+    local_rank_variable = "JSM_NAMESPACE_LOCAL_RANK"
+
     def __init__(self, *, variables: Mapping[str, str] | None = None) -> None:
         super().__init__(variables=variables)
         hosts = _read_hosts(self._text("LSB_DJOB_RANKFILE"))
@@ -32,16 +36,6 @@ class LSFEnvironment(ClusterEnvironment):
         self._main_port = self._port(10000 + self._number("LSB_JOBID") % 1000)
         self._export("MASTER_ADDR", self._main_address)
         self._export("MASTER_PORT", str(self._main_port))
-
-    @property
-    def name(self) -> str:
-        """Name in messages."""
-        return "LSF"
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        """True: jsrun has started them."""
-        return True
 
     @property
     def main_address(self) -> str:
@@ -57,18 +51,6 @@ class LSFEnvironment(ClusterEnvironment):
     def detect(variables: Mapping[str, str] | None = None) -> bool:
         """Return whether jsrun started this process."""
         return set(os.environ if variables is None else variables) >= _NEEDED
-
-    def world_size(self) -> int:
-        """Return JSM_NAMESPACE_SIZE."""
-        return self._number("JSM_NAMESPACE_SIZE")
-
-    def global_rank(self) -> int:
-        """Return JSM_NAMESPACE_RANK."""
-        return self._number("JSM_NAMESPACE_RANK")
-
-    def local_rank(self) -> int:
-        """Return JSM_NAMESPACE_LOCAL_RANK."""
-        return self._number("JSM_NAMESPACE_LOCAL_RANK")
 
     def node_rank(self) -> int:
         """Return the index of this host among the hosts of the job."""

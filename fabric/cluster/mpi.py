@@ -52,11 +52,6 @@ class MPIEnvironment(ClusterEnvironment):
         return str(address), int(port)
 
     @property
-    def name(self) -> str:
-        """Name in messages."""
-        return "MPI"
-
-    @property
     def creates_processes_externally(self) -> bool:
         """True: mpirun has started them."""
         return True

@@ -15,7 +15,7 @@ from types import MethodType
 from typing import Any, Generic, TypeVar
 
 from ...errors import ConfigError, LaunchError
-from .base import ClusterEnvironment, check_numbers
+from .base import StartedProcesses, check_numbers
 
 __all__ = ["SLURMEnvironment"]
 
@@ -40,7 +40,7 @@ class _AlsoOfTheClass(Generic[T]):
         return MethodType(self._method, owner.__new__(owner) if instance is None else instance)
 
 
-class SLURMEnvironment(ClusterEnvironment):
+class SLURMEnvironment(StartedProcesses):
     """The variables of srun: SLURM_NTASKS, SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID and the list of nodes.
 
     Args:
@@ -52,6 +52,10 @@ class SLURMEnvironment(ClusterEnvironment):
     Raises:
         LaunchError: There are several tasks, and the number per node is unknown.
     """
+
+    size_variable = "SLURM_NTASKS"
+    rank_variable = "SLURM_PROCID"
+    local_rank_variable = "SLURM_LOCALID"
 
     def __init__(
         self,
@@ -70,17 +74,7 @@ class SLURMEnvironment(ClusterEnvironment):
                 fix="replace --ntasks with `#SBATCH --ntasks-per-node=N`, where N is devices=.",
             )
 
-    @property
-    def name(self) -> str:
-        """Name in messages."""
-        return "SLURM"
-
     # -- rank of this process -------------------------------------------------------------------------------
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        """True: srun has started them."""
-        return True
 
     @property
     def main_address(self) -> str:
@@ -129,18 +123,6 @@ class SLURMEnvironment(ClusterEnvironment):
                 "This is a SLURM job, but srun is not used, so only one process runs. To start all: srun %s", command
             )
         return False
-
-    def world_size(self) -> int:
-        """Return SLURM_NTASKS."""
-        return self._number("SLURM_NTASKS")
-
-    def global_rank(self) -> int:
-        """Return SLURM_PROCID."""
-        return self._number("SLURM_PROCID")
-
-    def local_rank(self) -> int:
-        """Return SLURM_LOCALID."""
-        return self._number("SLURM_LOCALID")
 
     def node_rank(self) -> int:
         """Return SLURM_NODEID."""

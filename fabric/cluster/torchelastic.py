@@ -6,14 +6,14 @@ import logging
 import os
 from collections.abc import Mapping
 
-from .base import ClusterEnvironment, check_numbers
+from .base import StartedProcesses, check_numbers
 
 __all__ = ["TorchElasticEnvironment"]
 
 log = logging.getLogger(__name__)
 
 
-class TorchElasticEnvironment(ClusterEnvironment):
+class TorchElasticEnvironment(StartedProcesses):
     """The variables of torchrun: WORLD_SIZE, RANK, LOCAL_RANK, GROUP_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
     MASTER_PORT."""
 
@@ -21,11 +21,6 @@ class TorchElasticEnvironment(ClusterEnvironment):
     def name(self) -> str:
         """Name in messages."""
         return "torchrun"
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        """True: torchrun has started them."""
-        return True
 
     @property
     def main_address(self) -> str:
@@ -46,18 +41,6 @@ class TorchElasticEnvironment(ClusterEnvironment):
     def detect(variables: Mapping[str, str] | None = None) -> bool:
         """Return whether torch's elastic launch started this process."""
         return "TORCHELASTIC_RUN_ID" in (os.environ if variables is None else variables)
-
-    def world_size(self) -> int:
-        """Return WORLD_SIZE."""
-        return self._number("WORLD_SIZE")
-
-    def global_rank(self) -> int:
-        """Return RANK."""
-        return self._number("RANK")
-
-    def local_rank(self) -> int:
-        """Return LOCAL_RANK."""
-        return self._number("LOCAL_RANK")
 
     def node_rank(self) -> int:
         """Return GROUP_RANK, or 0."""
