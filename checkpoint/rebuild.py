@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import inspect
 import logging
-from ast import literal_eval
-from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TypeVar
 
 import torch
 from torch import nn
 
-from ..errors import ArgumentTypeError, ConfigError
+from ..errors import ConfigError
 from ..protocols import MapLocation, StateDict, TrustedClasses
 from ..strategies.load_weights import load_weights
-from ..yaml_file import read
-from . import arguments_to_pass, content, storage
+from . import content, hparams, storage
 from .file.reading import require_small
 from .frozen_parameters import check_loaded
-from .omegaconf_containers import calls_resolver, find_containers, make_container
 from .plain import untrust
 
-__all__ = ["constructor_arguments", "load_datamodule", "load_module", "read_hparams_file", "read_hparams_yaml"]
+__all__ = ["load_datamodule", "load_module"]
 
 logger = logging.getLogger(__name__)
 
@@ -103,21 +97,21 @@ def _build(
     source: str,
 ) -> T:
     """Return a `cls` made with the hyperparameters whose keys in the checkpoint begin with this prefix."""
-    settings = arguments_to_pass.settings_of(checkpoint, prefix)
-    arguments_to_pass.put_back(checkpoint)
+    settings = hparams.settings_of(checkpoint, prefix)
+    hparams.put_back(checkpoint)
     # Also with a file of hyperparameters: a logger's has the object's text.
-    arguments_to_pass.require_passed(cls, checkpoint, prefix, overrides, source=source)
+    hparams.require_passed(cls, checkpoint, prefix, overrides, source=source)
     if settings is not None and hparams_file is None:
         from ..cli.make import make  # settings of a command line are converted as it does
 
         return make(cls, settings, overrides, trusted_classes)
-    hparams = checkpoint.get(f"{prefix}hyper_parameters") or {}
+    saved = checkpoint.get(f"{prefix}hyper_parameters") or {}
     former = {} if prefix else {**(checkpoint.get("module_arguments") or {}), **(checkpoint.get("hparams") or {})}
     if former:  # of Lightning before 1.0
-        hparams = {**former, **hparams}
+        saved = {**former, **saved}
     if hparams_file is not None:
-        hparams = read_hparams_file(hparams_file)
-    return cls(**constructor_arguments(cls, hparams, checkpoint.get(f"{prefix}hparams_name"), overrides))
+        saved = hparams.read_file(hparams_file)
+    return cls(**hparams.constructor_arguments(cls, saved, checkpoint.get(f"{prefix}hparams_name"), overrides))
 
 
 def _load(source: str | Path | IO[bytes], map_location: MapLocation, *, weights_only: bool) -> StateDict:
@@ -130,109 +124,3 @@ def _load(source: str | Path | IO[bytes], map_location: MapLocation, *, weights_
         torch.load(source, map_location=location, weights_only=weights_only), allow=not weights_only
     )
     return loaded
-
-
-def constructor_arguments(
-    cls: type, hparams: Mapping[str, object], container_name: str | None, overrides: Mapping[str, object]
-) -> StateDict:
-    """Return the keyword arguments to build `cls` with: saved hyperparameters, then the caller's.
-
-    Args:
-        cls: Class to build.
-        hparams: Saved hyperparameters; those that `__init__` does not take are left out.
-        container_name: Name of the argument that took all of them as one object, None where each is an argument.
-        overrides: The caller's arguments; they win.
-
-    Raises:
-        ArgumentTypeError: A required argument is missing.
-    """
-    parameters = inspect.signature(cls).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    if container_name and container_name != "kwargs":
-        if container_name not in parameters:
-            raise ArgumentTypeError(
-                f"{cls.__name__}.load_from_checkpoint: the checkpoint has all hyperparameters in the argument "
-                f"{container_name!r}, which __init__ does not take.",
-                fix="load it with the class that was saved.",
-            )
-        from ..data.hparams import HyperParameters
-
-        entries = {name: value for name, value in overrides.items() if name not in parameters}
-        whole = find_containers(hparams).get("")
-        if isinstance(whole, dict):
-            arguments: StateDict = {container_name: make_container({**whole, **entries})}
-        else:
-            arguments = {container_name: HyperParameters({**hparams, **entries})}
-        arguments.update({key: value for key, value in overrides.items() if key in parameters})
-    else:
-        arguments = {key: value for key, value in hparams.items() if takes_any or key in parameters}
-        arguments.update(overrides)
-    missing = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is inspect.Parameter.empty
-        and parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        and name not in arguments
-    ]
-    if missing:
-        raise ArgumentTypeError(
-            f"{cls.__name__}.load_from_checkpoint: __init__ needs {', '.join(missing)}, which the checkpoint does not "
-            f"have; it has the hyperparameters {sorted(map(str, hparams))}.",
-            fix=f"pass {', '.join(f'{n}=...' for n in missing)}, or call self.save_hyperparameters() in __init__.",
-        )
-    return arguments
-
-
-def read_hparams_file(path: str | Path) -> StateDict:
-    """Return the hyperparameters in a .yaml, .yml or .csv (key,value) file.
-
-    Raises:
-        ConfigError: The suffix is another one.
-    """
-    suffix = Path(path).suffix
-    if suffix in (".yaml", ".yml"):
-        return read_hparams_yaml(path)
-    if suffix == ".csv":
-        values: StateDict = {}
-        with open(path, newline="") as stream:
-            for row in list(csv.reader(stream))[1:]:
-                try:
-                    values[row[0]] = literal_eval(row[1])
-                except (ValueError, SyntaxError):
-                    values[row[0]] = row[1]
-        return values
-    raise ConfigError(f"hparams_file={str(path)!r} has the suffix {suffix!r}.", fix="use .yaml, .yml or .csv.")
-
-
-def read_hparams_yaml(path: str | Path) -> StateDict:
-    """Return the hyperparameters in a YAML file. References to each other are followed; resolvers are not called.
-
-    Raises:
-        ConfigError: The file cannot be read, or it calls a resolver.
-    """
-    hparams = read(Path(path))
-    stack: list[tuple[str, object]] = list(hparams.items())
-    texts = []
-    for name, value in stack:  # grows while it is read
-        if isinstance(value, dict | list):
-            stack.extend((name, below) for below in (value.values() if isinstance(value, dict) else value))
-        elif isinstance(value, str) and "${" in value:
-            texts.append(value)
-            if calls_resolver(value):
-                raise ConfigError(
-                    f"{path}: {name} has the interpolation {value!r}, which calls a function of this program.",
-                    fix=f"pass it yourself: {name}=..., and take it out of the file.",
-                )
-    if not texts:
-        return hparams
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        found: StateDict = OmegaConf.to_container(OmegaConf.create(hparams), resolve=True)  # type: ignore[assignment]
-    except OmegaConfBaseException as error:
-        raise ConfigError(
-            f"{path}: an interpolation cannot be followed: {str(error).splitlines()[0]}.",
-            fix="write the value in place of the interpolation.",
-        ) from None
-    return found

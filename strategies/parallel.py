@@ -47,6 +47,9 @@ class ParallelStrategy(Strategy):
     _lw_given_devices: list[torch.device] | None = None
     _lw_given_cluster: Cluster | None = None
     _lw_topology: Topology | None = None  # fixed once the processes are connected
+    # The ranks over which tensors are reduced and gathered, and those that read different data; None: all.
+    _lw_tensor_group: ProcessGroup | None = None
+    _lw_data_group: ProcessGroup | None = None
 
     def __init__(
         self,
@@ -177,7 +180,7 @@ class ParallelStrategy(Strategy):
 
         Args:
             tensor: The same structure, shapes and dtypes on all ranks; numbers become tensors.
-            group: Ranks that take part; None for all.
+            group: Ranks that take part; None: all that read different data.
             reduce_op: "mean" ("avg"), "sum", "min", "max", "product", or torch's own. Integers have a float64 mean.
 
         Raises:
@@ -189,7 +192,7 @@ class ParallelStrategy(Strategy):
             return tensor
         from .distributed.collectives import all_reduce
 
-        return all_reduce(tensor, group=group, reduce_op=reduce_op, device=self.device)
+        return all_reduce(tensor, group=group or self._lw_tensor_group, reduce_op=reduce_op, device=self.device)
 
     reduce = all_reduce
 
@@ -210,14 +213,14 @@ class ParallelStrategy(Strategy):
             op_name(reduce_op)
             check_divides(tensor, 1)
             return tensor
-        return reduce_scatter(tensor, group=group, reduce_op=reduce_op, device=self.device)
+        return reduce_scatter(tensor, group=group or self._lw_tensor_group, reduce_op=reduce_op, device=self.device)
 
     def all_gather(self, tensor: object, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Any:
         """Return a tensor, number, or structure of them, of all ranks, stacked along a new first dimension.
 
         Args:
             tensor: The same structure, shapes and dtypes on all ranks; numbers become tensors.
-            group: Ranks that take part; None for all.
+            group: Ranks that take part; None: all that read different data.
             sync_grads: Whether gradients flow back to the ranks' tensors.
 
         Raises:
@@ -229,7 +232,7 @@ class ParallelStrategy(Strategy):
             return tensor
         from .distributed.collectives import all_gather
 
-        return all_gather(tensor, group=group, sync_grads=sync_grads, device=self.device)
+        return all_gather(tensor, group=group or self._lw_tensor_group, sync_grads=sync_grads, device=self.device)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return rank `src`'s object, which must be picklable; its tensors are received on this rank's device."""
@@ -250,7 +253,7 @@ class ParallelStrategy(Strategy):
         """Start an asynchronous in-place sum of a tensor over ranks; see `Strategy.start_sum`."""
         if not self.is_connected:
             return lambda: tensor
-        work = dist.all_reduce(tensor, async_op=True)
+        work = dist.all_reduce(tensor, group=self._lw_data_group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()

@@ -10,8 +10,8 @@ import logging
 import pickle
 from typing import Any
 
-from ...checkpoint import arguments_to_pass
-from ...checkpoint.omegaconf_containers import containers_key, find_containers
+from ...checkpoint import hparams as saved_hparams
+from ...checkpoint.hparams import find_containers
 from ...checkpoint.plain import Trusted, WithObjects, require_plain, to_plain
 from ...data import AttributeDict
 from ...errors import CheckpointError
@@ -29,10 +29,10 @@ def with_objects(checkpoint: StateDict) -> StateDict:
         CheckpointError: An object cannot be pickled.
     """
     for prefix in ("", "datamodule_"):
-        lost = checkpoint.get(arguments_to_pass.to_pass_key(prefix))
+        lost = checkpoint.get(saved_hparams.to_pass_key(prefix))
         if lost:
-            text = arguments_to_pass.refusal("load_from_checkpoint", lost)
-            hparams = {**checkpoint[f"{prefix}hyper_parameters"], arguments_to_pass.INSTANTIATOR: text}
+            text = saved_hparams.refusal("load_from_checkpoint", lost)
+            hparams = {**checkpoint[f"{prefix}hyper_parameters"], saved_hparams.INSTANTIATOR: text}
             checkpoint = {**checkpoint, f"{prefix}hyper_parameters": hparams}
     marked: StateDict = trust_objects(checkpoint)
     if marked is checkpoint:
@@ -91,33 +91,27 @@ def keep_hyperparameters(owner: object, prefix: str) -> dict[str, object]:  # a 
             "hyperparameters that cannot be pickled are not saved: %s; pass them to load_from_checkpoint",
             ", ".join(dropped),
         )
-    name_key = "datamodule_hparams_name" if prefix else "hparams_name"
-    value_key = "datamodule_hyper_parameters" if prefix else "hyper_parameters"
-    found = {name_key: getattr(owner, "_lw_hparams_name", None) or "kwargs", value_key: kept}
-    containers = find_containers(hparams)
-    if containers:
-        found[containers_key(prefix)] = containers
-    lost = {name: arguments_to_pass.describe(hparams[name]) for name in dict(hparams) if name not in kept}
-    return {**found, arguments_to_pass.to_pass_key(prefix): lost} if lost else found
+    lost = {name: saved_hparams.describe(hparams[name]) for name in dict(hparams) if name not in kept}
+    return saved_hparams.entries(owner, prefix, kept, lost)
 
 
 def part_hyperparameters(checkpoint: StateDict) -> StateDict:
     """Return a checkpoint whose hyperparameters are plain; objects stand beside them, marked as trusted.
 
-    Other readers would take the mark for the argument: see checkpoint/arguments_to_pass.py.
+    Other readers would take the mark for the argument: see checkpoint/hparams.py.
     """
     parted = dict(checkpoint)
     for prefix in ("", "datamodule_"):
         hparams = checkpoint.get(f"{prefix}hyper_parameters")
         if not isinstance(hparams, dict):
             continue
-        key = arguments_to_pass.to_pass_key(prefix)
-        plain, objects = arguments_to_pass.split(hparams, owner="load_from_checkpoint", lost=checkpoint.get(key, {}))
+        key = saved_hparams.to_pass_key(prefix)
+        plain, objects = saved_hparams.split(hparams, owner="load_from_checkpoint", lost=checkpoint.get(key, {}))
         trusted = {name: Trusted(hparams[name]) for name in objects if name in hparams}
         if objects:
             parted.update({f"{prefix}hyper_parameters": plain, key: objects})
         if trusted:
-            parted[arguments_to_pass.trusted_key(prefix)] = trusted
+            parted[saved_hparams.trusted_key(prefix)] = trusted
     return parted
 
 

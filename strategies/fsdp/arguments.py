@@ -18,7 +18,7 @@ from ...errors import ConfigError, nearest
 from ..construction.wrap_policy import check_policy
 from .plan import MixedPrecisionPlan, ShardingPlan, sizes_of
 
-__all__ = ["read_arguments"]
+__all__ = ["OF_PROCESSES", "read_arguments"]
 
 # Any in this file: unchecked arguments, and torch's policies, which have no common type.
 
@@ -66,8 +66,7 @@ _REFUSED: dict[str, _Problem] = {
         "pass device_mesh=mesh['replicate', 'shard'] with the names of those axes",
     ),
 }
-# Other arguments of the strategy, for suggestions on misspelled ones.
-_OTHERS = (
+OF_PROCESSES = (
     "accelerator",
     "checkpoint_io",
     "cluster_environment",
@@ -80,6 +79,7 @@ _OTHERS = (
     "timeout",
     "uneven",
 )
+"""Names of the arguments that strategies with processes have in common."""
 
 
 def read_arguments(**given: object) -> ShardingPlan:
@@ -157,7 +157,7 @@ def _unknown(given: Mapping[str, object]) -> list[_Problem]:
             if value is not None:
                 problems.append(_REFUSED[name])
         elif name not in _DEFAULTS:
-            hint = nearest(name, [*_DEFAULTS, *_OTHERS])
+            hint = nearest(name, [*_DEFAULTS, *OF_PROCESSES])
             problems.append(
                 (f"{name}= is not an argument of this strategy{hint}", f"use some of {', '.join(_DEFAULTS)}")
             )

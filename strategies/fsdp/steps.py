@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -16,14 +16,16 @@ from .root import STORAGE_OF, ShardedRoot, reshard
 
 if TYPE_CHECKING:
     from ...protocols import StepFunction
-    from .strategy import FSDPStrategy
+    from ..parallel import ParallelStrategy
 
 __all__ = ["bound", "bound_training", "explain"]
 
 # Any in this file: what the user's steps take and return.
 
 
-def bound_training(root: ShardedRoot, step: StepFunction, strategy: FSDPStrategy) -> StepFunction:
+def bound_training(
+    root: ShardedRoot, step: StepFunction, strategy: ParallelStrategy, adopt_changes: Callable[[ShardedRoot], None]
+) -> StepFunction:
     """Return a function that runs a training step in the forward of the root and returns the step's output."""
     call = Call(step, is_training=True)
     root.is_trained_by_step = strategy.world_size > 1
@@ -31,7 +33,7 @@ def bound_training(root: ShardedRoot, step: StepFunction, strategy: FSDPStrategy
     def run(*args: object, **kwargs: object) -> object:
         # One pass in C: nothing is called when `parameter.data` is assigned.
         if root.changes.is_set or [*map(STORAGE_OF, root.shards)] != root.storages:
-            strategy.adopt_changes(root)
+            adopt_changes(root)
         if root.unfilled:
             root.check_values()
         try:
@@ -57,7 +59,9 @@ def _check_loss(output: object, strategy: str) -> None:
         )
 
 
-def bound(root: ShardedRoot, step: StepFunction, strategy: FSDPStrategy) -> StepFunction:
+def bound(
+    root: ShardedRoot, step: StepFunction, strategy: ParallelStrategy, adopt_changes: Callable[[ShardedRoot], None]
+) -> StepFunction:
     """Return what runs any other step, or the forward; a pass without gradients leaves no parameter gathered."""
     call = Call(step, is_training=False)
     has_order = False
@@ -66,7 +70,7 @@ def bound(root: ShardedRoot, step: StepFunction, strategy: FSDPStrategy) -> Step
         nonlocal has_order
         if root.changes.is_set or [*map(STORAGE_OF, root.shards)] != root.storages:
             if torch.is_grad_enabled():
-                strategy.adopt_changes(root)
+                adopt_changes(root)
             else:  # ranks may have unequally many batches to evaluate: nothing is communicated here
                 root.check_shards(strategy.global_rank)
         if root.unfilled:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from .axes import MeshAxes
-from .strategy import MeshStrategy
+from typing import TYPE_CHECKING
+
+from ...lazy import attach
+
+if TYPE_CHECKING:
+    from .axes import MeshAxes
+    from .strategy import MeshStrategy
 
 __all__ = ["MeshAxes", "MeshStrategy"]
+
+# The modules of this folder are parts of `ShardedStrategy`, from which the strategy derives.
+__getattr__, __dir__ = attach(__name__, {"MeshAxes": "axes", "MeshStrategy": "strategy"})

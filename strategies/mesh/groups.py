@@ -1,8 +1,9 @@
-"""The meshes and process groups that `MeshStrategy` communicates in, made from sizes of axes."""
+"""The meshes and process groups in which sharded strategies communicate, made from sizes of axes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,23 +16,17 @@ if TYPE_CHECKING:
 
     from .axes import MeshAxes
 
-__all__ = ["MeshGroups"]
+__all__ = ["MeshGroups", "make_groups"]
 
 
+@dataclass(frozen=True, slots=True)
 class MeshGroups:
-    """Meshes and groups of this process. Made on every rank: it communicates.
-
-    A group is None where it has all processes.
-
-    Args:
-        kind: Type of the devices, such as "cuda".
-        axes: Sizes, without -1; their product is the number of processes.
-        names: Names of the axes in `full`, by those of `AXES`, in their order; one that is left out has size 1.
+    """Meshes and groups of this process. A group is None where it has all processes.
 
     Attributes:
-        full: All axes, also those of size 1.
         shards: What `fully_shard` takes: copies over the first axis where there are several, shards over the last.
-        tensor: The tensor parallel axis alone, of the same root mesh as `shards`.
+        full: All axes, also those of size 1; None where there are copies and shards only, without names of axes.
+        tensor: The tensor parallel axis alone, of the same root mesh as `shards`; None without `full`.
         data: The ranks with this one's coordinates on pp, cp and tp: each reads other data.
         reduce: The ranks with this one's coordinates on pp and tp: a gradient is averaged over them.
         stage: The ranks with this one's coordinate on pp: they have the same layers.
@@ -42,28 +37,48 @@ class MeshGroups:
             the fsdp axis; of the same root mesh as `experts`.
     """
 
-    def __init__(self, kind: str, axes: MeshAxes, names: Mapping[str, str]) -> None:
-        sizes = {axis: size for axis, size in zip(AXES, axes.sizes, strict=True) if axis in names}
-        self.full = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(names.values()))
-        root = self.full
-        if axes.cp > 1:  # fully_shard and the tensor parallel axis need one root mesh
-            sizes["fsdp"] *= sizes.pop("cp")
-            root = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(names[axis] for axis in sizes))
-        over = (names["dp"], names["fsdp"]) if axes.dp > 1 else names["fsdp"]
-        self.shards: DeviceMesh = root[over]
-        self.tensor: DeviceMesh = root[names["tp"]]
-        copies = axes.pp * axes.cp * axes.tp
-        self.data = None if copies == 1 else _middle(kind, axes.pp, axes.data_size, axes.cp * axes.tp)
-        is_whole = axes.pp * axes.tp == 1
-        self.reduce = None if is_whole else _middle(kind, axes.pp, axes.reduce_size, axes.tp)
-        # Only made where there are experts to share: each takes process groups of its own.
-        experts = None if axes.ep == 1 else _expert_mesh(kind, axes, names)
-        self.experts: DeviceMesh | None = experts and experts["ep"]
-        self.expert_shards: DeviceMesh | None = experts and experts[over]
-        self.pipeline: ProcessGroup | None = None if axes.pp == 1 else self.full[names["pp"]].get_group()
-        self.stage = None if axes.pp == 1 else _middle(kind, axes.pp, axes.world_size // axes.pp, 1)
-        both = axes.cp * axes.tp if axes.cp > 1 < axes.tp else 1
-        self.same_batch = None if both == 1 else _middle(kind, axes.world_size // both, both, 1)
+    shards: DeviceMesh
+    full: DeviceMesh | None = None
+    tensor: DeviceMesh | None = None
+    data: ProcessGroup | None = None
+    reduce: ProcessGroup | None = None
+    stage: ProcessGroup | None = None
+    same_batch: ProcessGroup | None = None
+    pipeline: ProcessGroup | None = None
+    experts: DeviceMesh | None = None
+    expert_shards: DeviceMesh | None = None
+
+
+def make_groups(kind: str, axes: MeshAxes, names: Mapping[str, str]) -> MeshGroups:
+    """Return the meshes and groups of this process. On every rank: it communicates.
+
+    Args:
+        kind: Type of the devices, such as "cuda".
+        axes: Sizes, without -1; their product is the number of processes.
+        names: Names of the axes in `full`, by those of `AXES`, in their order; one that is left out has size 1.
+    """
+    sizes = {axis: size for axis, size in zip(AXES, axes.sizes, strict=True) if axis in names}
+    full = root = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(names.values()))
+    if axes.cp > 1:  # fully_shard and the tensor parallel axis need one root mesh
+        sizes["fsdp"] *= sizes.pop("cp")
+        root = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(names[axis] for axis in sizes))
+    over = (names["dp"], names["fsdp"]) if axes.dp > 1 else names["fsdp"]
+    copies = axes.pp * axes.cp * axes.tp
+    both = axes.cp * axes.tp if axes.cp > 1 < axes.tp else 1
+    # Only made where there are experts to share: each takes process groups of its own.
+    experts = None if axes.ep == 1 else _expert_mesh(kind, axes, names)
+    return MeshGroups(
+        shards=root[over],
+        full=full,
+        tensor=root[names["tp"]],
+        data=None if copies == 1 else _middle(kind, axes.pp, axes.data_size, axes.cp * axes.tp),
+        reduce=None if axes.pp * axes.tp == 1 else _middle(kind, axes.pp, axes.reduce_size, axes.tp),
+        experts=experts and experts["ep"],
+        expert_shards=experts and experts[over],
+        pipeline=None if axes.pp == 1 else full[names["pp"]].get_group(),
+        stage=None if axes.pp == 1 else _middle(kind, axes.pp, axes.world_size // axes.pp, 1),
+        same_batch=None if both == 1 else _middle(kind, axes.world_size // both, both, 1),
+    )
 
 
 def _middle(kind: str, outer: int, size: int, inner: int) -> ProcessGroup:

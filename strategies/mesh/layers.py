@@ -1,136 +1,92 @@
-"""`MeshLayers`: how the layers of a module are sharded, and split over the axes tp and ep of a mesh."""
+"""`TensorSplit`: the layers of a module, split over the axis tp of a mesh by a plan."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..fsdp.root import root_of
-from .processes import MeshProcesses
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from ...protocols import StepFunction
     from ..fsdp.root import ShardedRoot
-    from ..fsdp.sharding import ShardingTarget
-    from .axes import MeshAxes
     from .tensor import TensorPlan
 
-__all__ = ["MeshLayers"]
+__all__ = ["TensorSplit"]
 
 logger = logging.getLogger(__name__)
 
-# Any in this file: arguments of FSDPStrategy.
+# Any in this file: a plan of the user, of any form. Tensor parallelism is imported where it is used.
 
 
-class MeshLayers(MeshProcesses):
-    """What `MeshStrategy` does with the layers that one rank has, or has a part of.
+class TensorSplit:
+    """How the matrices of layers are split.
 
     Args:
-        axes: Sizes of the axes.
-        tensor_plan: See `MeshStrategy`.
+        plan: See `MeshStrategy`.
         sequence_parallel: See there.
         loss_parallel: See there.
-        verify: See there.
-        fsdp_arguments: Arguments of FSDPStrategy.
     """
 
-    def __init__(
-        self,
-        axes: MeshAxes,
-        *,
-        tensor_plan: object,
-        sequence_parallel: bool,
-        loss_parallel: bool,
-        verify: bool,
-        **fsdp_arguments: Any,
-    ) -> None:
-        super().__init__(axes, **fsdp_arguments)
-        self.tensor_plan = tensor_plan
-        self.sequence_parallel = sequence_parallel
+    def __init__(self, plan: Any, *, sequence_parallel: bool, loss_parallel: bool) -> None:
+        self.plan = plan
         self.loss_parallel = loss_parallel
-        self.verify = verify
-        self._lw_is_to_verify = verify
-        self._lw_tensor_plan: TensorPlan | None = None  # of the module that is being sharded
+        self._in_parts = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
+        self._resolved: TensorPlan | None = None  # of the module that is being sharded
 
-    def _lw_meshes_of_units(self, module: nn.Module) -> dict[nn.Module, DeviceMesh]:
-        mesh = self.groups.expert_shards
-        if mesh is None:
-            return {}
-        from .experts.sharding import experts_in
+    def check(self, module: nn.Module, size: int) -> None:
+        """Refuse a module that the plan cannot split over this number of ranks. Does not communicate."""
+        from .tensor.plan import check_plan
 
-        layers = (one.experts for one in experts_in(module).values())
-        return {one: mesh for one in layers if any(True for _ in one.parameters())}  # not those of other stages
+        check_plan(module, self.plan, tp=size, **self._in_parts)
 
-    def _lw_sharding_target(self) -> ShardingTarget:
-        from ..fsdp.sharding import ShardingTarget
-
-        plan, groups = self.plan, self.groups
-        # Where nothing is to be gathered or averaged, what fully_shard does besides may still be wanted.
-        is_sharded = (
-            self.resolved_axes.reduce_size > 1
-            or plan.offload
-            or plan.mixed_precision is not None
-            or self.accumulate_dtype is not None
-        )
-        return ShardingTarget(
-            groups.shards, self.device, groups.reduce, groups.stage, is_sharded=is_sharded, seeds_by_name=True
-        )
-
-    @property
-    def _lw_reduce_group(self) -> ProcessGroup | None:
-        return self.groups.reduce
-
-    @property
-    def _lw_source_group(self) -> ProcessGroup | None:
-        return self.groups.stage
-
-    # -- tensor parallel layers ------------------------------------------------------------------------------------
-
-    def _lw_shard(self, module: nn.Module) -> ShardedRoot:
-        self._lw_tensor_plan = None
-        root = super()._lw_shard(module)
-        root.tensor_plan, self._lw_tensor_plan = self._lw_tensor_plan, None
-        if root.tensor_plan is not None:
-            root.tensor_plan.finish(module)
-        return root
-
-    def _lw_begin_splitting(self, module: nn.Module) -> Callable[[list[nn.Module]], None] | None:
-        """Return what splits the layers of a unit over the axis tp; None where it has one process."""
-        size = self.resolved_axes.tp
-        if size == 1:
-            return None
+    def begin(self, module: nn.Module, mesh: DeviceMesh, *, is_rank_zero: bool) -> Callable[[list[nn.Module]], None]:
+        """Return what splits the layers of a unit over the ranks of the mesh."""
         from .tensor import resolve_plan
 
-        plan = self._lw_tensor_plan = resolve_plan(module, self.tensor_plan, tp=size, **self._lw_in_parts)
-        if self.is_global_zero:
+        plan = self._resolved = resolve_plan(module, self.plan, tp=mesh.size(), **self._in_parts)
+        if is_rank_zero:
             logger.info("%s", plan)
             for note in plan.notes:
                 logger.warning("%s", note)
-        return lambda modules: plan.apply(modules, module, self.groups.tensor)
+        return lambda modules: plan.apply(modules, module, mesh)
 
-    @property
-    def _lw_in_parts(self) -> dict[str, bool]:
-        return {"sequence_parallel": self.sequence_parallel, "loss_parallel": self.loss_parallel}
+    def finish(self, root: ShardedRoot) -> None:
+        """Let the root know of its plan, if it has one, when all units are split."""
+        root.tensor_plan, self._resolved = self._resolved, None
+        if root.tensor_plan is not None:
+            root.tensor_plan.finish(root.module)
 
-    def _lw_split_step(self, step: StepFunction, original: nn.Module, name: str) -> StepFunction:
-        root = root_of(original)
+    def bind(
+        self, step: StepFunction, module: nn.Module, name: str, verifies: Callable[[], bool] | None
+    ) -> StepFunction:
+        """Return what runs `module.<name>` with split layers; the step itself for a module that is not split.
+
+        Args:
+            step: Runs it otherwise.
+            module: The user's module.
+            name: Of its method.
+            verifies: Asked in each step with gradients whether to compare the layers with full ones; None: never.
+        """
+        root = root_of(module)
         plan = None if root is None else root.tensor_plan
         if plan is None or name == "forward":
             return step
         from .steps import split_step, verified_step
 
-        step = split_step(plan, original, step)
-        # With stages no rank runs all layers in one step.
-        is_whole = name == "training_step" and not self.has_stages
-        return verified_step(plan, original, step, self._lw_take_verification) if is_whole else step
+        step = split_step(plan, module, step)
+        return step if verifies is None else verified_step(plan, module, step, verifies)
 
-    def _lw_take_verification(self) -> bool:
-        """Return whether the split layers are to be compared now: once, in the first batch of a first run."""
-        is_due, self._lw_is_to_verify = self._lw_is_to_verify, False
-        return is_due
+    def in_backward(self) -> AbstractContextManager[None]:
+        """Return a context for backward passes from a loss, which may be one of parts of the vocabulary."""
+        if not self.loss_parallel:
+            return nullcontext()
+        from .tensor.loss import losses_in_parts
+
+        return losses_in_parts()

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ...errors import ConfigError, ModuleError
 from ..distributed.processes import DEFAULT_TIMEOUT
 from ..distributed.shards import is_sharded, local_slice
+from ..sharded import ShardedStrategy
 from .axes import REST, MeshAxes
-from .strategy import MeshStrategy
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -28,10 +28,10 @@ __all__ = ["ModelParallelStrategy"]
 
 _TENSOR = "tensor_parallel"
 
-# Any in this file: further arguments of MeshStrategy.
+# Any in this file: further arguments of FSDPStrategy.
 
 
-class ModelParallelStrategy(MeshStrategy):
+class ModelParallelStrategy(ShardedStrategy):
     """A mesh with the axes "data_parallel" and "tensor_parallel", along which the module parallelizes itself.
 
     `configure_model` finds the mesh as `self.device_mesh` and applies torch's `parallelize_module` and `fully_shard`.
@@ -56,6 +56,7 @@ class ModelParallelStrategy(MeshStrategy):
 
     strategy_name = "model_parallel"
     axis_names = {"fsdp": "data_parallel", "tp": _TENSOR}
+    copies_draw_alike = True
 
     def __init__(
         self,
@@ -78,12 +79,16 @@ class ModelParallelStrategy(MeshStrategy):
         # Both "auto": by the number of nodes, which `check_processes` knows.
         self._lw_is_by_nodes = set(sizes.values()) == {"auto"}
         super().__init__(
-            fsdp=REST if data_parallel_size == "auto" else int(data_parallel_size),
-            tp=(1 if self._lw_is_by_nodes else REST) if tensor_parallel_size == "auto" else int(tensor_parallel_size),
-            state_dict_type="sharded" if save_distributed_checkpoint else "full",
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            **arguments,
+            MeshAxes(
+                fsdp=REST if data_parallel_size == "auto" else int(data_parallel_size),
+                tp=1 if self._lw_is_by_nodes else REST if tensor_parallel_size == "auto" else int(tensor_parallel_size),
+            ),
+            {
+                "state_dict_type": "sharded" if save_distributed_checkpoint else "full",
+                "process_group_backend": process_group_backend,
+                "timeout": timeout,
+                **arguments,
+            },
         )
         self.parallelize_fn = parallelize_fn
 
@@ -119,7 +124,7 @@ class ModelParallelStrategy(MeshStrategy):
                 )
         return super()._lw_shard(module)
 
-    def _lw_begin_sharding(self, module: nn.Module) -> None:
+    def _lw_split(self, module: nn.Module) -> None:
         self.check_module(module)
         fill_shards(module, self.device)
         if self.resolved_axes.tp > 1:

@@ -35,7 +35,7 @@ DOCUMENTED = {
     ("compat/lightning/cli", "cli"): "Lightning's command line is a module of the library, as any other",
     ("compat/lightning/imports/finder.py", "cli"): "evaluates annotations as the command line does",
     ("checkpoint/rebuild.py", "cli"): "a checkpoint may hold settings of a command line",
-    ("checkpoint/rebuild.py", "data"): "puts saved hyperparameters into the module that it builds",
+    ("checkpoint/hparams.py", "data"): "puts saved hyperparameters into the module that it builds",
     ("callbacks/batch_size_finder.py", "tuner"): "searches when a verb begins",
     ("callbacks/lr_finder.py", "tuner"): "searches when fit begins",
     ("data/module.py", "checkpoint"): "DataModule.load_from_checkpoint reads a checkpoint",

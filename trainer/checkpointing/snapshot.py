@@ -341,25 +341,11 @@ def callback_states(callbacks: list[Callback]) -> StateDict:
 
 def hyperparameters(owner: object, prefix: str) -> StateDict:
     """Return the entries of a checkpoint for the hyperparameters of a module (prefix "") or "datamodule_"."""
-    hparams = getattr(owner, "hparams", None)
-    if not hparams:
+    if not getattr(owner, "hparams", None):
         return {}
-    from ...checkpoint import arguments_to_pass
-    from ...checkpoint.omegaconf_containers import containers_key, find_containers
+    from ...checkpoint import hparams  # not imported without any
 
-    plain, to_pass = arguments_to_pass.split(hparams, owner=type(owner).__name__)
-    if to_pass:
-        logger.warning(
-            "hyperparameters that are not plain values are not saved: %s; pass them to load_from_checkpoint",
-            ", ".join(to_pass),
-        )
-    name_key = "datamodule_hparams_name" if prefix else "hparams_name"
-    value_key = "datamodule_hyper_parameters" if prefix else "hyper_parameters"
-    found = {name_key: getattr(owner, "_lw_hparams_name", None) or "kwargs", value_key: plain}
-    containers = find_containers(hparams)
-    if containers:
-        found[containers_key(prefix)] = containers
-    return {**found, arguments_to_pass.to_pass_key(prefix): to_pass} if to_pass else found
+    return hparams.write(owner, prefix)
 
 
 # --- in ------------------------------------------------------------------------------------------------------------
@@ -367,7 +353,7 @@ def hyperparameters(owner: object, prefix: str) -> StateDict:
 
 def read(fabric: Fabric, path: str, *, is_trusted: bool) -> Content:
     """Load a checkpoint onto the CPU; the states move to the device when they are put back."""
-    from ...checkpoint import arguments_to_pass
+    from ...checkpoint import hparams
     from ...checkpoint.reading import Ranks, read_on_all_ranks
 
     strategy = fabric.strategy
@@ -384,7 +370,7 @@ def read(fabric: Fabric, path: str, *, is_trusted: bool) -> Content:
         is_safe=not is_trusted,
         by_parts=strategy.shards_parameters,
     )
-    arguments_to_pass.put_back(checkpoint)
+    hparams.put_back(checkpoint)
     content = contents.read(checkpoint, source=path)
     content.extra["__checkpoint__"] = checkpoint
     return content

@@ -128,8 +128,11 @@ def train_window(run: Run, size: int) -> bool:
             if seen is not None and watch.keeps:
                 watch.losses.append(seen)
         if has_batch:
-            found = find_batch_size(batch)
-            samples += (found if found == sizes.expected else sizes.resolve(batch, found)) or 0
+            if metrics.sized is batch:  # the module has logged a mean over the epoch
+                samples += metrics.size or 0
+            else:
+                found = find_batch_size(batch)
+                samples += (found if found == sizes.expected else sizes.resolve(batch, found)) or 0
         if not (is_last or looks_ahead):
             is_last = not stream.has_next()
 

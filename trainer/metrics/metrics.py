@@ -105,7 +105,7 @@ class Metrics:
         self.batch: Batch = None
         self.sized: Batch = None
         self.sizes: BatchSizes | None = None
-        self._size: int | None = None
+        self.size: int | None = None
         self.source: Callable[[], Tensor | None] = NoneType  # which returns None
         self.detached: Tensor | None = None
         self.window = 0
@@ -328,7 +328,7 @@ class Metrics:
         """
         self.batch, self.sized = batch, None
         if size is not None:
-            self.sized, self._size = batch, size
+            self.sized, self.size = batch, size
 
     def _weight(self, accumulator: ScalarAccumulator) -> float:
         batch = self.batch
@@ -336,10 +336,10 @@ class Metrics:
             return 1.0
         if self.sized is not batch:
             found, sizes = find_batch_size(batch), self.sizes
-            self._size = found if sizes is None or found == sizes.expected else sizes.resolve(batch, found)
+            self.size = found if sizes is None or found == sizes.expected else sizes.resolve(batch, found)
             self.sized = batch
-        if self._size is not None:
-            return self._size
+        if self.size is not None:
+            return self.size
         # The batch does not tell its size. As long as all batches look the same they weigh the same.
         shapes = shapes_of(batch)
         if accumulator.shapes is None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ....checkpoint.omegaconf_containers import calls_resolver
+from ....checkpoint.hparams import calls_resolver
 from ....checkpoint.tools.formats import Reading, open_checkpoint
 from ....cli.make import make
 from ....cli.names import Trust

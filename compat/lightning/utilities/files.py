@@ -16,7 +16,7 @@ from fsspec.core import url_to_fs
 
 from ....checkpoint import storage
 from ....checkpoint.file.reading import require_small
-from ....checkpoint.rebuild import read_hparams_yaml
+from ....checkpoint.hparams import read_yaml
 from ....checkpoint.tensors import AnyTensor, map_tensors, read_tensor
 from ....protocols import MapLocation
 from ....strategies import Strategy
@@ -99,7 +99,7 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: object, use_omegaconf
 
 def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) -> dict[str, object]:
     """Return hyperparameters of a YAML file; an empty dict if there is no file."""
-    return read_hparams_yaml(config_yaml) if Path(config_yaml).is_file() else {}
+    return read_yaml(config_yaml) if Path(config_yaml).is_file() else {}
 
 
 def save_hparams_to_tags_csv(tags_csv: str | Path, hparams: object) -> None:

@@ -10,9 +10,15 @@ from ....errors import ModuleError, nearest
 from ..pipeline.elsewhere import Elsewhere
 from .options import Context
 
-__all__ = ["check_kernels", "check_window", "find_model"]
+__all__ = ["check_kernels", "check_model", "check_window", "find_model"]
 
 # Any in this file: attributes of the user's model.
+
+
+def check_model(module: nn.Module, options: Context | None, size: int) -> None:
+    """Refuse a module whose sequences `size` ranks cannot share; see `find_model` and `check_kernels`."""
+    find_model(module, Context() if options is None else options)
+    check_kernels(module, size)
 
 
 def find_model(module: nn.Module, options: Context) -> tuple[str, nn.Module]:

@@ -36,8 +36,9 @@ __all__ = ["recording", "verify_plan"]
 
 logger = logging.getLogger(__name__)
 
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest difference, as a share of the largest value: sums over ranks are rounded in another order."""
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest difference, as a share of the largest value: sums over ranks are rounded in another order, and norms of
+transformers in float32, whatever the parameters' dtype."""
 
 
 @contextmanager

@@ -99,8 +99,9 @@ def test_a_model_trains_as_on_one_process(kind: str) -> None:
         assert found["weight"] <= 1e-8  # norms compute in float32
 
 
-def test_more_ranks_than_heads_of_keys() -> None:
-    for found in run_ranks(train, 4, "llama"):
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])  # qwen3 has a norm of keys
+def test_more_ranks_than_heads_of_keys(kind: str) -> None:
+    for found in run_ranks(train, 4, kind):
         assert found["loss"] <= 1e-10
         assert found["weight"] <= 1e-8
 

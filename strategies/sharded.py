@@ -1,0 +1,744 @@
+"""`ShardedStrategy`: the base class of strategies that shard parameters over a mesh of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import ConfigError, ModuleError
+from ..precision.base import compute_gradients
+from .base import NoLoss, Topology, non_finite_norm, refuse_complex
+from .construction.activation_checkpointing import choose_checkpointed
+from .construction.deferred import DeferredInit
+from .construction.wrap_policy import choose_units
+from .distributed.changes import params_of_group
+from .distributed.clipping import scale_to_norm, total_norm
+from .distributed.processes import ProcessGroupStrategy, broadcast_tensors
+from .distributed.shards import gather_full, is_sharded, local, reading_numbers
+from .fsdp.arguments import OF_PROCESSES, read_arguments
+from .fsdp.fitting import fit_module_state, fit_optimizer_state
+from .fsdp.root import ShardedRoot, root_of, run_empty
+from .fsdp.sharder import Sharder, parameters_of
+from .fsdp.sharding import ShardingTarget
+from .fsdp.steps import bound, bound_training
+from .mesh.axes import AXES, MeshAxes
+from .mesh.groups import MeshGroups, make_groups
+from .tensor_subclasses import refuse_shards, unpack_subclasses
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
+    from torch.optim import Optimizer
+
+    from ..protocols import StateDict, StepFunction
+    from .fsdp.plan import ShardingPlan
+    from .mesh.context.options import Context
+    from .mesh.context.parallel import ContextParallel
+    from .mesh.layers import TensorSplit
+    from .mesh.pipeline.stages import Stages
+    from .mesh.pipeline.window import PipelineRunner
+
+__all__ = ["ShardedStrategy"]
+
+T = TypeVar("T")
+
+# Any in this file: arguments by name, batches, what steps take and return, and entries of states.
+
+
+class ShardedStrategy(ProcessGroupStrategy):
+    """The base class of strategies with processes along the axes of a mesh, over which parameters are sharded.
+
+    A `Sharder` shards parameters over the axes dp, fsdp and cp. What splits the module itself is there only where its
+    axis has several processes: layers over tp, stages over pp, sequences over cp, experts over ep.
+
+    Args:
+        axes: Sizes of the axes.
+        arguments: Those of FSDPStrategy, by name.
+        tensor: Splits layers over the axis tp; None: they are left whole.
+        stages: Splits the module over the axis pp; None: there is one stage.
+        context: How sequences are split over the axis cp; None: the defaults.
+        verify: Whether the first batch of a run is compared with the module that is not split.
+
+    Raises:
+        ConfigError: An argument is unknown or cannot be honored; every problem is named.
+    """
+
+    uneven_choices = ("stop_all", "cycle")  # a rank without a batch cannot take part in gathering
+    shards_parameters = True
+    sums_gradients_itself = True
+    has_module_hooks = True
+    axis_names: Mapping[str, str] = {axis: axis for axis in AXES}
+    """Names of the axes in `device_mesh`, by those of `AXES`."""
+
+    def __init__(
+        self,
+        axes: MeshAxes,
+        arguments: Mapping[str, Any],
+        *,
+        tensor: TensorSplit | None = None,
+        stages: Stages | None = None,
+        context: Context | None = None,
+        verify: bool = False,
+    ) -> None:
+        problems: list[tuple[str, str]] = []
+        plan: ShardingPlan | None = None
+        try:
+            plan = read_arguments(**{name: one for name, one in arguments.items() if name not in OF_PROCESSES})
+        except ConfigError as error:
+            problems.append((error.what, error.fix))
+        super().__init__(**{name: one for name, one in arguments.items() if name in OF_PROCESSES}, problems=problems)
+        assert plan is not None
+        # A stage needs its parameters for all micro-batches of a window.
+        self.plan = plan if stages is None else replace(plan, reshard_after_forward=False)
+        self.axes = axes
+        self.context = context
+        self.verify = verify
+        self._lw_is_to_verify = verify
+        self._lw_sharder = Sharder(self)
+        self._lw_tensor = tensor
+        self._lw_stages = stages
+        self._lw_contexts: dict[nn.Module, ContextParallel] = {}  # by the user's modules
+        self._lw_groups: MeshGroups | None = None
+        self._lw_expected_axes = axes  # resolved when the number of processes is known, before they start
+        self._lw_resolved: tuple[int, MeshAxes, MeshAxes] | None = None  # number of processes, axes, and these resolved
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    def check_processes(self, num_processes: int, num_nodes: int) -> None:
+        """Compare the sizes of the axes with the number of processes; see `Strategy.check_processes`."""
+        axes = self._lw_expected_axes = self.axes.resolve(num_processes)
+        if self._lw_stages is not None and axes.pp > 1:
+            self._lw_stages.options.num_stages(axes.pp)
+
+    @property
+    def resolved_axes(self) -> MeshAxes:
+        """The sizes of the axes for the number of processes, without -1."""
+        size, known = self.world_size, self._lw_resolved
+        if known is None or known[0] != size or known[1] is not self.axes:  # asked several times in a step
+            known = self._lw_resolved = (size, self.axes, self.axes.resolve(size))
+        return known[2]
+
+    @property
+    def model_axes(self) -> Mapping[str, int]:  # type: ignore[override]  # it is not set, but follows from the axes
+        """Sizes of the axes that split one copy of a module, without those of size 1; -1 before it is known."""
+        sizes = {name: getattr(self.axes, name) for name in ("pp", "cp", "tp", "ep")}
+        return {name: size for name, size in sizes.items() if size != 1}
+
+    @property
+    def topology(self) -> Topology:
+        """Ranks and sizes; `data_rank` is the position on the axes dp and fsdp."""
+        if self._lw_topology is not None:
+            return self._lw_topology
+        found = super().topology
+        if found.world_size == 1 and not self.is_connected:  # not launched yet
+            return found
+        axes, rank = self.axes.resolve(found.world_size), found.global_rank  # resolved_axes asks for the topology
+        stage = axes.coordinates(rank)["pp"]
+        return replace(found, data_rank=axes.data_rank(rank), data_size=axes.data_size, stage=stage)
+
+    @property
+    def groups(self) -> MeshGroups:
+        """The meshes and process groups. On every rank: the first access communicates."""
+        if self._lw_groups is None:
+            self._lw_groups = self._lw_make_groups()
+        return self._lw_groups
+
+    def _lw_make_groups(self) -> MeshGroups:
+        return make_groups(self.device.type, self.resolved_axes, self.axis_names)
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:  # type: ignore[override]  # it is not set, but follows from the axes
+        """The processes as a mesh with all axes, also those of size 1: `device_mesh["tp"]` is one of them.
+
+        None before the processes are connected.
+        """
+        return self.groups.full if self.is_connected else None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh over which parameters are sharded: the axes dp, where there are copies, and fsdp with cp."""
+        return self.groups.shards
+
+    def setup_environment(self) -> None:
+        """Connect the processes and make their groups. Called once in every process."""
+        super().setup_environment()
+        self._lw_groups = None
+        # Here, where all ranks are: a first collective may be that of a few.
+        if self.is_connected and self.groups.full is not None:
+            # torch (2.13) asks the ranks of the first gradient only, which may be the same on all ranks of an axis.
+            self.precision.reduce_overflow = _largest_on_all_ranks
+
+    def teardown(self) -> None:
+        """Release devices and connections after a run."""
+        self.precision.reduce_overflow = None
+        super().teardown()
+        self._lw_groups = None
+        self._lw_contexts = {}
+
+    # -- data ----------------------------------------------------------------------------------------------------
+
+    @property
+    def logs_parts(self) -> bool:
+        """Whether the ranks that share sequences log values of their parts."""
+        return self.context is not None and self.context.batch is not None and self.resolved_axes.cp > 1
+
+    @property
+    def reporting_ranks(self) -> list[int] | None:  # type: ignore[override]  # it follows from the axes
+        """For each share of the data the first of the ranks with the last stage, which has the loss; None: all."""
+        axes = self.resolved_axes
+        return None if axes.pp * axes.cp * axes.tp == 1 else self._lw_of_last_stage(axes.cp * axes.tp)
+
+    def _lw_of_last_stage(self, step: int) -> list[int]:
+        """Return each `step`-th of the ranks with the last stage."""
+        size = self.world_size // self.resolved_axes.pp  # of a stage
+        first = self.last_stage_rank * size
+        return list(range(first, first + size, step))
+
+    @property
+    def batch_norm_group(self) -> ProcessGroup | None:  # type: ignore[override]  # it follows from the axes
+        """The ranks over which batch norms are synchronized: those with the same layers that read different data."""
+        return self.groups.reduce if self.is_connected else None
+
+    @property
+    def _lw_data_group(self) -> ProcessGroup | None:  # type: ignore[override]  # it follows from the axes
+        """The ranks that read different data: those with this one's coordinates on pp, cp and tp; None: all."""
+        return self.groups.data if self.is_connected else None
+
+    @property
+    def _lw_tensor_group(self) -> ProcessGroup | None:  # type: ignore[override]  # it follows from the axes
+        """The ranks over which tensors are reduced and gathered: those that log different values; None: all."""
+        return self.groups.reduce if self.is_connected and self.logs_parts else self._lw_data_group
+
+    def gather_logged(self, obj: T) -> list[T]:
+        """Return the objects of the ranks whose logged values count; see `Strategy.gather_logged`."""
+        if not self.logs_parts:
+            return self.gather_reports(obj)
+        everywhere = self.gather_objects(obj)
+        return [everywhere[rank] for rank in self._lw_of_last_stage(self.resolved_axes.tp)]
+
+    @property
+    def logged_place(self) -> tuple[int, int]:
+        """Which object of `gather_logged` is of this rank, and their number."""
+        if not self.logs_parts:
+            return self.report_place
+        axes = self.resolved_axes
+        size = self.world_size // axes.pp  # of a stage
+        return self.global_rank % size // axes.tp, size // axes.tp
+
+    # -- before the launch ---------------------------------------------------------------------------------------
+
+    def configure_fsdp_auto_wrap_policy(self, module: nn.Module) -> Any:
+        """Return which modules are to be units: `auto_wrap_policy`. For overriding, where the model decides.
+
+        Called once, on every rank, before the module is sharded.
+        """
+        return self.plan.auto_wrap_policy
+
+    def accumulation_refusal(self, dtype: torch.dtype) -> tuple[str, str] | None:
+        """Return why gradients cannot be summed in this dtype, and the remedy; see `Strategy.accumulation_refusal`."""
+        if self.plan.mixed_precision is not None:
+            return "its mixed_precision= sets the dtypes", "pass reduce_dtype=torch.float32 there"
+        return super().accumulation_refusal(dtype)
+
+    def check_layers(self, module: nn.Module) -> None:
+        """Refuse a module that cannot be sharded or split along these axes; see `Strategy.check_layers`."""
+        if root_of(module) is not None:  # of an earlier run: its layers are those of a rank
+            return
+        is_own = type(self).configure_fsdp_auto_wrap_policy is ShardedStrategy.configure_fsdp_auto_wrap_policy
+        if is_own:  # an override decides in the ranks
+            units = [one for _, one in choose_units(module, self.plan.auto_wrap_policy).units]
+            if self.plan.activation_checkpointing is not None:
+                choose_checkpointed(module, self.plan.activation_checkpointing, units=units)
+        axes = self._lw_expected_axes
+        if axes.ep > 1:
+            from .mesh.experts.sharding import check_layers
+
+            check_layers(module, axes.ep)
+        if self._lw_tensor is not None and axes.tp > 1:
+            self._lw_tensor.check(module, axes.tp)
+        if axes.cp > 1:
+            from .mesh.context.model import check_model
+
+            check_model(module, self.context, axes.cp)
+        if self._lw_stages is not None and axes.pp > 1:
+            self._lw_stages.check(module, axes.pp, self.precision)
+
+    @contextmanager
+    def init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Return a context in which a module is built without memory; `setup_module` gives it values unit by unit.
+
+        Args:
+            empty_init: True: values will be loaded from a checkpoint, nothing is initialized. None: they will be those
+                that the module's constructors gave it, bit for bit. False builds the full module on the CPU.
+        """
+        if empty_init is False:
+            yield
+            return
+        with DeferredInit(empty=bool(empty_init)):
+            yield
+
+    def change_context(self, module: nn.Module) -> AbstractContextManager[object]:
+        """Return a context in which changes of a module without values are made when it gets them."""
+        if not any(one.is_meta for one in [*module.parameters(), *module.buffers()]):
+            return nullcontext()
+        return DeferredInit()
+
+    # -- the model -----------------------------------------------------------------------------------------------
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Leave the module where it is: `setup_module` moves it unit by unit."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Split and shard the module's parameters, in place, and return what runs it. On every rank: it communicates.
+
+        A module that is sharded already is run as it is.
+
+        Raises:
+            ModuleError: The ranks built different modules, or the module cannot be sharded; gives the reason.
+        """
+        root = root_of(module)
+        if root is None:
+            root = self._lw_shard(module)
+        else:
+            self._lw_sharder.take_over(root, self._lw_target(), self._lw_layout)
+        self._lw_sharder.roots.add(root)
+        if self.resolved_axes.cp > 1 and root.module not in self._lw_contexts:
+            self._lw_share_sequences(root.module)
+        return root
+
+    place_module = setup_module
+
+    def _lw_shard(self, module: nn.Module) -> ShardedRoot:
+        prepare = self._lw_split(module)
+        root = self._lw_sharder.shard(
+            module,
+            replace(
+                self.plan,
+                auto_wrap_policy=self.configure_fsdp_auto_wrap_policy(module),
+                accumulate_dtype=self.accumulate_dtype,
+            ),
+            self._lw_target(),
+            layout=self._lw_layout,
+            prepare=prepare,
+            meshes=self._lw_meshes_of_experts(module),
+        )
+        if self._lw_tensor is not None:
+            self._lw_tensor.finish(root)
+        return root
+
+    def _lw_split(self, module: nn.Module) -> Callable[[list[nn.Module]], None] | None:
+        """Compare the module over ranks and split it; return what is called with each unit before it is sharded."""
+        self.check_module(module)
+        axes, groups, prepare = self.resolved_axes, self.groups, None
+        if self._lw_tensor is not None and axes.tp > 1:
+            assert groups.tensor is not None, "it is an axis of every mesh with layers that are split"
+            prepare = self._lw_tensor.begin(module, groups.tensor, is_rank_zero=self.is_global_zero)
+        if groups.experts is not None:
+            from .mesh.experts.sharding import preparing
+
+            prepare = preparing(module, groups.experts, prepare)
+        if self._lw_stages is not None and self.has_stages:
+            from .mesh.experts.stages import leave_results
+
+            self._lw_stages.split(
+                module,
+                self._lw_stage_group,
+                rank=self.topology.stage,
+                device=self.device,
+                precision=self.precision,
+                # Parts of sequences draw from generators of their own.
+                seeds_blocks=axes.cp == 1,
+            )
+            leave_results(module)
+        return prepare
+
+    def _lw_target(self) -> ShardingTarget:
+        """Return the processes over which the module is sharded."""
+        plan, groups = self.plan, self.groups
+        # Where nothing is to be gathered or averaged, what fully_shard does besides may still be wanted.
+        is_sharded = (
+            self.resolved_axes.reduce_size > 1
+            or plan.offload
+            or plan.mixed_precision is not None
+            or self.accumulate_dtype is not None
+        )
+        return ShardingTarget(
+            groups.shards, self.device, groups.reduce, groups.stage, is_sharded=is_sharded, seeds_by_name=True
+        )
+
+    @property
+    def _lw_layout(self) -> Mapping[str, int]:
+        """Sizes of the axes along which ranks have other layers, or parts of them."""
+        axes = self.resolved_axes
+        sizes = {"pp": axes.pp, "tp": axes.tp, "ep": axes.ep}
+        return {axis: size for axis, size in sizes.items() if size > 1}
+
+    def _lw_meshes_of_experts(self, module: nn.Module) -> dict[nn.Module, DeviceMesh]:
+        """Return the modules that are units of their own and sharded over other meshes than `mesh`."""
+        mesh = self.groups.expert_shards
+        if mesh is None:
+            return {}
+        from .mesh.experts.sharding import experts_in
+
+        layers = (one.experts for one in experts_in(module).values())
+        return {one: mesh for one in layers if any(True for _ in one.parameters())}  # not those of other stages
+
+    def _lw_share_sequences(self, module: nn.Module) -> None:
+        from .mesh.context.setup import set_up
+
+        assert self.groups.full is not None, "sequences are shared along an axis of it"
+        self._lw_contexts[module] = set_up(
+            module,
+            self.context,
+            self.groups.full["cp"],
+            self.device,
+            verifies=self.verify,
+            same_batch=self.groups.same_batch,
+            tp=self.resolved_axes.tp,
+        )
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Broadcast the first rank's buffers to all ranks with the same layers."""
+        if self.world_size > 1:
+            buffers = [one for one in self.unwrap(module).buffers() if not is_sharded(one)]
+            broadcast_tensors(buffers, self.groups.stage)
+
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Average gradients that no backward pass averaged; see `Strategy.average_gradients`."""
+        self._lw_sharder.average_gradients(parameters)
+
+    def unwrap(self, module: nn.Module) -> nn.Module:
+        """Return the module that the user wrote."""
+        return module.module if isinstance(module, ShardedRoot) else module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer with its parameters replaced by the sharded ones; see `Sharder.replace_parameters`."""
+        self._lw_stepped.pop(id(optimizer), None)
+        self._lw_sharder.replace_parameters(optimizer)
+        return optimizer
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def bind_step(self, module: nn.Module, name: str) -> StepFunction:
+        """Return what runs `module.<name>` while parameters are gathered, on every rank at the same time.
+
+        A pass without gradients leaves no parameter gathered. A rank runs its stages, its parts of layers and of
+        sequences, where these are split.
+        """
+        original = self.unwrap(module)
+        step: StepFunction = original if name == "forward" else getattr(original, name)
+        if self._lw_tensor is not None:
+            # With stages no rank runs all layers in one step.
+            is_whole = name == "training_step" and not self.has_stages
+            step = self._lw_tensor.bind(step, original, name, self._lw_take_verification if is_whole else None)
+        if self._lw_stages is not None:
+            step = self._lw_stages.bind(step, original, name)
+        if isinstance(module, ShardedRoot):
+            is_training = name == "training_step" and not module.is_by_parts
+            step = (bound_training if is_training else bound)(module, step, self, self._lw_sharder.adopt_changes)
+        context = self._lw_contexts.get(original)
+        return step if context is None else context.bind(step, name)
+
+    def _lw_take_verification(self) -> bool:
+        """Return whether the split module is to be compared now: once, in the first batch of a first run."""
+        is_due, self._lw_is_to_verify = self._lw_is_to_verify, False
+        return is_due
+
+    def without_data(self, module: nn.Module) -> NoLoss | None:
+        """Refuse: a rank without a batch cannot take part in a training step.
+
+        Raises:
+            ModuleError: Always.
+        """
+        raise ModuleError(
+            f"Expected a training batch on every rank with {type(self).__name__}, got none on rank {self.global_rank}.",
+            fix="provide the same number of batches on all ranks, or pass uneven='stop_all' or 'cycle'.",
+        )
+
+    def evaluate_without_data(self, module: nn.Module | None) -> None:
+        """Take part in an evaluation step for which this rank has no batch, where others have one.
+
+        The units are gathered in the order of this rank's last evaluation step, before its first in the order in which
+        the module has them.
+        """
+        roots = [module] if module is not None else self._lw_sharder.roots.in_use()
+        # A hand-written loop may have set up modules that it does not evaluate.
+        evaluated = [one for one in roots if isinstance(one, ShardedRoot) and one.evaluated is not None]
+        with self.precision.forward_context():
+            for root in evaluated or roots[:1]:
+                if isinstance(root, ShardedRoot):
+                    run_empty(root)
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[object]:
+        """Return a context in which backward passes add to full gradients on this rank only, if enabled."""
+        is_deferred = enabled and self.world_size > 1 and isinstance(module, ShardedRoot)
+        return _deferring_reduction(cast("ShardedRoot", module)) if is_deferred else nullcontext()
+
+    def backward(self, tensor: Tensor, *args: object, **kwargs: object) -> None:
+        """Compute gradients of a loss (shape (), already scaled by the precision); average and shard them."""
+        with self._lw_in_backward():
+            try:
+                compute_gradients(tensor, *args, **kwargs)
+            except RuntimeError as error:
+                self._lw_sharder.explain(error, tensor)
+                raise
+            self._lw_sharder.end_backward()
+
+    def _lw_in_backward(self, *, has_losses: bool = True) -> AbstractContextManager[object]:
+        """Return a context for backward passes, in which activations are computed again as in the forward pass.
+
+        Args:
+            has_losses: Whether they begin at a loss of parts of the vocabulary, where it is split.
+        """
+        around = ExitStack()
+        if self._lw_contexts:  # one for all modules: they replace attention alike
+            around.enter_context(next(iter(self._lw_contexts.values())).in_backward())
+        if has_losses and self._lw_tensor is not None:
+            around.enter_context(self._lw_tensor.in_backward())
+        return around
+
+    def discard_gradients(self, module: nn.Module | None) -> None:
+        """Discard gradients that wait for the end of their window; an optimizer's `zero_grad` does not reach them."""
+        for root in self._lw_sharder.roots:
+            if root.has_deferred and module in (None, root):
+                root.discard_gradients()
+
+    def discard_gradients_of(self, optimizer: Optimizer) -> None:
+        """Discard those of the optimizer's parameters; another optimizer's window continues."""
+        for root in self._lw_sharder.roots:
+            if root.has_deferred:
+                root.discard_gradients(parameters_of(optimizer))
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> bool:
+        """Step the optimizer; see `Strategy.optimizer_step`.
+
+        Raises:
+            ModuleError: Gradients of its parameters were not averaged: it would step without them.
+        """
+        is_first = self._lw_stepped.get(id(optimizer)) != [*map(len, map(params_of_group, optimizer.param_groups))]
+        if is_first:
+            # A loop that calls the module itself, and not its training_step, may average other gradients itself.
+            self._lw_check_stepped(optimizer, [one.changes for one in self._lw_sharder.roots if one.is_trained_by_step])
+        self._lw_sharder.check_step(optimizer, has_closure=closure is not None)
+        with reading_numbers():
+            has_stepped = super().optimizer_step(optimizer, closure)
+        if is_first:
+            refuse_shards(optimizer, warns=not self.saves_optimizers)
+        return has_stepped
+
+    def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the local shards of tensors, sharing their memory, without empty ones."""
+        return local(tensors)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Scale the gradients of the optimizer's parameters in place so that their total norm is at most `max_norm`.
+
+        On every rank: it communicates, once for each axis of the mesh. See `Strategy.clip_gradients_norm`.
+        """
+        gradients = _gradients(optimizer)
+        runner = self._lw_runner(module)
+        if runner is None:
+            norm = total_norm(gradients, norm_type).to(self.device)
+        else:
+            from .mesh.pipeline.gradients import norm_over_stages
+
+            norm = norm_over_stages(runner.split, runner.group, parameters_of(optimizer), norm_type, self.device)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise non_finite_norm()
+        scale_to_norm(gradients, max_norm, norm)
+        return norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Clamp each gradient element of the optimizer's parameters to [-clip_val, clip_val], in place."""
+        refuse_complex(_gradients(optimizer), type(self).__name__)
+        for part in local(_gradients(optimizer)):
+            part.clamp_(-clip_val, clip_val)
+
+    # -- pipeline stages -----------------------------------------------------------------------------------------
+
+    @property
+    def has_stages(self) -> bool:  # type: ignore[override]  # it is not set, but follows from the axes
+        """Whether ranks hold different layers."""
+        return self._lw_stages is not None and (self.resolved_axes if self.is_connected else self.axes).pp != 1
+
+    @property
+    def runs_windows(self) -> bool:  # type: ignore[override]  # it is not set, but follows from the axes
+        """Whether windows are run through pipeline stages."""
+        return self.has_stages
+
+    @property
+    def parts_per_batch(self) -> int:  # type: ignore[override]  # it is not set, but follows from the options
+        """Number of parts into which each batch is split for the stages."""
+        return self._lw_stages.options.micro_batches if self._lw_stages is not None and self.has_stages else 1
+
+    @property
+    def holds_parameters(self) -> bool:  # type: ignore[override]  # it is not set, but follows from the axes
+        """Whether parameters are on other ranks, so that callbacks cannot average or prune the model here."""
+        return self.has_stages
+
+    @property
+    def compile_refusal(self) -> tuple[str, str] | None:  # type: ignore[override]  # it follows from the axes
+        """Why `compile=` cannot be used with pipeline stages or parts of sequences; None without them."""
+        if (size := self._lw_expected_axes.cp) > 1:
+            what = f"attention in compiled code cannot be replaced by attention over the parts of cp={size}"
+            return (what, "leave compile= out, or train without cp")
+        if not self.has_stages:
+            return None
+        return ("a step of a pipeline stage leaves the module in the middle", "leave compile= out, or train without pp")
+
+    @property
+    def has_last_stage(self) -> bool:  # type: ignore[override]  # it is not set, but follows from the axes
+        """Whether steps run to their end on this rank."""
+        return not (self.is_connected and self.has_stages) or self.last_stage_rank == self.topology.stage
+
+    @property
+    def last_stage_rank(self) -> int:
+        """The place in a pipeline of the rank with the last stage."""
+        return 0 if self._lw_stages is None else self._lw_stages.last_rank(self.resolved_axes.pp)
+
+    @property
+    def _lw_stage_group(self) -> ProcessGroup:
+        group = self.groups.pipeline
+        assert group is not None, "there are stages"
+        return group
+
+    def _lw_runner(self, module: nn.Module | None) -> PipelineRunner | None:
+        """Return what runs the stages of a module; None where there is one stage."""
+        if self._lw_stages is None or module is None:
+            return None
+        return self._lw_stages.runner_of(self.unwrap(module))
+
+    def run_window(
+        self, batches: Sequence[object], step: Callable[..., Any], share: Callable[[Any], Tensor]
+    ) -> Sequence[Any]:
+        """Run forward and backward passes of a window's micro-batches through all stages; see `Strategy.run_window`."""
+        assert self._lw_stages is not None, "called only where there are stages"
+        with self._lw_in_backward(has_losses=False):  # backward passes are among the forward passes
+            return self._lw_stages.run_window(
+                batches,
+                step,
+                share,
+                loss_parallel=self._lw_tensor is not None and self._lw_tensor.loss_parallel,
+                verifies=self._lw_take_verification() and self.resolved_axes.cp == 1,
+            )
+
+    def from_last_stage(self, tensor: Tensor) -> Tensor:
+        """Return the last stage's tensor, on every rank of its pipeline; see `Strategy.from_last_stage`."""
+        if self.has_stages and self.is_connected:
+            dist.broadcast(tensor, group=self._lw_stage_group, group_src=self.last_stage_rank)
+        return tensor
+
+    def of_stages(self, module: nn.Module, facts: dict[str, T]) -> dict[str, T]:
+        """Return facts about modules and parameters from the ranks that have these; see `Strategy.of_stages`."""
+        runner = self._lw_runner(module)
+        return facts if runner is None else runner.joined(facts)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> StateDict:
+        """Return the shapes that stages exchange, with which a resumed run begins. On every rank: it communicates."""
+        return {} if self._lw_stages is None else self._lw_stages.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        """Load what `state_dict` returned, now or when the module is set up."""
+        if self._lw_stages is not None:
+            self._lw_stages.load_state_dict(state_dict)
+
+    def saves_shards(self, default: str) -> bool:
+        """Return whether all ranks write checkpoints, each its local shards; `default` without a choice of the user."""
+        return (self.plan.state_dict_type or default) == "sharded"
+
+    def arrange_shards(self, state: object) -> Any:
+        """Return the state under the names of all stages, with this rank's shards; see `Strategy.arrange_shards`."""
+        if self._lw_stages is None:
+            return state
+        axes = self.resolved_axes
+        mesh = self.groups.shards if axes.world_size == axes.pp else None
+        return self._lw_stages.arrange_shards(state, mesh, keep=self.is_global_zero)
+
+    def gather_state(self, state: object) -> Any:
+        """Return a state with full tensors on rank 0's CPU, and None in their place elsewhere. On every rank."""
+        gather = gather_full if self._lw_stages is None else self._lw_stages.gather
+        return gather(state, keep=self.is_global_zero)
+
+    def module_state_dict(self, module: nn.Module) -> StateDict:
+        """Return the state of a module, under the user's names; sharded tensors share memory with the parameters.
+
+        What other stages have is gathered by `gather_state`.
+        """
+        runner = self._lw_runner(module)
+        if runner is None:
+            return super().module_state_dict(self.unwrap(module))
+        from .mesh.pipeline.state import stages_state
+
+        with runner.split.in_parts():
+            return stages_state(runner, super().module_state_dict(self.unwrap(module)))
+
+    get_module_state_dict = module_state_dict
+
+    def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> LoadedKeys:
+        """Load a state of any layout: of full tensors, of tensors in a file, or of sharded ones; see Strategy's."""
+        original, runner = self.unwrap(module), self._lw_runner(module)
+        if runner is not None:
+            from .mesh.pipeline.state import own_module_state
+
+            state = own_module_state(runner.split, state)
+        with nullcontext() if runner is None else runner.split.in_parts():
+            fitted = fit_module_state(super().module_state_dict(original), state)
+            return super().load_module_state_dict(original, fitted, strict)
+
+    def optimizer_state(self, optimizer: Optimizer, module: nn.Module | None = None) -> StateDict:
+        """Return the state of an optimizer; those of the stages are joined by `gather_state`."""
+        state, runner = super().optimizer_state(optimizer, module), self._lw_runner(module)
+        if runner is None:
+            return state
+        from .mesh.pipeline.state import stage_optimizer
+
+        return stage_optimizer(runner, optimizer, state)
+
+    get_optimizer_state = optimizer_state
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: StateDict, module: nn.Module | None = None) -> None:
+        """Load a state of any layout: of full tensors, of tensors in a file, or of sharded ones; see Strategy's.
+
+        A resumed run is not verified.
+        """
+        self._lw_is_to_verify = False
+        runner = self._lw_runner(module)
+        if runner is not None:
+            from .mesh.pipeline.state import own_optimizer_state
+
+            state = own_optimizer_state(runner.split, optimizer, state)
+        fitted = fit_optimizer_state(optimizer, unpack_subclasses(state, optimizer))
+        super().load_optimizer_state(optimizer, fitted, module)
+
+
+@contextmanager
+def _deferring_reduction(root: ShardedRoot) -> Iterator[None]:
+    root.set_sync(False)
+    try:
+        yield
+    finally:
+        root.set_sync(True)
+
+
+def _largest_on_all_ranks(tensor: Tensor) -> None:
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [one.grad for one in parameters_of(optimizer) if one.grad is not None]
