@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kept import keep
 
 from loopwright.fabric import TorchElasticEnvironment, detect_cluster
 
@@ -78,7 +79,7 @@ def test_each_process_knows_its_place_and_gets_its_arguments(tmp_path: Path) -> 
     assert first["port"] == second["port"]
 
 
-@pytest.mark.parametrize(("how", "code"), [("exit", 7), ("kill", 128 + signal.SIGKILL)])
+@pytest.mark.parametrize(("how", "code"), keep([("exit", 7), ("kill", 128 + signal.SIGKILL)], ("exit", 7)))
 def test_the_exit_code_is_that_of_the_first_process_that_failed(how: str, code: int, tmp_path: Path) -> None:
     process = start(tmp_path, "--nproc-per-node", "2", "-m", "program", how)
     _, errors = process.communicate(timeout=120)
@@ -88,7 +89,7 @@ def test_the_exit_code_is_that_of_the_first_process_that_failed(how: str, code: 
     assert not any(is_running(found["pid"]) for found in facts(tmp_path))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", keep([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_a_signal_reaches_all_processes(signum: signal.Signals, tmp_path: Path) -> None:
     process = start(tmp_path, "--nproc-per-node", "2", "program.py", "wait")
     assert process.stdout is not None

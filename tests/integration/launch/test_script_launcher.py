@@ -155,6 +155,7 @@ def test_a_rank_that_ends_without_an_error_before_it_connects_is_not_waited_for(
     assert "the process ended with exit code 0" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_one_that_does_not_notice(tmp_path: Path) -> None:
     file = script(
         tmp_path,
@@ -249,6 +250,7 @@ def test_no_rank_outlives_the_first(tmp_path: Path, signum: signal.Signals) -> N
         until(lambda: is_gone(pid))  # noqa: B023  the loop waits for it
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all(tmp_path: Path) -> None:
     file = script(
         tmp_path,
@@ -313,6 +315,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_ends_after_the_threads_of_gloo_have_freed_their_tensors(tmp_path: Path) -> None:
     done = run(script(tmp_path, _FREES_LATE))
     assert done.returncode == 0, done.stderr

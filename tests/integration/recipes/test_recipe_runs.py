@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kept import keep
 from ranks import run_ranks
 from recipe_models import import_libraries
 from recipe_runs import largest_difference, make_inputs, poison, same_bits, settings, weights
@@ -162,7 +163,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(inputs: Path, alone: Path, inte
     assert same_bits(weights(alone), weights(run))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_2"])
+@pytest.mark.parametrize("strategy", keep(["ddp", "fsdp", "deepspeed_stage_2"], "fsdp"))
 def test_a_killed_run_goes_on_on_other_ranks(
     inputs: Path, alone: Path, interrupted: Path, tmp_path: Path, strategy: str
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from kept import keep
 from ranks import import_deepspeed, run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -133,7 +134,7 @@ def on_ranks(rank: int, size: int, name: str, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp checkpointed", "deepspeed 2"])
+@pytest.mark.parametrize("name", keep(["ddp", "fsdp", "fsdp checkpointed", "deepspeed 2"], "ddp", "fsdp"))
 def test_compiled_ranks_compute_what_plain_ones_do(name: str, tmp_path: Path) -> None:
     if name.startswith("deepspeed"):
         import_deepspeed()
@@ -184,6 +185,7 @@ def saved_and_resumed(rank: int, size: int, folder: str) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_compiled_parts_are_saved_loaded_and_resumed(tmp_path: Path) -> None:
     for rank in run_ranks(saved_and_resumed, 2, str(tmp_path), connect=False, timeout_s=200):
         for first, loaded, resumed, once in rank:

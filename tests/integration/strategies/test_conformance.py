@@ -85,8 +85,15 @@ def difference(found: State, case: Case) -> float:
 
 
 TABLE: list[Any] = [
-    # Fresh interpreters for each case take long; that they start is tested with the launchers.
-    pytest.param(entry, precision, id=f"{entry}-{precision}", marks=[pytest.mark.slow] * (entry.launcher == "spawn"))
+    # Fresh interpreters for each case take long, and their start is tested with the launchers. A variant of a strategy
+    # has the precision of that strategy: in float64 it shows what is its own.
+    pytest.param(
+        entry,
+        precision,
+        id=f"{entry}-{precision}",
+        marks=[pytest.mark.slow]
+        * (entry.launcher in ("spawn", "popen") or (entry.is_variant and precision != "64-true")),
+    )
     for entry in STRATEGIES
     for precision in entry.precisions
 ]

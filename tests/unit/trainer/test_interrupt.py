@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import resume_program
 import torch
+from kept import keep
 from resume_program import Server, make, parts, points, report, result
 from toys import quiet
 
@@ -48,8 +49,14 @@ def equal_but_for_files(found: dict[str, Any], expected: dict[str, Any]) -> None
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-@pytest.mark.parametrize("scenario", ["rich", "workers", "plateau"])
+SIGNALS = [
+    (scenario, *signal) for scenario in ("rich", "workers", "plateau") for signal in (("SIGINT", 130), ("SIGTERM", 143))
+]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "name", "code"), keep(SIGNALS, ("rich", "SIGTERM", 143), ("plateau", "SIGINT", 130))
+)
 def test_a_signal_anywhere_ends_the_run_where_it_can_go_on_exactly(
     scenario: str, name: str, code: int, server: Server, tmp_path: Path
 ) -> None:
@@ -92,8 +99,11 @@ class Attempts(lw.Callback):
 
 @pytest.mark.parametrize(
     "name",
-    ["rich", "workers", "half", "cycled", "max_size", "iterable", "iterable_workers", "weighted",
-     "drawing_sampler", "lbfgs"],
+    keep(
+        ["rich", "workers", "half", "cycled", "max_size", "iterable", "iterable_workers", "weighted",
+         "drawing_sampler", "lbfgs"],
+        "rich", "half", "cycled", "max_size", "iterable", "weighted", "drawing_sampler", "lbfgs",
+    ),
 )  # fmt: skip
 def test_an_error_within_a_step_repeats_that_step_with_the_same_samples(name: str, tmp_path: Path) -> None:
     whole = Attempts()

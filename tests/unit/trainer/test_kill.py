@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kept import keep
 from resume_program import Server, result
 
 from loopwright.checkpoint import storage
@@ -53,7 +54,7 @@ def uninterrupted(server: Server, name: str, root: Path) -> dict[str, Any]:
 # --- at every stage of a save ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["rich", pytest.param("reloaded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", keep(["rich", "reloaded"]))
 def test_killed_at_every_stage_of_a_save(name: str, server: Server, tmp_path: Path) -> None:
     root = tmp_path / "run"
     expected = uninterrupted(server, name, root)
@@ -106,7 +107,9 @@ def test_killed_at_random_points(name: str, count: int, server: Server, tmp_path
         assert_same(run_to_end(server, name, root, faults), expected, faults)
 
 
-@pytest.mark.parametrize("name", ["across_epochs", "cycled", "iterable", "weighted", "steps"])
+@pytest.mark.parametrize(
+    "name", keep(["across_epochs", "cycled", "iterable", "weighted", "steps"], "across_epochs", "iterable")
+)
 def test_killed_in_each_epoch(name: str, server: Server, tmp_path: Path) -> None:
     root = tmp_path / "run"
     expected = uninterrupted(server, name, root)

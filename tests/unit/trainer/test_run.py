@@ -138,6 +138,7 @@ def test_a_module_finds_its_trainer_as_long_as_it_exists() -> None:
     assert module.fabric is None
 
 
+@pytest.mark.slow
 def test_a_script_that_keeps_its_module_to_the_end_prints_no_error(tmp_path: Path) -> None:
     program = """
 import torch, loopwright as lw

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kept import keep
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
 from toys import Net, quiet
@@ -89,7 +90,7 @@ OPTIONS = [
 
 
 @pytest.mark.filterwarnings("ignore:DataLoader.in_order=False")
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", keep(OPTIONS, "in_order=False, persistent", "iterable, in_order=False"))
 def test_a_resume_in_mid_epoch_trains_on_the_same_samples(option: str, tmp_path: Path) -> None:
     def fit(steps: int, path: Path | None = None) -> tuple[lw.Trainer, Seen]:
         lw.seed_everything(5, verbose=False)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kept import keep
 from loader_kinds import KINDS, WITH_WORKERS, check_resume
 
 # torchdata 0.11 calls a function that torch 2.13 deprecates.
@@ -27,7 +28,7 @@ def test_a_resumed_run_reads_what_the_uninterrupted_run_read(name: str, tmp_path
     check_resume(name, 0, tmp_path, 8, accumulate_grad_batches=2)
 
 
-@pytest.mark.parametrize("name", WITH_WORKERS)
+@pytest.mark.parametrize("name", keep(WITH_WORKERS, "persistent", "batch_sampler", "prebatched", "stream"))
 def test_with_workers_too(name: str, tmp_path: Path) -> None:
     check_resume(name, 2, tmp_path, 2, max_epochs=2)
 
