@@ -1,6 +1,7 @@
 """The exceptions that Loopwright raises.
 
-    LoopwrightError                what happened, and how to fix it
+    PlainError                     what happened; layers and programs may raise it, Loopwright does not
+    LoopwrightError (PlainError)   what happened, and how to fix it
     ├── ConfigError (ValueError)            an invalid argument or combination of arguments
     │   └── ArgumentTypeError (TypeError)       an argument of the wrong type, or an unknown one
     ├── ModuleError (TypeError)             an invalid module, callback or data module
@@ -45,7 +46,15 @@ __all__ = [
 ]
 
 
-class LoopwrightError(Exception):
+class PlainError(Exception):
+    """Root of the errors: what happened.
+
+    Loopwright raises `LoopwrightError`, which has a remedy. Programs for other libraries raise this class by their name
+    for it, and catch both.
+    """
+
+
+class LoopwrightError(PlainError):
     """Base class: what happened, and how to fix it.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from ..errors import CheckpointError, ConfigError, nearest
-from ..protocols import Batch, StateDict, StepOutput
+from ..protocols import AnyBatch, Batch, StateDict, StepOutput
 from .base import Precision, PrecisionPolicy, cast_floats, evaluates_again
 
 __all__ = ["MixedPrecision"]
@@ -33,6 +33,10 @@ class MixedPrecision(Precision):
         precision: "16-mixed" or "bf16-mixed".
         device: Device type for autocast and scaler: "cpu", "cuda" or "mps".
         scaler: A `torch.amp.GradScaler` with other settings, for "16-mixed"; None makes one with torch's own.
+
+    Attributes:
+        caches_weights: Whether a weight is cast once per step (torch's `cache_enabled`), else at each use: then the
+            gradients of several uses add up in float32.
 
     Raises:
         ConfigError: Another precision, or a scaler for bfloat16, which needs none.
@@ -60,6 +64,7 @@ class MixedPrecision(Precision):
         self.scaler = torch.amp.GradScaler(device) if precision == "16-mixed" and scaler is None else scaler
         self.has_scaler = self.scaler is not None
         self._dtype = dtype
+        self.caches_weights = True
         # Ids of the optimizers that were unscaled since the scale last changed. While there is one, a change of the
         # scale is due.
         self._unscaled: set[int] = set()
@@ -77,7 +82,11 @@ class MixedPrecision(Precision):
 
     def forward_context(self) -> AbstractContextManager[object]:
         """Return a new autocast context."""
-        return torch.autocast(self.device, dtype=self._dtype)
+        return torch.autocast(self.device, dtype=self._dtype, cache_enabled=self.caches_weights)
+
+    def convert_input(self, data: AnyBatch) -> AnyBatch:
+        """Return the data as they are; where `converts_input` is set to True, floating point tensors in 16 bits."""
+        return cast_floats(data, self._dtype) if self.converts_input else data
 
     def convert_output(self, data: Batch) -> Batch:
         """Cast floating point tensors to float32."""

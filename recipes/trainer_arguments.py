@@ -92,7 +92,7 @@ def make_trainer(
     except ConfigError as error:
         return None, [error.what]
     _take_all_rows(trainer.strategy, settings)
-    trainer._lw_saving.how_to_continue = "the same command"
+    trainer.parts.saving.how_to_continue = "the same command"
     return trainer, []
 
 

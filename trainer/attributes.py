@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from ..strategies import Strategy
     from ..tuner.batch_size import Search, Trials
     from ..tuner.lr_curve import LearningRateCurve
+    from .behavior import Parts
+    from .checkpointing.saving import Saving
     from .loop.fit_loop import FitLoop
     from .loop.run_signals import RunSignals
     from .metrics.current_values import CurrentValues
@@ -112,6 +114,7 @@ class TrainerAttributes:
     _lw_output: LogOutput
     _lw_records_at: tuple[int, int]
     _lw_metrics: Metrics
+    _lw_saving: Saving
     _lw_current_values: CurrentValues | None = None
     _lw_run_signals: RunSignals
     _lw_timeline: Timeline | None
@@ -119,6 +122,13 @@ class TrainerAttributes:
     _lw_last_run: Run | None
     _lw_spawned_module: nn.Module | None
     _lw_assigned_datamodule: DataModule | None
+
+    @property
+    def parts(self) -> Parts:
+        """What the arguments were made into, for layers on top of the Trainer; programs do not need it."""
+        from .behavior import Parts
+
+        return Parts(self._lw_arguments, self._lw_loaders, self._lw_metrics, self._lw_output, self._lw_saving)
 
     if TYPE_CHECKING:
         progress: Progress

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..callbacks import Callback
 from .session.arguments import Arguments
 from .session.assemble import default_callbacks
 
-__all__ = ["Behavior"]
+if TYPE_CHECKING:
+    from .checkpointing.saving import Saving
+    from .metrics.log_output import LogOutput
+    from .metrics.metrics import Metrics
+    from .session.loaders import StageLoaders
+
+__all__ = ["Behavior", "Parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +33,22 @@ class Behavior:
     """
 
     default_callbacks: Callable[[Arguments, list[Callback]], list[Callback]] = default_callbacks
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The objects of a Trainer whose public attributes a layer on top of it reads and sets.
+
+    Attributes:
+        arguments: The arguments, resolved.
+        loaders: The data of each stage.
+        metrics: What was logged.
+        output: Sends rows to the loggers.
+        saving: Takes and writes checkpoints.
+    """
+
+    arguments: Arguments
+    loaders: StageLoaders
+    metrics: Metrics
+    output: LogOutput
+    saving: Saving

@@ -238,7 +238,13 @@ class Lifecycle:
         metrics: Notified which hook is running, so that `self.log` has its defaults.
         profiler: Measures every call; None without a profiler.
         system: What the trainer itself does at an event, between the module and the callbacks that run last.
+
+    Attributes:
+        override_of: Returns a listener's own hook, None where it only has that of a base class; a layer for another
+            library may adapt the hook.
     """
+
+    override_of = staticmethod(find_override)
 
     def __init__(
         self,
@@ -289,8 +295,8 @@ class Lifecycle:
             for event in EVENTS
             if event.kind == "behavior"
             and "datamodule" in event.listeners
-            and find_override(self._datamodule, event.name, data_bases()) is not None
-            and find_override(self._module, event.name, module_bases()) is not None
+            and self.override_of(self._datamodule, event.name, data_bases()) is not None
+            and self.override_of(self._module, event.name, module_bases()) is not None
         ]
         if unused:
             data, module = type(self._datamodule).__name__, type(self._module).__name__
@@ -322,10 +328,10 @@ class Lifecycle:
         hook: Hook | None = None
         label = ""
         if "datamodule" in event.listeners and self._datamodule is not None:
-            hook = find_override(self._datamodule, name, data_bases())
+            hook = self.override_of(self._datamodule, name, data_bases())
             label = self.name_of("DataModule", self._datamodule, name)
         if hook is None and "module" in event.listeners:
-            hook = find_override(self._module, name, module_bases())
+            hook = self.override_of(self._module, name, module_bases())
             label = self.name_of("Module", self._module, name)
         if hook is None:
             return None
@@ -502,7 +508,7 @@ class Lifecycle:
         return [
             callback
             for callback in self._late
-            if isinstance(callback, Checkpoint) and find_override(callback, name, bases) is not None
+            if isinstance(callback, Checkpoint) and self.override_of(callback, name, bases) is not None
         ]
 
     def _fire_with_result(self, name: str, before: list[Hook], own: list[Hook], after: list[Hook]) -> Hook:
@@ -529,14 +535,14 @@ class Lifecycle:
     def _callback_hooks(self, callbacks: Iterable[Callback], name: str) -> list[Hook]:
         hooks = []
         for callback in callbacks:
-            hook = find_override(callback, name, callback_bases())
+            hook = self.override_of(callback, name, callback_bases())
             if hook is not None:
                 bound = partial(hook, self._trainer.itself, self._module)
                 hooks.append(self.bracketed(bound, self.name_of("Callback", callback, name)))
         return hooks
 
     def _single(self, owner: object, name: str, bases: tuple[type, ...], kind: str) -> list[Hook]:
-        hook = find_override(owner, name, bases)
+        hook = self.override_of(owner, name, bases)
         return [] if hook is None else [self.bracketed(hook, self.name_of(kind, owner, name))]
 
 

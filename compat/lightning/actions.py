@@ -5,13 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...callbacks import Callback
-from ...trainer.hooks import Hook, callback_bases, data_bases, find_override, module_bases
+from ...data import DataModule
+from ...trainer.hooks import Hook, callback_bases, data_bases, module_bases
 from ...trainer.lifecycle import EVENTS, Event, Lifecycle
+from .hooks import find_override
 
-__all__ = ["STEP", "MeasuredLifecycle"]
+if TYPE_CHECKING:
+    from ...trainer.run import Run
+
+__all__ = ["STEP", "MeasuredLifecycle", "lifecycle_of"]
 
 STEP = "run_training_batch"
 """The activity that is one training step: with accumulation, of all its batches."""
@@ -37,10 +42,21 @@ class MeasuredLifecycle(Lifecycle):
 
     Args:
         arguments: See `Lifecycle`.
+
+    Attributes:
+        around_own: Name of a hook -> what makes the function that is called in place of the user's override, if any.
+        around_callbacks: Name of an event -> the same for the function that calls its hooks of callbacks only.
+        earlier_datamodule: A data module of an earlier verb, whose `prepare_data` is called, too.
     """
+
+    override_of = staticmethod(find_override)
 
     def __init__(self, **arguments: Any) -> None:  # Any: see the base class
         super().__init__(**arguments)
+        self.around_own: dict[str, Callable[[Hook | None], Hook | None]] = {}
+        self.around_callbacks: dict[str, Callable[[Hook], Hook]] = {}
+        self.earlier_datamodule: DataModule | None = None
+        self._saves_within_events = False
         if self._profiler is None:
             return
         for event in EVENTS:
@@ -48,6 +64,57 @@ class MeasuredLifecycle(Lifecycle):
                 silent = [self.bracketed(_do_nothing, name) for name in self._names_of_silent(event)]
                 if silent:
                     self.wrap(event.name, partial(_followed, silent))
+
+    def own(self, name: str) -> Hook | None:
+        """Return the user's override of a hook that is not an event, or what was put around it.
+
+        Args:
+            name: Name of the hook.
+        """
+        around = self.around_own.get(name)
+        return super().own(name) if around is None else around(super().own(name))
+
+    def of_callbacks(self, name: str, *, chosen: Callable[[Callback], bool] = lambda callback: True) -> Hook:
+        """Return what calls an event's hook of callbacks only, with what was put around it.
+
+        Args:
+            name: Name of the event.
+            chosen: Which callbacks; all of them by default.
+        """
+        around = self.around_callbacks.get(name)
+        fire = super().of_callbacks(name, chosen=chosen)
+        return fire if around is None else around(fire)
+
+    def all_own(self, name: str) -> list[Hook]:
+        """Return every override of a data hook, that of an earlier data module first.
+
+        Args:
+            name: Name of the hook.
+        """
+        is_wanted = self.earlier_datamodule is not None and name == "prepare_data"
+        hook = self.override_of(self.earlier_datamodule, name, data_bases()) if is_wanted else None
+        return [*([] if hook is None else [hook]), *super().all_own(name)]
+
+    def save_within_events(self) -> None:
+        """Let callbacks that save or stop act before the module's hook, and take a checkpoint within its event."""
+        self._saves_within_events = True
+        for name in ("on_train_batch_end", "on_validation_end"):
+            hooks = self._callback_hooks([*self._early, *self._late], name)
+            own = self._single(self._module, name, module_bases(), "Module")
+            system = [self._system[name]] if name in self._system else []
+            # In a checkpoint of on_validation_end the validation is done; a batch's row has what the module logs there.
+            ordered = [*system, *hooks, *own] if name == "on_validation_end" else [*hooks, *own, *system]
+            fire = self._fire(name, ordered, [], [])
+            self.wrap(name, lambda _, fire=fire: fire)  # type: ignore[misc]  # the value of this pass
+
+    def finish_event(self) -> None:
+        """Let the remaining listeners hear of the event before a checkpoint is taken, unless it is taken within."""
+        if not self._saves_within_events:
+            super().finish_event()
+
+    def pending_checkpoints(self) -> dict[str, object] | None:
+        """Return the checkpoint callbacks that were not called yet; None where they are called after a resume."""
+        return None if self._saves_within_events else super().pending_checkpoints()
 
     def name_of(self, kind: str, owner: object, hook: str) -> str:
         """Return Lightning's name for a listener's hook.
@@ -73,7 +140,7 @@ class MeasuredLifecycle(Lifecycle):
         strategy = re.fullmatch(r"\[Strategy\]\w+\.(\w+)", activity)
         hook = None if strategy is None else _DEFAULTS.get(strategy[1])
         function = super().bracketed(function, _NAMES.get(activity, activity))
-        if hook is None or find_override(self._module, hook, module_bases()) is not None:
+        if hook is None or self.override_of(self._module, hook, module_bases()) is not None:
             return function
         return super().bracketed(function, self.name_of("Module", self._module, hook))
 
@@ -82,13 +149,23 @@ class MeasuredLifecycle(Lifecycle):
         name = event.name
         if "callbacks" in event.listeners:
             for callback in (*self._early, *self._late):
-                if find_override(callback, name, callback_bases()) is None:
+                if self.override_of(callback, name, callback_bases()) is None:
                     yield self.name_of("Callback", callback, name)
         data = self._datamodule
-        if data is not None and "datamodule" in event.listeners and find_override(data, name, data_bases()) is None:
+        if data is not None and "datamodule" in event.listeners and self.override_of(data, name, data_bases()) is None:
             yield self.name_of("DataModule", data, name)
-        if "module" in event.listeners and find_override(self._module, name, module_bases()) is None:
+        if "module" in event.listeners and self.override_of(self._module, name, module_bases()) is None:
             yield self.name_of("Module", self._module, name)
+
+
+def lifecycle_of(run: Run) -> MeasuredLifecycle:
+    """Return the lifecycle of a run of this layer.
+
+    Args:
+        run: A run of a Trainer of Lightning.
+    """
+    assert isinstance(run.lifecycle, MeasuredLifecycle)
+    return run.lifecycle
 
 
 def _do_nothing() -> None:

@@ -30,7 +30,7 @@ def collect_attached(trainer: Trainer, module: nn.Module, *, is_weights_only: bo
         world_size=trainer.world_size,
         version=__version__,
     )
-    trainer._lw_saving.complete(checkpoint)
+    trainer.parts.saving.complete(checkpoint)
     if not is_weights_only:
         for callback in trainer.callbacks:
             callback.on_save_checkpoint(trainer, module, checkpoint)

@@ -115,7 +115,7 @@ class LoopView:
         return self._trainer.num_training_batches if self._stage == "train" else self._batches()
 
     def _batches(self) -> list[int | float]:
-        return self._trainer._lw_loaders.num_batches(self._stage)
+        return self._trainer.parts.loaders.num_batches(self._stage)
 
     @property
     def num_dataloaders(self) -> int:
@@ -127,7 +127,7 @@ class LoopView:
         given = (
             self._trainer.train_dataloader
             if self._stage == "train"
-            else self._trainer._lw_loaders.original(self._stage)
+            else self._trainer.parts.loaders.original(self._stage)
         )
         return None if given is None else SimpleNamespace(iterables=given, flattened=_flat(given))
 
@@ -181,7 +181,7 @@ class LoopView:
 
     @property
     def _batches_that_stepped(self) -> int:
-        run = self._trainer._lw_run
+        run = self._trainer.present_run()
         is_in_batch = run is not None and run.has_stepped and run.metrics.table.hook == "on_train_batch_end"
         return self._trainer.global_step - is_in_batch  # it is counted after the batch's hooks
 
@@ -248,7 +248,7 @@ class LoopView:
     @property
     def inference_mode(self) -> bool:
         """Whether evaluations run under `torch.inference_mode`, not `no_grad`."""
-        return bool(self._trainer._lw_arguments.inference_mode)
+        return bool(self._trainer.parts.arguments.inference_mode)
 
     @staticmethod
     def _print_results(results: list[dict[str, Tensor]], stage: str) -> None:
@@ -454,7 +454,7 @@ class _DataSource(NamedTuple):
         hook = f"{_HOOK[self.stage]}_dataloader"
         owners = ((self.trainer.datamodule, data_bases()), (self.trainer.lightning_module, module_bases()))
         given = (
-            self.trainer.train_dataloader if self.stage == "train" else self.trainer._lw_loaders.original(self.stage)
+            self.trainer.train_dataloader if self.stage == "train" else self.trainer.parts.loaders.original(self.stage)
         )
         return given is not None or any(
             owner is not None and find_override(owner, hook, bases) is not None for owner, bases in owners
@@ -464,7 +464,7 @@ class _DataSource(NamedTuple):
     def instance(self) -> object:  # what has the loaders
         """The loaders that were given, or the data module or module that makes them."""
         given = (
-            self.trainer.train_dataloader if self.stage == "train" else self.trainer._lw_loaders.original(self.stage)
+            self.trainer.train_dataloader if self.stage == "train" else self.trainer.parts.loaders.original(self.stage)
         )
         if given is not None:
             return given

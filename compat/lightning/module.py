@@ -60,7 +60,7 @@ class LightningModule(Module):
     @property
     def _current_fx_name(self) -> str | None:
         """Name of the hook that runs, None outside of one."""
-        return self._lw_trainer._lw_metrics.table.hook or None if self._lw_trainer is not None else None
+        return self._lw_trainer.parts.metrics.table.hook or None if self._lw_trainer is not None else None
 
     def _apply_batch_transfer_handler(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0

@@ -9,7 +9,7 @@ import warnings
 from typing import Any  # Any in this file: members of the program's classes
 
 from ...lazy import is_core
-from .never_called import NEVER_CALLED
+from .imports.never_called import NEVER_CALLED
 
 __all__ = ["check_overrides", "find_own", "is_of_program"]
 

@@ -10,7 +10,6 @@ import inspect
 import logging
 import math
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,19 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...callbacks import Callback
 from ...checkpoint.content import LIGHTNING_VERSION_KEY, OWN_KEY
 from ...checkpoint.tools.convert import lightning_loop
 from ...data import DataModule
 from ...data.limit import find_length, resolve_limit
 from ...data.move import find_batch_size
-from ...errors import ModuleError
 from ...fabric.world import checks_deferred
 from ...strategies import ParallelStrategy
-from ...trainer import lifecycle, trainer
+from ...trainer import trainer
 from ...trainer.checkpointing import snapshot
 from ...trainer.checkpointing.saving import Saving
-from ...trainer.hooks import Hook, check_hook_names, find_override
 from ...trainer.metrics.accumulators import with_suffix
 from ...trainer.metrics.metrics import Metrics
 from ...trainer.session import assemble, begin
@@ -44,9 +40,10 @@ from .actions import STEP, MeasuredLifecycle
 from .attached import collect_attached
 from .behavior import BEHAVIOR
 from .callbacks.external import with_external
-from .enums import TrainerFn, TrainerState
+from .enums import TrainerState
 from .errors import NotAttached, PossibleUserWarning
-from .imports.finder import VERSION, LightningFinder, show_paths
+from .hooks import check_hook_names, find_override
+from .imports.finder import VERSION, show_paths
 from .iterating_steps import taking_batches
 from .loggers import TensorBoardLogger
 from .loops import LoopView, TrainLoop, count_evaluations, refuse_own_loop
@@ -59,7 +56,6 @@ from .parity import switches
 from .patch import patch
 from .profilers import PyTorchProfiler
 from .utilities import combined  # noqa: F401  # changes which lists are lists of loaders
-from .utilities.parameters import is_overridden
 from .utilities.rank_zero import rank_zero_only
 
 if TYPE_CHECKING:
@@ -103,16 +99,16 @@ class Trainer(trainer.Trainer):
         if isinstance(self.fabric.strategy, ParallelStrategy):
             rank_zero_only.rank = self.global_rank  # on several nodes, no variable says it before the processes start
         serve_overrides(self)
-        patch(self.profiler, "STEP_ACTION", STEP)
+        self.profiler.STEP_ACTION = STEP
         self.state = TrainerState()
         self.evaluated: dict[str, list[int]] = {}
         self.loop_counts: LoopCounts | None = None
         self._lw_own_loops: dict[str, LoopView] = {}
-        patch(self, "_lw_saving", _Saving(self))
+        self._lw_saving = _Saving(self)
         limits = {name: getattr(self.fit_loop, name) for name in ("max_epochs", "min_epochs", "max_steps", "min_steps")}
-        patch(self, "fit_loop", TrainLoop(self, **limits))
+        self.fit_loop = TrainLoop(self, **limits)
         is_disabled = self._lw_metrics.is_disabled
-        patch(self, "_lw_metrics", _Metrics(self.fabric.device))
+        self._lw_metrics = _Metrics(self.fabric.device)
         self._lw_metrics.is_disabled = is_disabled
         self._lw_metrics.shows_evaluated_batches = False
         self._checkpoint_connector = connectors._CheckpointConnector(self)
@@ -121,9 +117,9 @@ class Trainer(trainer.Trainer):
         self._lw_has_parity = False
         self._lw_around_run = ExitStack()  # left when a verb ends
         self._lw_has_fitted = False
-        patch(self, "batch_size_rule", _search_sizes)
+        self.batch_size_rule = _search_sizes
         for curve in switches.functions("search"):
-            patch(self, "learning_rate_curve", curve)
+            self.learning_rate_curve = curve
         for change in switches.functions("tuning"):
             change(self)
         show_paths()
@@ -187,6 +183,10 @@ class Trainer(trainer.Trainer):
         limit = getattr(self, f"limit_{'val' if stage == 'validation' else stage}_batches")
         lengths = [find_length(member) for member in data.combined.flattened]
         return [math.inf if one is None else resolve_limit(limit, one, "limit") for one in lengths]
+
+    def num_loaders(self, stage: str) -> int:
+        """Return how many loaders an evaluation has: "validation", "test" or "predict"."""
+        return len(self._lw_loaders.num_batches(stage))
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:  # type: ignore[override]
@@ -269,7 +269,7 @@ class Trainer(trainer.Trainer):
         every = self.check_val_every_n_epoch or 1
         is_checked = bool(self.num_sanity_val_steps) or ckpt_path is not None
         waits = not is_checked and bool((self.current_epoch + 1) % every)
-        patch(self._lw_loaders, "waits_for_validation", waits)
+        self._lw_loaders.waits_for_validation = waits
         restore = super()._lw_begin_fit(run, ckpt_path, is_trusted=is_trusted, before=before)
         if all(parameter.grad is None for parameter in run.module.parameters()):
             run.module.zero_grad()  # where Lightning calls it, after on_fit_start
@@ -378,7 +378,7 @@ class Trainer(trainer.Trainer):
 
     @_model.setter
     def _model(self, model: nn.Module | None) -> None:
-        patch(self, "_lw_spawned_module", model)
+        self._lw_spawned_module = model
 
     @property
     def _results(self) -> connectors.ResultsView:
@@ -409,25 +409,26 @@ class _Saving(Saving):
             loop, counts = lightning_loop(own.get("progress", {})), self._trainer.loop_counts
             checkpoint.setdefault("loops", {"fit_loop": loop if counts is None else {**loop, **counts.fit_state()}})
 
-    def _write(self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: object) -> None:
+    def write_to(self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: object) -> None:
         own = checkpoint.get(OWN_KEY)
         if isinstance(own, dict) and self._trainer.strategy.saves_shards("full"):
             checkpoint = trust_objects(part_hyperparameters(checkpoint))
         elif isinstance(own, dict):
             checkpoint = with_objects(checkpoint)
             self.complete(checkpoint)
-        super()._write(checkpoint, filepaths, storage_options)
+        super().write_to(checkpoint, filepaths, storage_options)
 
 
 class _Metrics(Metrics):
     """Weighs a value by the first tensor of a batch whose tensors disagree about its size, as Lightning does."""
 
-    def _weight(self, accumulator: ScalarAccumulator) -> float:
+    def weight_of(self, accumulator: ScalarAccumulator) -> float:
+        """Return the samples of the present batch, by its first tensor where its tensors disagree."""
         if self.batch is not None and self.sized is not self.batch:
             size = find_batch_size(self.batch)
             self._size = _first_size(self.batch) if size is None else size
             self.sized = self.batch
-        return super()._weight(accumulator)
+        return super().weight_of(accumulator)
 
     def keys_without_logger(self, *stages: str) -> set[str]:
         """Return the keys that were logged with `logger=False` in these stages."""
@@ -471,63 +472,6 @@ def _take_level() -> None:
             return
 
 
-def _warn_of_hook_names(owner: object, listener: str, known: set[str]) -> None:
-    """Warn of methods that look like hooks and are not, where Lightning's names are Loopwright's; else refuse them.
-
-    Lightning ignores them, and libraries have such methods.
-    """
-    try:
-        check_hook_names(owner, listener, known)
-    except ModuleError as error:
-        if not any(isinstance(finder, LightningFinder) for finder in sys.meta_path):
-            raise
-        warnings.warn(f"{error.what} They are not called.", stacklevel=4)
-
-
-def _find_override(owner: object, name: str, bases: tuple[type, ...]) -> Hook | None:
-    """Return a hook as trainer/hooks.py does; one that has no room for the loader's number is called without it.
-
-    Lightning passes that number only where there are several loaders, and a member of an enumeration as a stage.
-    """
-    hook = find_override(owner, name, bases)
-    if hook is None:
-        return None
-    is_wrapped = name in vars(owner) and hasattr(hook, "__wrapped__")
-    if is_wrapped and name in _ONLY_OVERRIDDEN[isinstance(owner, DataModule)] and not is_overridden(name, owner):
-        return None  # a tracer's wrapper around what a base class declares
-    if name in ("setup", "teardown"):
-        if not _takes_stage(hook, 2 if isinstance(owner, Callback) else 0):
-            return lambda *arguments: hook(*arguments[:-1], TrainerFn(arguments[-1]))
-        return lambda *arguments: hook(*arguments[:-1], stage=TrainerFn(arguments[-1]))
-    if name not in _OF_A_LOADER:
-        return hook
-    count = _OF_A_LOADER[name] + (2 if isinstance(owner, Callback) else 0)
-    signature = inspect.signature(hook, follow_wrapped=False)  # what can be called
-    try:
-        signature.bind(*range(count))
-    except TypeError:
-        return lambda *arguments: hook(*arguments[:-1])
-    positional = [one for one in signature.parameters.values() if one.kind in (one.POSITIONAL_ONLY, _POSITIONAL)]
-    if len(positional) >= count and positional[count - 1].default in (0, inspect.Parameter.empty):
-        return hook  # its default is the number of a single loader, or it has to get one
-    stage = name.split("_")[1]
-
-    def with_loader(*arguments: Any) -> object:
-        trainer = arguments[0] if isinstance(owner, Callback) else owner.trainer  # type: ignore[attr-defined]
-        return hook(*arguments) if len(trainer._lw_loaders.num_batches(stage)) > 1 else hook(*arguments[:-1])
-
-    return with_loader
-
-
-def _takes_stage(hook: Hook, count: int) -> bool:
-    """Whether a hook takes its stage by keyword, after this many arguments."""
-    try:
-        inspect.signature(hook).bind(*range(count), stage="fit")
-    except TypeError:
-        return False
-    return True
-
-
 def _hyperparameters(owner: object, prefix: str) -> dict[str, Any]:  # Any: see the function that is replaced
     """Return what a checkpoint holds of a module's arguments: of a LightningModule, objects too."""
     is_lightning = isinstance(owner, LightningModule | LightningDataModule)
@@ -536,22 +480,9 @@ def _hyperparameters(owner: object, prefix: str) -> dict[str, Any]:  # Any: see 
 
 _plain_hyperparameters = snapshot.hyperparameters
 
-_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
-# Hooks that Lightning calls only if they are overridden: of a module; of a data module.
-_ONLY_OVERRIDDEN = (
-    ("prepare_data", "configure_model", "configure_sharded_model"),
-    ("prepare_data", "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
-)
-# Hook of an evaluation's batch -> how many arguments it gets, beside a callback's trainer and module.
-_OF_A_LOADER = {
-    f"on_{stage}_batch_{when}": count
-    for stage in ("validation", "test", "predict")
-    for when, count in (("start", 3), ("end", 4))
-}
-
 # The replaced functions of the core, which are not part of a run and have no Trainer.
-for _module in (lifecycle, assemble):
-    patch(_module, "find_override", _find_override)
+for _module in (assemble,):
+    patch(_module, "find_override", find_override)
 patch(snapshot, "hyperparameters", _hyperparameters)
 for _module in (begin, trainer):
-    patch(_module, "check_hook_names", _warn_of_hook_names)
+    patch(_module, "check_hook_names", check_hook_names)

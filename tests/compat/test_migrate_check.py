@@ -97,7 +97,7 @@ def test_a_difference_that_parity_does_not_cover_is_named_with_its_row(tmp_path:
 
 def test_every_method_that_is_never_called_is_one_of_lightning() -> None:
     code = (
-        "import json, sys; from loopwright.compat.lightning.never_called import LOOPS, NEVER_CALLED, _MODULES\n"
+        "import json, sys; from loopwright.compat.lightning.imports.never_called import LOOPS, NEVER_CALLED, _MODULES\n"
         "from importlib import import_module\n"
         "missing = []\n"
         "for name in (*LOOPS, *NEVER_CALLED):\n"

@@ -184,7 +184,7 @@ class Saving:
             checkpoint = strategy.arrange_shards(checkpoint) if has_own_part else strategy.gather_state(checkpoint)
 
         def write() -> None:
-            self._write(checkpoint, filepaths, storage_options)
+            self.write_to(checkpoint, filepaths, storage_options)
 
         if has_own_part:
             write()
@@ -225,10 +225,17 @@ class Saving:
 
     def write(self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: object) -> None:
         """Write a checkpoint that was taken already, in another process say."""
-        self._write(checkpoint, filepaths, storage_options)
+        self.write_to(checkpoint, filepaths, storage_options)
         self._begin_wait(filepaths)
 
-    def _write(self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: object) -> None:
+    def write_to(self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: object) -> None:
+        """Write a checkpoint to each path by the plugin; for subclasses.
+
+        Args:
+            checkpoint: What was collected, on the ranks that write.
+            filepaths: Where to.
+            storage_options: Passed to the plugin.
+        """
         io = self._trainer.fabric.checkpoint_io
         if not saves_in_background(io):
             for filepath in filepaths:

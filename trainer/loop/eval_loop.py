@@ -112,6 +112,11 @@ class EvalLoop:
         step: The module's step; called with dataloader_idx only when there are several loaders.
         context: Autograd mode of steps, of their hooks and of those before them: inference mode or no_grad.
         log_every_n_steps: Number of batches between two rows of step values.
+
+    Attributes:
+        begin: Returns the loaders to read, given the run and its loaders, before the hooks of the evaluation.
+        log_step: Sends the step values of the present batch to the loggers.
+        transfer, log_every_n_steps: As given.
     """
 
     def __init__(
@@ -124,11 +129,12 @@ class EvalLoop:
         log_every_n_steps: int,
     ) -> None:
         self.stage = stage
-        self._transfer = transfer
+        self.transfer = transfer
         self._step = step
         self._context = context
-        self._log_every_n_steps = log_every_n_steps
-        self._log_step: Callable[[Run], None] = _log_step
+        self.log_every_n_steps = log_every_n_steps
+        self.begin: Callable[[Run, EvalLoader], EvalLoader] = _begin
+        self.log_step: Callable[[Run], None] = _log_step
 
     def run(self, run: Run, data: EvalLoader, *, keep: bool = False) -> list[list[StepOutput]]:
         """Evaluate.
@@ -146,7 +152,7 @@ class EvalLoop:
             return [[] for _ in data.loaders]
         if run.stop_coordination is not None:
             run.stop_coordination.begin_phase()
-        data.announce_epoch(run.progress.epochs)
+        data = self.begin(run, data)
         modes = [(child, child.training) for child in module.modules()]
         outputs: list[list[StepOutput]] = [[] for _ in data.loaders]
         with torch.no_grad():
@@ -183,8 +189,8 @@ class EvalLoop:
         )
         progress, run_signals, stop_coordination = run.progress, run.run_signals, run.stop_coordination
         logs_steps = stage != "predict" and not run.trainer.sanity_checking
-        every, send = self._log_every_n_steps, self._log_step
-        transfer, step, nowhere = self._transfer, self._step, metrics.nowhere
+        every, send = self.log_every_n_steps, self.log_step
+        transfer, step, nowhere = self.transfer, self._step, metrics.nowhere
         table = metrics.table_of(f"{stage}_step")
         several = len(data.loaders) > 1
         cpu = torch.device("cpu")
@@ -235,6 +241,11 @@ class EvalLoop:
         metrics.sizes = sizes_of_training
         if metrics.window == windows_before and any(data.limits) and not run.has_ranks:
             warn(f"The {stage} data gave no batches: nothing was evaluated")
+
+
+def _begin(run: Run, data: EvalLoader) -> EvalLoader:
+    data.announce_epoch(run.progress.epochs)
+    return data
 
 
 def _log_step(run: Run) -> None:

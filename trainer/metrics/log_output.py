@@ -47,6 +47,7 @@ class LogOutput:
     Attributes:
         latest: Key -> value last sent; the same on every rank.
         is_silent: Whether another rank tells the loggers.
+        told_here: Loggers that are told on this rank also where it is silent; none by default.
 
     Raises:
         ConfigError: Something given is not a logger.
@@ -58,6 +59,7 @@ class LogOutput:
         self._is_running = False  # only then is there an end at which queues are drained
         self._clock_s = time.monotonic()
         self.is_silent = False
+        self.told_here: list[Logger] = []
         self._loggers: list[Logger] = []
         self.latest: dict[str, float] = {}
         self.loggers = self._read(logger, root, is_trial=is_trial)
@@ -162,6 +164,8 @@ class LogOutput:
         Where these cannot be written now, or the action fails for a reason that may pass, it is done later.
         """
         if self.is_silent:
+            if any(logger is one for one in self.told_here):
+                action()
             return
         queue = self._queue(logger)
         if queue.settle():
@@ -202,6 +206,9 @@ class LogOutput:
         now = time.monotonic()
         passed_s, self._clock_s = now - self._clock_s, now
         if self.is_silent:
+            for logger in self.told_here:
+                logger.log_metrics(dict(row), step=step)
+                logger.save()
             return
         axes = {"samples": samples, **self.latest} if self._loggers else {}
         for logger in self._loggers:

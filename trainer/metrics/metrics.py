@@ -88,6 +88,9 @@ class Metrics:
         result_windows: Window after which each was published; step values of later windows are newer.
         loaders_of_keys: Key -> the loaders whose batches logged it on any rank, of the last evaluation with several.
         progress_bar: Host values for the bar, as of the last log boundary.
+        newest_bar: Values for the bar of the latest epoch's end, newer than `progress_bar`; on the device until read.
+        step_accumulators: The accumulators of values of steps, in the order in which they came.
+        ranks: Joins what the ranks have; None with one process.
         decisive: Keys on which schedules and callbacks decide: with several ranks their step values need weights.
         accumulator_type: The class of accumulators of numbers that are logged for the first time.
         shows_evaluated_batches: Whether step values of evaluations count as a key's latest value.
@@ -123,8 +126,8 @@ class Metrics:
         self.loaders_of_keys: dict[str, set[int]] = {}
         self._replaced: dict[str, tuple[Tensor | None, int, int]] = {}
         self.progress_bar: dict[str, float] = {}
-        self._bar_at_end: dict[str, Tensor | float] = {}  # newer than `progress_bar`, of the latest epoch's end
-        self._step_accumulators: dict[ScalarAccumulator, None] = {}  # in the order in which they came
+        self.newest_bar: dict[str, Tensor | float] = {}
+        self.step_accumulators: dict[ScalarAccumulator, None] = {}
         self._synchronized: dict[str, tuple[Tensor, int, int]] = {}
         self.decisive: frozenset[str] = frozenset()
         self.accumulator_type = ScalarAccumulator
@@ -132,10 +135,10 @@ class Metrics:
         self._updated_before: dict[int, tuple[int, MetricAccumulator]] = {}
         self.shows_evaluated_batches = True
         self.late_listeners: dict[str, bool] = {}
-        self._ranks: RanksMetrics | None = None
+        self.ranks: RanksMetrics | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        state = {**self.__dict__, "batch": None, "sized": None, "sizes": None, "_ranks": None}
+        state = {**self.__dict__, "batch": None, "sized": None, "sizes": None, "ranks": None}
         return {**state, "source": NoneType, "detached": None}
 
     def connect(
@@ -158,21 +161,21 @@ class Metrics:
             has_silent_ranks: Whether some ranks log nothing, and take over the step values of others.
         """
         if gather is None:
-            self._ranks = None
+            self.ranks = None
             return
         from .ranks_metrics import RanksMetrics
 
-        self._ranks = RanksMetrics(self, gather, rank=rank, size=size, module=module, has_silent_ranks=has_silent_ranks)
+        self.ranks = RanksMetrics(self, gather, rank=rank, size=size, module=module, has_silent_ranks=has_silent_ranks)
 
     @property
     def gather(self) -> Gather | None:
         """What returns the objects of all ranks; None where there is one process."""
-        return None if self._ranks is None else self._ranks.gather
+        return None if self.ranks is None else self.ranks.gather
 
     @property
     def place(self) -> tuple[int, int]:
         """This process's rank and the number of ranks."""
-        return (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
+        return (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
 
     @property
     def hooks(self) -> Iterable[str]:
@@ -229,10 +232,10 @@ class Metrics:
             else:
                 version = value._version
             if accumulator.reduce == "mean" and (accumulator.weighs or self.is_weighing_steps):
-                weight = self._weight(accumulator) if batch_size is None else batch_size
+                weight = self.weight_of(accumulator) if batch_size is None else batch_size
         elif value.__class__ is float and accumulator.reduce == "mean":  # most numbers
             if accumulator.weighs or self.is_weighing_steps:
-                weight = self._weight(accumulator) if batch_size is None else batch_size
+                weight = self.weight_of(accumulator) if batch_size is None else batch_size
         else:
             value, weight = self._number(accumulator, value, batch_size)
             version = version_of(value)
@@ -281,7 +284,7 @@ class Metrics:
             raise bad_value(accumulator.name, value)
         if accumulator.reduce != "mean" or not (accumulator.weighs or self.is_weighing_steps):
             return value, 1.0
-        return value, self._weight(accumulator) if batch_size is None else batch_size
+        return value, self.weight_of(accumulator) if batch_size is None else batch_size
 
     def _refuse_pooled(self, new: MetricAccumulator) -> None:
         """Refuse an object whose value would be that of two places; at its first value of an epoch."""
@@ -330,7 +333,8 @@ class Metrics:
         if size is not None:
             self.sized, self.size = batch, size
 
-    def _weight(self, accumulator: ScalarAccumulator) -> float:
+    def weight_of(self, accumulator: ScalarAccumulator) -> float:
+        """Return the samples of the present batch, which weigh a value."""
         batch = self.batch
         if batch is None:
             return 1.0
@@ -382,9 +386,9 @@ class Metrics:
         accumulator.sync_dist = bool(sync_dist) and not isinstance(accumulator, MetricAccumulator)
         accumulator.rank_zero_only = bool(rank_zero_only)
         is_joined = accumulator.sync_dist or not self.decisive.isdisjoint((accumulator.name, accumulator.step_key))
-        accumulator.weighs = accumulator.on_epoch or (is_joined and self._ranks is not None)
+        accumulator.weighs = accumulator.on_epoch or (is_joined and self.ranks is not None)
         if accumulator.on_step:
-            self._step_accumulators.setdefault(accumulator)
+            self.step_accumulators.setdefault(accumulator)
         table.accumulators[name] = accumulator
         return accumulator
 
@@ -422,9 +426,9 @@ class Metrics:
             rank).
         """
         since = self.waiting_since if self.waiting_since is not None and on_all_ranks else self.window
-        fresh = [accumulator for accumulator in self._step_accumulators if accumulator.window >= since]
-        if self._ranks is not None and on_all_ranks:
-            return self._ranks.read_step(fresh, extra)
+        fresh = [accumulator for accumulator in self.step_accumulators if accumulator.window >= since]
+        if self.ranks is not None and on_all_ranks:
+            return self.ranks.read_step(fresh, extra)
         *numbers, probed = self.read_numbers(
             [*(accumulator.step_value(self.device) for accumulator in fresh), 0.0 if extra is None else extra]
         )
@@ -446,20 +450,20 @@ class Metrics:
         for key in keys:
             if key is not None:
                 self.progress_bar[key] = number
-                self._bar_at_end.pop(key, None)
+                self.newest_bar.pop(key, None)
 
     @property
     def bar_at_end(self) -> dict[str, float]:
         """Newer values for the bar, as of the latest epoch's end; in no checkpoint. Read from the device when asked."""
-        values = self._bar_at_end
+        values = self.newest_bar
         if any(isinstance(value, Tensor) for value in values.values()):
-            self._bar_at_end = dict(zip(values, self.read_numbers(list(values.values())), strict=True))
-        return cast(dict[str, float], self._bar_at_end)
+            self.newest_bar = dict(zip(values, self.read_numbers(list(values.values())), strict=True))
+        return cast(dict[str, float], self.newest_bar)
 
     @property
     def has_step_values(self) -> bool:
         """Whether any step value was logged in the present window."""
-        return any(accumulator.window == self.window for accumulator in self._step_accumulators)
+        return any(accumulator.window == self.window for accumulator in self.step_accumulators)
 
     def _pack(self, values: list[Tensor]) -> list[float]:
         if not values:
@@ -472,8 +476,8 @@ class Metrics:
     def publish_epoch(self, stage: str, step: int) -> None:
         """Make the epoch's values so far readable in `results`, on the device. With several ranks: on every rank."""
         self._replaced = {}
-        if self._ranks is not None:
-            self._ranks.publish_epoch(stage, step)
+        if self.ranks is not None:
+            self.ranks.publish_epoch(stage, step)
             return
         for accumulator in self.filled_accumulators(stage):
             self.put(accumulator.epoch_value(self.device), step, accumulator.epoch_key, accumulator.name)
@@ -483,11 +487,11 @@ class Metrics:
 
         With several ranks, a step value of the last log boundary stays: it is of all ranks, and the latest is not.
         """
-        shown, newest = self._bar_at_end, self.newest_steps()
+        shown, newest = self.newest_bar, self.newest_steps()
         for accumulator in self.accumulators(stage):
             if not accumulator.prog_bar:
                 continue
-            is_kept = self._ranks is not None and accumulator.step_key in self.progress_bar
+            is_kept = self.ranks is not None and accumulator.step_key in self.progress_bar
             is_newest = newest.get(accumulator.step_key) is accumulator
             if is_newest and not accumulator.is_step_changed and not is_kept:
                 value = accumulator.step_value(self.device)
@@ -526,8 +530,8 @@ class Metrics:
         """
         accumulators = list(self.filled_accumulators(stage))
         self.loaders_of_keys = self.find_loaders(stage)
-        if self._ranks is not None:
-            finished, self.loaders_of_keys = self._ranks.finish_epoch(stage, step)
+        if self.ranks is not None:
+            finished, self.loaders_of_keys = self.ranks.finish_epoch(stage, step)
         else:
             self.publish_epoch(stage, step)
             finished = [
@@ -580,14 +584,14 @@ class Metrics:
         self._replaced = {}
         for accumulator in self.accumulators(stage):
             accumulator.reset()
-        if self._ranks is not None:
-            self._ranks.discard_epoch(stage)
+        if self.ranks is not None:
+            self.ranks.discard_epoch(stage)
         for table in self._tables.values():
             if table.stage == stage:
                 table.by_loader = {0: {}}
                 table.accumulators = table.by_loader[0]
-        self._step_accumulators = {
-            accumulator: None for accumulator in self._step_accumulators if _stage_of(accumulator.hook) != stage
+        self.step_accumulators = {
+            accumulator: None for accumulator in self.step_accumulators if _stage_of(accumulator.hook) != stage
         }
 
     def filled_accumulators(self, stage: str) -> Iterator[ScalarAccumulator]:
@@ -642,7 +646,7 @@ class Metrics:
     def newest_steps(self) -> dict[str, ScalarAccumulator]:
         """Return each key whose latest value is that of a step, and the accumulator that has it."""
         newest: dict[str, ScalarAccumulator] = {}
-        for accumulator in self._step_accumulators:
+        for accumulator in self.step_accumulators:
             if accumulator.step_values and (self.shows_evaluated_batches or _stage_of(accumulator.hook) == "train"):
                 for key in (accumulator.step_key, accumulator.name):
                     other = newest.get(key)
@@ -673,10 +677,10 @@ class Metrics:
         For what is about to be decided on them. On every rank with the same keys: with several, it communicates; the
         value of a step is reduced over the ranks that have logged the newest one, as that of an epoch is.
         """
-        if self._ranks is not None:
+        if self.ranks is not None:
             from .ranks_latest import latest_values
 
-            for name, (value, step) in latest_values(self, names, self._ranks.gather).items():
+            for name, (value, step) in latest_values(self, names, self.ranks.gather).items():
                 self._synchronized[name] = (value, step, self.window)
 
     # --- state ---------------------------------------------------------------------------------------------------
@@ -705,18 +709,18 @@ class Metrics:
             ],
             "metric_slots": self._metric_accumulators(module) if module is not None else [],
         }
-        return state if self._ranks is None or alone else self._ranks.joined_state(state)
+        return state if self.ranks is None or alone else self.ranks.joined_state(state)
 
     def of_ranks(self, states: dict[str, StateDict]) -> Tree:
         """Return what every rank's `metric_states` gave, as a list in rank order; with one process, what was given.
 
         With several ranks: on every rank, it communicates. `load_metric_states` takes either.
         """
-        if self._ranks is None:
+        if self.ranks is None:
             return states
         from .metric_objects import to_cpu
 
-        return self._ranks.gather(to_cpu(states))
+        return self.ranks.gather(to_cpu(states))
 
     def _metric_accumulators(self, module: torch.nn.Module) -> list[StateDict]:
         paths = {id(child): path for path, child in module.named_modules()}

@@ -65,6 +65,9 @@ class StageLoaders:
             rank.
         make_stream: Makes the stream of the training loaders; takes the arguments of `BatchStream`.
         apart: Opens the context in which fit asks for validation loaders before training.
+        keeps_generators: Whether generators of the validation loaders are put back after a validation.
+        prepare: Called with a stage and its loaders, as the user gave or made them; returns those to read.
+        opened: Called with the loaders of an evaluation that were asked for.
         pins: Whether training batches are wanted in pinned memory, from which copies to a device run beside its work.
     """
 
@@ -86,12 +89,15 @@ class StageLoaders:
         self.evaluation: dict[str, Callable[[Loaders], Any]] = {}  # Any: by key
         self.make_stream: Callable[..., BatchStream] = BatchStream
         self.apart: Callable[[], AbstractContextManager[object]] = _kept_rng
+        self.keeps_generators = True
+        self.prepare: Callable[[str, Loaders], Loaders] = _as_given
+        self.opened: Callable[[EvalLoader], None] = _leave
         self.pins = False
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out what belongs to a run; how many batches its loaders had stays known."""
         sizes = {**self._sizes, **{stage: list(data.limits) for stage, data in self.eval.items()}}
-        left_out = {"_module": None, "_datamodule": None, "shard": None, "agree": None}
+        left_out = {"_module": None, "_datamodule": None, "shard": None, "agree": None, "prepare": _as_given}
         return {**self.__dict__, **left_out, "_given": {}, "eval": {}, "evaluation": {}, "_sizes": sizes}
 
     def begin(self, module: nn.Module, datamodule: DataModule | None, given: dict[str, Loaders]) -> None:
@@ -100,7 +106,7 @@ class StageLoaders:
         for stage in given:
             self._sizes.pop(stage, None)
         self._module, self._datamodule, self._given = module, datamodule, given
-        self.train, self.eval = None, {}
+        self.train, self.eval, self.prepare = None, {}, _as_given
         self.epoch_of_validation = -1
         self.waits_for_validation = False
 
@@ -142,7 +148,7 @@ class StageLoaders:
                 f"{LOADER_OF[stage]}() returned None.", fix="return a DataLoader or another iterable of batches."
             )
         _warn_of_samples(given, stage)
-        return given
+        return self.prepare(stage, given)
 
     def open_training(self) -> BatchStream:
         """Ask for the training loaders and return them as one stream; settles the validation interval."""
@@ -217,6 +223,7 @@ class StageLoaders:
                 **self.evaluation,
             )
             self.eval[stage].is_off = limit == 0
+            self.opened(self.eval[stage])
         return self.eval[stage]
 
     def open_validation(self) -> EvalLoader | None:
@@ -252,7 +259,7 @@ class StageLoaders:
 
     def capture_generators(self) -> StateDict:
         """Return the states of generators that the validation loaders hold in their attributes, by path."""
-        return capture_generators(self._generators())
+        return capture_generators(self._generators()) if self.keeps_generators else {}
 
     def restore_generators(self, states: StateDict) -> None:
         """Put them back where `capture_generators` saw them."""
@@ -293,6 +300,14 @@ class StageLoaders:
         """Return the batches of each loader of an evaluation stage."""
         data = self.eval.get(stage)
         return list(data.limits if data is not None else self._sizes.get(stage, ()))
+
+
+def _as_given(stage: str, loaders: Loaders) -> Loaders:
+    return loaders
+
+
+def _leave(data: EvalLoader) -> None:
+    """Begin to read when the evaluation does."""
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from .. import install, is_installed, uninstall
 from ..imports.absent import NotServed
 from ..imports.finder import ROOTS
-from ..never_called import find_never_called
+from ..imports.never_called import find_never_called
 
 __all__ = ["Use", "find_unserved", "local_imports"]
 

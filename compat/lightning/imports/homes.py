@@ -45,7 +45,7 @@ _HOMES = {
     f"{_OWN}.collectives": "Collective SingleDeviceCollective TorchCollective",
     f"{_OWN}.connectors": "_AcceleratorConnector _CallbackConnector _CheckpointConnector _OUT_DICT "
     "_ResultCollection=ResultsView _ResultMetric",
-    f"{_OWN}.demos": "BoringDataModule BoringDataModuleNoLen BoringModel DemoModel IterableBoringDataModule "
+    f"{_OWN}.utilities.demos": "BoringDataModule BoringDataModuleNoLen BoringModel DemoModel IterableBoringDataModule "
     "ManualOptimBoringModel Net RandomDataset RandomDictDataset RandomIterableDataset RandomIterableDatasetWithLen",
     f"{_OWN}.enums": "GradClipAlgorithmType Interval LightningEnum RestartStage RunningStage "
     "TrainerFn TrainerState TrainerStatus WriteInterval",

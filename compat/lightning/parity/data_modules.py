@@ -7,7 +7,7 @@ from typing import Any
 from ....data.module import DataModule
 from ....trainer.hooks import Hook, data_bases, find_override
 from ....trainer.run import Run
-from ..patch import patch
+from ..actions import lifecycle_of
 
 __all__ = ["call_earlier_data_module"]
 
@@ -21,12 +21,8 @@ def call_earlier_data_module(run: Run) -> None:
     earlier: DataModule | None = vars(trainer).get("_lw_earlier_datamodule")
     if earlier is None:
         return
-    lifecycle = run.lifecycle
-    all_own = lifecycle.all_own
-
-    def all_own_with_earlier(name: str) -> list[Hook]:
-        hook = find_override(earlier, name, data_bases()) if name == "prepare_data" else None
-        return [*([] if hook is None else [hook]), *all_own(name)]
+    lifecycle = lifecycle_of(run)
+    lifecycle.earlier_datamodule = earlier
 
     def first(name: str) -> Any:  # Any: what `wrap` takes
         def around(fire: Hook) -> Hook:
@@ -40,6 +36,5 @@ def call_earlier_data_module(run: Run) -> None:
 
         return around
 
-    patch(lifecycle, "all_own", all_own_with_earlier)
     for name in ("setup", "teardown"):
         lifecycle.wrap(name, first(name))

@@ -9,11 +9,10 @@ from itertools import chain
 
 from typing_extensions import override
 
-from ....protocols import AnyOutput, Batch
+from ....protocols import Batch
 from ....trainer.loop.eval_loop import EvalLoader, EvalLoop
 from ....trainer.run import Run
 from ....trainer.session.assemble import ReadOnce
-from ....trainer.session.loaders import StageLoaders
 from ....trainer.trainer import Trainer
 from ..patch import patch
 from .reading import try_to_iterate
@@ -40,31 +39,24 @@ class BegunLoader(EvalLoader):
 def begin_before_hooks(trainer: Trainer) -> None:
     """Let each evaluation begin to iterate before its hooks: what the first loader draws then, it draws before them."""
     patch(trainer, "_lw_eval_loop", partial(_loop_that_begins, trainer._lw_eval_loop))
-    loaders = trainer._lw_loaders
-    patch(loaders, "open_eval", partial(_open_and_try, loaders, loaders.open_eval))
+    trainer.parts.loaders.opened = _try
 
 
-def _open_and_try(loaders: StageLoaders, open_eval: Callable[[str], EvalLoader], stage: str) -> EvalLoader:
-    is_new = stage not in loaders.eval
-    data = open_eval(stage)
-    if is_new:
-        for loader in data.loaders:
-            if not isinstance(loader, ReadOnce):  # the try would be its only pass
-                try_to_iterate(loader)
-    return data
+def _try(data: EvalLoader) -> None:
+    for loader in data.loaders:
+        if not isinstance(loader, ReadOnce):  # the try would be its only pass
+            try_to_iterate(loader)
 
 
 def _loop_that_begins(make: Callable[..., EvalLoop], run: Run, stage: str, data: EvalLoader) -> EvalLoop:
     loop = make(run, stage, data)
-    patch(loop, "run", partial(_begin_and_run, loop.run))
+    loop.begin = _begin
     return loop
 
 
-def _begin_and_run(
-    evaluate: Callable[..., list[list[AnyOutput]]], run: Run, data: EvalLoader, *, keep: bool = False
-) -> list[list[AnyOutput]]:
+def _begin(run: Run, data: EvalLoader) -> EvalLoader:
     data.announce_epoch(run.progress.epochs)
     members = iter(data)
     first = [one for one in [next(members, None)] if one is not None]
     fields = {name: getattr(data, name) for name in EvalLoader.__dataclass_fields__}
-    return evaluate(run, BegunLoader(**fields, begun=chain(first, members)), keep=keep)
+    return BegunLoader(**fields, begun=chain(first, members))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +38,9 @@ def forget_metrics(run: Run) -> None:
     metrics.results.clear()
     metrics.result_steps.clear()
     metrics.progress_bar.clear()
-    metrics._bar_at_end.clear()
+    metrics.newest_bar.clear()
     run.output.latest.clear()
-    for accumulator in metrics._step_accumulators:
+    for accumulator in metrics.step_accumulators:
         accumulator.step_values, accumulator.step_weights, accumulator.step_version = [], [], 0
 
 
@@ -54,8 +53,8 @@ def forget_restored_metrics(run: Run) -> None:
 
 def show_latest(trainer: Trainer) -> None:
     """Let the bar's metrics be those of the latest step, which is read now."""
-    metrics = trainer._lw_metrics
-    for accumulator in metrics._step_accumulators:
+    metrics = trainer.parts.metrics
+    for accumulator in metrics.step_accumulators:
         if accumulator.prog_bar and accumulator.window == metrics.window and accumulator.step_values:
             value = accumulator.step_value(metrics.device)
             number = float(value.item()) if isinstance(value, Tensor) else float(value)
@@ -64,7 +63,7 @@ def show_latest(trainer: Trainer) -> None:
 
 def show_one_key(trainer: Trainer) -> None:
     """Let a value that is logged by step and by epoch be in the bar's metrics under the two keys, not under its own."""
-    metrics = trainer._lw_metrics
+    metrics = trainer.parts.metrics
     patch(metrics, "show", partial(_show_first, metrics.show))  # a Trainer is pickled with it
     patch(trainer, "_lw_current_values", _OneKey(metrics))
 
@@ -128,7 +127,7 @@ def _counting_loop(make: Callable[..., EvalLoop], seen: _Seen, run: Run, stage: 
     if stage not in seen or seen[stage][0] is not data:  # loaders that are made again are counted again
         seen[stage] = (data, Counter())
     counts, present = seen[stage][1], [0]
-    transfer = loop._transfer
+    transfer = loop.transfer
 
     def transfer_noting(batch: AnyBatch, dataloader_idx: int) -> AnyBatch:
         present[0] = dataloader_idx
@@ -142,9 +141,7 @@ def _counting_loop(make: Callable[..., EvalLoop], seen: _Seen, run: Run, stage: 
             note_row_of_validation(run)
             run.trainer.log_metrics(row, step=counts[present[0]] - 1)
 
-    patch(loop, "_transfer", transfer_noting)
-    patch(loop, "_log_every_n_steps", 1)
-    patch(loop, "_log_step", log_step)
+    loop.transfer, loop.log_every_n_steps, loop.log_step = transfer_noting, 1, log_step
     return loop
 
 
@@ -181,8 +178,8 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor):
 
     def _lw_send(self, trainer: Trainer, values: dict[str, float], step: int) -> None:
         super()._lw_send(trainer, values, step)
-        metrics: Any = trainer._lw_metrics
+        metrics = trainer.parts.metrics
         for key, value in values.items():
             metrics.results[key] = torch.tensor(value, device=metrics.device)
             metrics.result_steps[key] = trainer.progress.steps
-            trainer._lw_output.latest.pop(key, None)  # `logged_metrics` has what modules log
+            trainer.parts.output.latest.pop(key, None)  # `logged_metrics` has what modules log

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ....trainer.metrics.accumulators import Number, ScalarAccumulator
 from ....trainer.trainer import Trainer
-from ..patch import patch
 
 __all__ = ["RunningAccumulator", "add_one_by_one"]
 
@@ -52,5 +51,5 @@ def as_float(number: Number, device: torch.device) -> Tensor:
 
 def add_one_by_one(trainer: Trainer) -> None:
     """Let values that are logged from now on be added one by one."""
-    patch(trainer._lw_metrics, "accumulator_type", RunningAccumulator)
-    patch(trainer._lw_metrics, "pools_objects", True)
+    metrics = trainer.parts.metrics
+    metrics.accumulator_type, metrics.pools_objects = RunningAccumulator, True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +11,7 @@ from torch import nn
 
 from ....fabric import Fabric
 from ....precision import MixedPrecision
-from ....precision.base import cast_floats
 from ....trainer.trainer import Trainer
-from ..patch import patch
 
 __all__ = [
     "cast_all_buffers",
@@ -46,8 +43,7 @@ def cast_inputs(fabric: Fabric) -> None:
     """Cast what modules of a Fabric get to the 16 bits of its mixed precision."""
     precision = fabric.precision
     if type(precision) is MixedPrecision:
-        patch(precision, "convert_input", partial(cast_floats, dtype=precision.policy.compute_dtype))
-        patch(precision, "converts_input", True)
+        precision.converts_input = True
 
 
 def cast_all_buffers(owner: Trainer | Fabric) -> None:
@@ -59,14 +55,8 @@ def cast_all_buffers(owner: Trainer | Fabric) -> None:
 
 def cast_at_each_use(trainer: Trainer) -> None:
     """Let autocast of a Trainer cast a weight at each use, so that the gradients of several uses add up in float32."""
-    precision = trainer.fabric.precision
-    is_own = type(precision).forward_context is not MixedPrecision.forward_context
-    if isinstance(precision, MixedPrecision) and not is_own:
-        patch(precision, "forward_context", partial(_autocast, precision))
-
-
-def _autocast(precision: MixedPrecision) -> torch.autocast:
-    return torch.autocast(precision.device, dtype=precision._dtype, cache_enabled=False)
+    if isinstance(trainer.fabric.precision, MixedPrecision):
+        trainer.fabric.precision.caches_weights = False
 
 
 @contextmanager

@@ -389,7 +389,7 @@ def _count_batch(run: Run, stage: str, count: Count, moments: tuple[str, str], f
         if moments[0] == "ready":
             trainer = run.trainer
             limits = (
-                trainer.num_sanity_val_batches if trainer.sanity_checking else trainer._lw_loaders.num_batches(stage)
+                trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.parts.loaders.num_batches(stage)
             )
             count.is_last_batch = count.current.ready + 1 == sum(limits)
         count.add(moments[0])

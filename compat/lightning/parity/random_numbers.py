@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from ....protocols import StateDict
 from ....trainer.loop.training_rng import TrainingRng
 from ....trainer.run import BeforeValidation, Run
 from ....trainer.trainer import Trainer
-from ..patch import patch
 
 __all__ = ["SharedRng", "share_generators"]
 
@@ -35,12 +33,6 @@ class SharedRng(TrainingRng):
 
 def share_generators(trainer: Trainer) -> None:
     """Let evaluations, and loaders that are asked for during fit, draw from the generators of training."""
-    patch(trainer, "training_rng", SharedRng())
-    loaders = trainer._lw_loaders
-    patch(loaders, "apart", nullcontext)
-    patch(loaders, "capture_generators", _no_states)
-
-
-def _no_states() -> StateDict:
-    """Return no states: whatever is put back later leaves the loaders' generators as they are."""
-    return {}
+    trainer.training_rng = SharedRng()
+    loaders = trainer.parts.loaders
+    loaders.apart, loaders.keeps_generators = nullcontext, False

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....loggers import Logger
 from ....trainer.hooks import Hook
-from ....trainer.metrics.accumulators import MetricAccumulator, ScalarAccumulator
+from ....trainer.metrics.accumulators import MetricAccumulator, ScalarAccumulator, version_of
 from ....trainer.metrics.ranks_metrics import RanksMetrics
 from ....trainer.run import Run
-from ..patch import patch
 
 __all__ = ["OwnRanksMetrics", "keep_own_values", "reduce_each_step", "tell_all_ranks"]
 
@@ -62,11 +59,10 @@ def averaged(accumulator: ScalarAccumulator, pairs: list[tuple[float, float]]) -
 def keep_own_values(run: Run) -> None:
     """Let each rank have the epoch values that it logged itself."""
     metrics = run.metrics
-    if metrics._ranks is None or run.fabric.strategy.has_stages:
+    if metrics.ranks is None or run.fabric.strategy.has_stages:
         return
     rank, size = metrics.place
-    ranks = OwnRanksMetrics(metrics, metrics._ranks.gather, rank=rank, size=size, module=run.module)
-    patch(metrics, "_ranks", ranks)
+    metrics.ranks = OwnRanksMetrics(metrics, metrics.ranks.gather, rank=rank, size=size, module=run.module)
 
 
 def reduce_each_step(run: Run) -> None:
@@ -77,14 +73,14 @@ def reduce_each_step(run: Run) -> None:
 
     def around(fire: Hook) -> Hook:
         def on_train_batch_end(*arguments: object) -> None:
-            for accumulator in metrics._step_accumulators:
+            for accumulator in metrics.step_accumulators:
                 is_synced = accumulator.sync_dist and not accumulator.rank_zero_only
                 if is_synced and accumulator.window == metrics.window and accumulator.step_values:
                     value = accumulator.step_value(metrics.device)
                     tensor = value.clone() if isinstance(value, Tensor) else torch.tensor(value, device=metrics.device)
                     common = reduce(tensor, reduce_op=accumulator.reduce)
                     accumulator.step_values, accumulator.step_weights = [common], [1.0]
-                    accumulator.step_version = common._version
+                    accumulator.step_version = version_of(common)
                     accumulator.synchronized, accumulator.synchronized_window = common, accumulator.window
             fire(*arguments)
 
@@ -98,20 +94,7 @@ def tell_all_ranks(run: Run) -> None:
     output = run.output
     if not run.has_ranks or not output.is_silent:
         return
-    write, own = output.write, [one for one in output.loggers if not _writes_on_rank_zero(one)]
-
-    def write_here(row: Mapping[str, float], step: int, *, samples: int = 0) -> None:
-        write(row, step, samples=samples)
-        for logger in own:
-            logger.log_metrics(dict(row), step=step)
-            logger.save()
-
-    def tell_here(logger: Logger, action: Callable[[], object]) -> None:
-        if any(logger is one for one in own):
-            action()
-
-    for name, function in (("write", write_here), ("tell", tell_here)):
-        patch(output, name, function)
+    output.told_here = [one for one in output.loggers if not _writes_on_rank_zero(one)]
 
 
 def _writes_on_rank_zero(logger: Any) -> bool:  # Any: any object with `log_metrics`

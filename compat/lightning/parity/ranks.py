@@ -87,17 +87,14 @@ def insert_samplers(run: Run) -> None:
     if not run.has_ranks or not run.trainer.use_distributed_sampler:
         return
     patch(run.trainer, "order_predictions", _own_predictions)
-    loaders = run.loaders
-    ask = type(loaders)._ask
+    run.loaders.prepare = partial(_with_samplers, run)
 
-    def ask_distributed(stage: str) -> Loaders:
-        found = ask(loaders, stage)
-        if isinstance(found, CombinedLoader):
-            found.flattened = [_distributed(run, one, stage) for one in found.flattened]
-            return found
-        return map_loaders(lambda one: _distributed(run, one, stage), found)
 
-    patch(loaders, "_ask", ask_distributed)
+def _with_samplers(run: Run, stage: str, loaders: Loaders) -> Loaders:
+    if isinstance(loaders, CombinedLoader):
+        loaders.flattened = [_distributed(run, one, stage) for one in loaders.flattened]
+        return loaders
+    return map_loaders(lambda one: _distributed(run, one, stage), loaders)
 
 
 def _own_predictions(outputs: list[list[Any]], data: EvalLoader) -> list[list[Any]]:  # Any: of any module

@@ -19,7 +19,6 @@ from ....data.tree import is_collection
 from ....errors import DataError
 from ....protocols import Batch, Loaders, StateDict
 from ....trainer.trainer import Trainer
-from ..patch import patch
 from .switches import active
 from .within_windows import WindowEnded
 from .workers import seeded
@@ -222,7 +221,7 @@ def try_to_iterate(loader: Any) -> None:  # Any: anything that can be iterated
 
 def fetch_batches(trainer: Trainer) -> None:
     """Let training read its loaders as Lightning does."""
-    patch(trainer._lw_loaders, "make_stream", FetchedStream)
+    trainer.parts.loaders.make_stream = FetchedStream
 
 
 def _is_placed(loader: Loaders) -> bool:

@@ -158,7 +158,7 @@ def leave_events_unfinished(run: Run) -> None:
 def _and_begin_to_validate(run: Run, fire: Hook) -> Hook:
     def on_train_start() -> None:
         fire()
-        data = run.trainer._lw_loaders.open_validation()
+        data = run.loaders.open_validation()
         if data is not None:
             next(iter(data), None)
 

@@ -396,7 +396,7 @@ def test_fabric_has_its_private_names_and_the_boring_model_trains(tmp_path: Path
 def test_command_line_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from lightning.pytorch.cli import LightningCLI, instantiate_class
 
-    from loopwright.compat.lightning.demos import BoringModel, DemoModel
+    from loopwright.compat.lightning.utilities.demos import BoringModel, DemoModel
 
     class CLI(LightningCLI):
         def add_arguments_to_parser(self, parser: Any) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from ...protocols import AnyOutput
-from .module import LightningDataModule, LightningModule
+from ....protocols import AnyOutput
+from ..module import LightningDataModule, LightningModule
 
 __all__ = [
     "BoringDataModule",
