@@ -12,6 +12,7 @@ from ..accelerators import ACCELERATOR_REGISTRY, Accelerator
 from ..errors import ConfigError, join_errors, nearest
 from ..precision import MixedPrecision, Precision
 from ..strategies import STRATEGY_REGISTRY, Given, Strategy
+from ..strategies.optional import MakesPrecision
 
 if TYPE_CHECKING:
     from ..protocols import CheckpointPlugin, Cluster
@@ -367,9 +368,8 @@ def choose_precision(
                 fix=f"create it with device={device_type!r}, or pass precision={given.precision!r} instead.",
             )
         return given
-    of_engine = strategy.make_precision(name, device_type) if strategy is not None else None
-    if of_engine is not None:
-        return of_engine
+    if isinstance(strategy, MakesPrecision):
+        return strategy.make_precision(name, device_type)
     if name == "64-true":
         from ..precision import DoublePrecision
 

@@ -20,6 +20,7 @@ from ..data.sources.stateful import is_stateful
 from ..data.stream import BatchStream
 from ..data.tree import is_collection
 from ..errors import ConfigError, DataError, ModuleError, nearest
+from ..strategies.optional import EvaluatesWithoutData
 
 if TYPE_CHECKING:
     from .fabric import Fabric
@@ -240,8 +241,8 @@ class FabricDataLoader:
             for batch in _batches_of(shard_eval(self.loader, shard, share=fabric.strategy.broadcast)):
                 current.num_batches += 1
                 yield fabric.to_device(batch) if self._moves else batch
-            if fabric.strategy.shards_parameters and current.lacks_a_batch():
-                fabric.strategy.evaluate_without_data(None)
+            if isinstance(strategy, EvaluatesWithoutData) and strategy.shards_parameters and current.lacks_a_batch():
+                strategy.evaluate_without_data(None)
             current.finish(fabric)
         except GeneratorExit:
             # Left by `break`: other processes may have no batch in this round and wait for this one.

@@ -32,6 +32,7 @@ from ..messages import warn
 from ..precision import MixedPrecision, Precision
 from ..precision.base import compute_gradients
 from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
+from ..strategies.optional import PlacesBatches, changing
 from ..tracebacks import show_trimmed
 from .launch import InProcessLauncher
 from .resolve import Environment, Parts, resolve
@@ -183,9 +184,10 @@ class Fabric:
         self._reader: Reader | None = None
         self._evaluation: EvaluationPass | None = None
         # Determined once: the hot path calls no method that does nothing.
-        places = type(self.strategy).place_batch is not Strategy.place_batch
         # (batch, device) -> batch on the device: `to_device` for anything but a module.
-        self.move_batch = functools.partial(_move_placed, self.strategy.place_batch) if places else move_to_device
+        self.move_batch = move_to_device
+        if isinstance(self.strategy, PlacesBatches):
+            self.move_batch = functools.partial(_move_placed, self.strategy.place_batch)
         self._scales = _does_something(self.precision, "scale_loss")
         self._unscales = _does_something(self.precision, "unscale_gradients")
         # A layer whose precision steps elsewhere sets it to False.
@@ -522,7 +524,7 @@ class Fabric:
         return tuple(self.strategy.setup_optimizer(optimizer) for optimizer in optimizers)
 
     def _convert(self, module: nn.Module, move_to_device: bool) -> nn.Module:
-        with self.strategy.change_context(module):
+        with changing(self.strategy, module):
             module = self.precision.convert_module(module)
         if move_to_device:
             self.strategy.module_to_device(module)

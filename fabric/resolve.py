@@ -18,7 +18,8 @@ from ..accelerators import Accelerator
 from ..console import is_notebook
 from ..errors import ConfigError, join_errors
 from ..precision import Precision
-from ..strategies import Launcher, ParallelStrategy, SingleDeviceStrategy, Strategy
+from ..strategies import Launcher, SingleDeviceStrategy, Strategy
+from ..strategies.optional import ChecksProcesses
 from .choose import (
     NOTHING_GIVEN,
     Plugins,
@@ -264,7 +265,7 @@ def resolve(
 
         launcher = attempt(choose_launcher, chosen_strategy, cluster, len(found), nodes)
         attempt(check_world, cluster, variables, len(found), nodes)
-    if chosen_strategy is not None and found and nodes is not None:
+    if isinstance(chosen_strategy, ChecksProcesses) and found and nodes is not None:
         attempt(chosen_strategy.check_processes, len(found) * nodes, nodes)
     launcher = launcher if launcher is not None else InProcessLauncher()
     facts = _facts(
@@ -376,7 +377,7 @@ def _facts(
         "several processes": is_several,
         "strategy of XLA": is_of_xla,
         # A user-defined strategy may handle XLA graphs itself.
-        "strategy of other devices": isinstance(strategy, SingleDeviceStrategy | ParallelStrategy) and not is_of_xla,
+        "strategy of other devices": not is_of_xla and _is_of_torch(strategy),
         "accelerator of other strategies": accelerator is not None and accelerator.name() != "xla",
         "num_nodes>1": num_nodes > 1,
         "devices>1": num_devices > 1,
@@ -385,6 +386,14 @@ def _facts(
         "script launcher": not launcher.is_interactive_compatible,
     }
     return {claim for claim, holds in claims.items() if holds}
+
+
+def _is_of_torch(strategy: Strategy | None) -> bool:
+    if isinstance(strategy, SingleDeviceStrategy) or strategy is None:
+        return strategy is not None
+    from ..strategies import ParallelStrategy  # not imported for one device
+
+    return isinstance(strategy, ParallelStrategy)
 
 
 def _impossible_pairs(facts: set[str], **shown: object) -> list[ConfigError]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..strategies.capabilities import MemoryShares
+from ..strategies.traits import MemoryShares
 from .loss import chunk_size
 from .model.adapters import add_adapters
 from .model.loading import base_dtype, read_config, skeleton

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..messages import counted
+from ..strategies.optional import memory_shares
 from .memory import MemoryPlan, Sizes, count_sizes, plan_memory
 from .report import describe_data, show_bytes
 from .settings import PretrainSettings, TrainSettings
@@ -123,7 +124,7 @@ def _report(prepared: Prepared) -> PlanReport:
     prepared.data.setup("fit")
     steps, report = prepared.plan(), prepared.data.report
     sizes = count_sizes(settings.model_settings())
-    shares = trainer.strategy.memory_shares(trainer.world_size, trainer.num_nodes)
+    shares = memory_shares(trainer.strategy, trainer.world_size, trainer.num_nodes)
     return PlanReport(
         command=prepared.command,
         out=str(prepared.run.path),

@@ -16,6 +16,7 @@ from ..errors import ConfigError, MissingDependency
 from ..fabric import seed_everything
 from ..messages import counted
 from ..strategies import DeepSpeedStrategy
+from ..strategies.optional import memory_shares
 from .data import DataReport, DataSettings, RecipeData
 from .exporting.export import export_run
 from .memory import count_sizes, plan_memory
@@ -324,7 +325,7 @@ def _is_too_large(settings: TrainSettings, machine: Machine) -> bool:
     size = device_memory(machine.strategy.device)
     if settings.strategy != "auto" or machine.ranks < 2 or size is None:
         return False
-    shares = machine.strategy.memory_shares(machine.ranks, int(settings.trainer.get("num_nodes", 1)))
+    shares = memory_shares(machine.strategy, machine.ranks, int(settings.trainer.get("num_nodes", 1)))
     needed = plan_memory(settings, count_sizes(settings.model_settings()), shares).total
     if needed > size:
         name, sizes = type(machine.strategy).__name__, f"{show_bytes(needed)} of {show_bytes(size)}"

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from ..lazy import attach
 from .base import Given, Launcher, NoLoss, Strategy, Topology, TrainerConfig
-from .parallel import ParallelStrategy
 from .registry import STRATEGY_REGISTRY, StrategyRegistry
 from .single_device import SingleDeviceStrategy
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from .mesh.model_parallel import ModelParallelStrategy
     from .mesh.pipeline.options import Pipeline
     from .mesh.strategy import MeshStrategy
+    from .parallel import ParallelStrategy
     from .xla.fsdp import XLAFSDPStrategy
     from .xla.replicas import XLAReplicasStrategy
     from .xla.single_device import SingleDeviceXLAStrategy
@@ -66,6 +66,7 @@ __getattr__, __dir__ = attach(
         "LayerSync": "distributed.layer_sync",
         "MeshStrategy": "mesh.strategy",
         "ModelParallelStrategy": "mesh.model_parallel",
+        "ParallelStrategy": "parallel",
         "Pipeline": "mesh.pipeline.options",
         "ProcessGroupStrategy": "distributed.processes",
         "SingleDeviceXLAStrategy": "xla.single_device",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError, NonFiniteError
 from ..precision.base import Precision, clip_dense_norm, compute_gradients, take_step
-from .capabilities import Capabilities, Given, Launcher, MemoryShares, TrainerConfig
+from .traits import Capabilities, Given, Launcher, TrainerConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -266,50 +266,6 @@ class Strategy(Capabilities):
 
     # -- before the launch; called by Fabric and Trainer ---------------------------------------------------------
 
-    @classmethod
-    def read_options(cls, text: str) -> dict[str, Any]:  # Any: arguments of the strategy's own class
-        """Return constructor arguments from the options of a registered name, such as "fsdp=2" in "mesh:fsdp=2".
-
-        Raises:
-            ConfigError: The strategy has no options, or the text has another form than they have.
-        """
-        raise ConfigError(
-            f"Expected the name of {cls.__name__} without options, got ':{text}' after it.",
-            fix=f"leave ':{text}' out, or pass an instance with arguments: strategy={cls.__name__}(...).",
-        )
-
-    def check_processes(self, num_processes: int, num_nodes: int) -> None:
-        """Compare what the strategy needs with the number of processes, before they start.
-
-        Args:
-            num_processes: On all nodes together.
-            num_nodes: Number of nodes.
-
-        Raises:
-            ConfigError: The strategy cannot use that number of processes.
-        """
-
-    def memory_shares(self, num_processes: int, num_nodes: int) -> MemoryShares:
-        """Return how parameters, gradients and optimizer state are spread; for plans, before processes start.
-
-        Args:
-            num_processes: On all nodes together.
-            num_nodes: Number of nodes.
-        """
-        return MemoryShares()
-
-    def make_precision(self, name: str, device_type: str) -> Precision | None:
-        """Return the precision for a name, for engines that cast and scale; None leaves the choice to Fabric.
-
-        Args:
-            name: A full name, such as "bf16-mixed".
-            device_type: Type of the devices, such as "cuda".
-
-        Raises:
-            ConfigError: The engine, or the device, does not support it.
-        """
-        return None
-
     def accumulation_refusal(self, dtype: torch.dtype) -> tuple[str, str] | None:
         """Return why gradients of parameters cannot be summed in this dtype, and the remedy; None if they can."""
         if self.traces_lazily:
@@ -317,13 +273,6 @@ class Strategy(Capabilities):
         if not self.sums_gradients_in(dtype):
             return "it does not say how it sums gradients", "pass strategy='ddp', 'fsdp' or 'deepspeed'"
         return None
-
-    def apply_trainer_config(self, config: TrainerConfig) -> None:
-        """Take the Trainer's arguments, for engines with a configuration of their own. Before processes start.
-
-        Raises:
-            ConfigError: The engine's configuration differs; names both values. Or the engine does not support them.
-        """
 
     # -- processes; called by Fabric -----------------------------------------------------------------------------
 
@@ -360,19 +309,6 @@ class Strategy(Capabilities):
         with self.device, SkipInit():
             yield
 
-    def change_context(self, module: nn.Module) -> AbstractContextManager[object]:
-        """Return a context in which a module that was built in `init_context` may be changed before it is set up."""
-        return nullcontext()
-
-    def check_layers(self, module: nn.Module) -> None:
-        """Refuse a module whose layers this strategy cannot run. Does not communicate.
-
-        The Trainer calls it before processes start, unless the module gets its layers later, in `configure_model`.
-
-        Raises:
-            ModuleError: Names the layers.
-        """
-
     def module_to_device(self, module: nn.Module) -> None:
         """Move the module's parameters and buffers, in place."""
         module.to(self.device)
@@ -406,13 +342,6 @@ class Strategy(Capabilities):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer as the strategy runs it."""
         return optimizer
-
-    def default_optimizers(self, module: nn.Module) -> Any:  # Any: whatever `configure_optimizers` may return
-        """Return optimizers for a module that configures none, as `configure_optimizers` does; None: there are none.
-
-        Called only where `configures_optimizers`.
-        """
-        return None
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[Optimizer]
@@ -448,57 +377,7 @@ class Strategy(Capabilities):
         """
         return None
 
-    def note_absence(self, window: str) -> Callable[[], int] | None:
-        """Notify the other ranks, without a collective, that this rank had no loss in a window.
-
-        Called on such ranks only, before the backward pass that reduces the window's gradients.
-
-        Args:
-            window: A name that no other window has had, the same on all ranks.
-
-        Returns:
-            What returns after that pass, when it has waited for the device, the number of ranks that had no loss. None
-            where that cannot be found out.
-        """
-        return None
-
-    def evaluate_without_data(self, module: nn.Module | None) -> None:
-        """Take part in an evaluation step for which this rank has no batch, where others have one.
-
-        Called only where `shards_parameters`.
-
-        Args:
-            module: What `setup_module` or `place_module` returned; None for all that are evaluated.
-        """
-
-    def run_window(
-        self, batches: Sequence[object], step: Callable[..., Any], share: Callable[[Any], Tensor]
-    ) -> Sequence[Any]:
-        """Run forward and backward of all micro-batches of an accumulation window.
-
-        A strategy that overrides this method takes over the inside of windows, as a pipeline does. The Trainer zeroes
-        gradients before the call, and scales, clips and steps after it. By default windows are not taken over, and
-        the Trainer runs one micro-batch after the other.
-
-        Args:
-            batches: The micro-batches, on the device, in order.
-            step: Runs `training_step` on a micro-batch, given with its number in the window: `step(batch, number)`.
-                Returns its loss (a tensor or `lw.Loss`), None where it has none, or `NoLoss` where the strategy's own
-                `bind_step` or `without_data` gave one. `step(batch, number, counts=False)` runs it on a pipeline stage
-                before the last: it returns what `bind_step` gave, and nothing that it logs counts.
-            share: Returns what backward is called on for a loss: its share of the window's loss, shape (), with its
-                graph, scaled where the precision scales. Called once for each loss that `step` returned.
-
-        Returns:
-            What `step` returned for each micro-batch, in order.
-        """
-        raise NotImplementedError(f"{type(self).__name__} leaves windows to the Trainer")
-
     # -- hot path; called by Fabric ------------------------------------------------------------------------------
-
-    def place_batch(self, batch: object) -> Any:  # Any: a batch of any structure
-        """Return a batch whose tensors are on their devices already; Fabric moves the others. Called if overridden."""
-        return batch
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[object]:
         """Return a context in which backward passes do not reduce gradients over ranks, if enabled."""
@@ -662,14 +541,6 @@ class Strategy(Capabilities):
         """
         return lambda: tensor
 
-    def from_last_stage(self, tensor: Tensor) -> Tensor:
-        """Return the last pipeline stage's tensor, on every rank of its pipeline; without stages, the tensor itself.
-
-        Args:
-            tensor: The same shape and dtype on all stages.
-        """
-        return tensor
-
     def gather_objects(self, obj: T) -> list[T]:
         """Return the objects of all ranks in rank order, on every rank; they may differ in kind and size."""
         return [obj]
@@ -744,21 +615,6 @@ class Strategy(Capabilities):
         return plain_names(state)
 
     get_module_state_dict = module_state_dict
-
-    def of_stages(self, module: nn.Module, facts: dict[str, T]) -> dict[str, T]:
-        """Return facts about a module, its submodules and parameters, each from the ranks that have these.
-
-        On every rank: it communicates where ranks have different layers.
-
-        Args:
-            module: The module as it was set up.
-            facts: By path or name in the module as the user wrote it.
-        """
-        return facts
-
-    def every_weight(self, module: nn.Module) -> StateDict:
-        """Return the state of a module as `module_state_dict` does, with what checkpoints may leave out."""
-        return self.module_state_dict(module)
 
     def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> LoadedKeys:
         """Load a state returned by `module_state_dict` into a module, compiled or not.

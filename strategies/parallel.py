@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from .base import ALONE, CPU, Given, Strategy, Topology
+from .distributed import collectives
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -190,9 +191,9 @@ class ParallelStrategy(Strategy):
             group, reduce_op = None, group
         if not self.is_connected:
             return tensor
-        from .distributed.collectives import all_reduce
-
-        return all_reduce(tensor, group=group or self._lw_tensor_group, reduce_op=reduce_op, device=self.device)
+        return collectives.all_reduce(
+            tensor, group=group or self._lw_tensor_group, reduce_op=reduce_op, device=self.device
+        )
 
     reduce = all_reduce
 
@@ -207,13 +208,13 @@ class ParallelStrategy(Strategy):
         """
         if isinstance(group, str):  # reduce_scatter(tensor, "sum")
             group, reduce_op = None, group
-        from .distributed.collectives import check_divides, op_name, reduce_scatter
-
         if not self.is_connected:
-            op_name(reduce_op)
-            check_divides(tensor, 1)
+            collectives.op_name(reduce_op)
+            collectives.check_divides(tensor, 1)
             return tensor
-        return reduce_scatter(tensor, group=group or self._lw_tensor_group, reduce_op=reduce_op, device=self.device)
+        return collectives.reduce_scatter(
+            tensor, group=group or self._lw_tensor_group, reduce_op=reduce_op, device=self.device
+        )
 
     def all_gather(self, tensor: object, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Any:
         """Return a tensor, number, or structure of them, of all ranks, stacked along a new first dimension.
@@ -230,24 +231,20 @@ class ParallelStrategy(Strategy):
             sync_grads, group = group, None
         if not self.is_connected:
             return tensor
-        from .distributed.collectives import all_gather
-
-        return all_gather(tensor, group=group or self._lw_tensor_group, sync_grads=sync_grads, device=self.device)
+        return collectives.all_gather(
+            tensor, group=group or self._lw_tensor_group, sync_grads=sync_grads, device=self.device
+        )
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return rank `src`'s object, which must be picklable; its tensors are received on this rank's device."""
         if not self.is_connected:
             return obj
-        from .distributed.collectives import broadcast
-
-        return broadcast(obj, src=src, device=self.device)
+        return collectives.broadcast(obj, src=src, device=self.device)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks have called this method."""
         if self.is_connected:
-            from .distributed.collectives import barrier
-
-            barrier(self.device)
+            collectives.barrier(self.device)
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start an asynchronous in-place sum of a tensor over ranks; see `Strategy.start_sum`."""
@@ -265,16 +262,12 @@ class ParallelStrategy(Strategy):
         """Return the objects of all ranks in rank order, on every rank; they may differ in kind and size."""
         if not self.is_connected:
             return [obj]
-        from .distributed.collectives import gather_objects
-
-        return gather_objects(obj)
+        return collectives.gather_objects(obj)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks (or with all=False, any rank) decided True. Reads the device."""
         if not self.is_connected:
             return bool(decision)
-        from .distributed.collectives import all_reduce, host_device
-
-        device = host_device(self.device)
-        reduced = all_reduce(int(decision), group=None, reduce_op="min" if all else "max", device=device)
+        device = collectives.host_device(self.device)
+        reduced = collectives.all_reduce(int(decision), group=None, reduce_op="min" if all else "max", device=device)
         return bool(reduced)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..accelerators.registry import Registry
+from ..errors import ConfigError
 from .base import Strategy
+from .optional import ReadsOptions
 
 __all__ = ["STRATEGY_REGISTRY", "StrategyRegistry"]
 
@@ -32,7 +34,13 @@ class StrategyRegistry(Registry[Strategy]):
         """
         head, colon, options = name.partition(":") if isinstance(name, str) else (name, "", "")
         if colon:
-            init_params = {**self.get(head).read_options(options), **init_params}
+            kind = self.get(head)
+            if not issubclass(kind, ReadsOptions):
+                raise ConfigError(
+                    f"Expected the name of {kind.__name__} without options, got ':{options}' after it.",
+                    fix=f"leave ':{options}' out, or pass an instance with arguments: strategy={kind.__name__}(...).",
+                )
+            init_params = {**kind.read_options(options), **init_params}
         return super().create(head, **init_params)
 
     def available_strategies(self) -> list[str]:

@@ -601,7 +601,7 @@ class ShardedStrategy(ProcessGroupStrategy):
         return ("a step of a pipeline stage leaves the module in the middle", "leave compile= out, or train without pp")
 
     @property
-    def has_last_stage(self) -> bool:  # type: ignore[override]  # it is not set, but follows from the axes
+    def has_last_stage(self) -> bool:
         """Whether steps run to their end on this rank."""
         return not (self.is_connected and self.has_stages) or self.last_stage_rank == self.topology.stage
 

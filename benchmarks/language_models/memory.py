@@ -16,6 +16,8 @@ from typing import Any
 from fsdp import LiveTensors, run_program, silence
 from tables import table
 
+from loopwright.strategies.optional import memory_shares
+
 # Any in this file: arguments of settings, hooks, and measured numbers as they are in results/latest.json.
 
 ROWS, LENGTH, VOCABULARY = 2, 256, 16384
@@ -134,7 +136,7 @@ def measure(case: str, folder: Path) -> dict[str, Any]:
         )  # fmt: skip
         with live:
             trainer.fit(module, list(batches(3)))
-    plan = plan_memory(settings, sizes, trainer.strategy.memory_shares(1, 1))
+    plan = plan_memory(settings, sizes, memory_shares(trainer.strategy, 1, 1))
     return {
         "case": case,
         "elements": sizes.trained + sizes.frozen,

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ...strategies.distributed.rendezvous import store
+from ...strategies.optional import HasTimeouts
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -41,14 +42,15 @@ def watch_over(strategy: Strategy, launcher: Launcher) -> Watch | None:
         if _watch[1] is shared:
             return _watch[2]
         _watch[2].stop()  # of a process group that the program has destroyed, to make another one
+    limits = strategy if isinstance(strategy, HasTimeouts) else None
     starter: Any = launcher if hasattr(launcher, "local_exits") else None
     watch = Watch(
         shared,
         rank=topology.global_rank,
         size=topology.world_size,
         local_rank=topology.local_rank,
-        timeout=strategy.timeout or 1800.0,
-        stall_timeout=strategy.stall_timeout,
+        timeout=1800.0 if limits is None or limits.timeout is None else limits.timeout,
+        stall_timeout=None if limits is None else limits.stall_timeout,
         launcher=starter,
     )
     watch.start()

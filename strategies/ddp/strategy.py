@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ...errors import ConfigError, ModuleError, nearest
 from ...precision.base import compute_gradients
 from ..base import NoLoss
-from ..capabilities import MemoryShares
 from ..distributed import gradients
 from ..distributed.changes import Changes, agree_on_changes, params_of_group
 from ..distributed.live_objects import LiveObjects
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
+from ..traits import MemoryShares
 from . import absence
 from .comm_hooks import CommHook, check_comm_hook
 from .local_sgd import ModelAveraging

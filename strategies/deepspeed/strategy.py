@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ...errors import ConfigError, DataError, ModuleError
 from ...messages import warn
 from ..base import NoLoss, TrainerConfig, plain_name
-from ..capabilities import MemoryShares
 from ..construction.deferred import DeferredInit
 from ..distributed.live_objects import LiveObjects
 from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
+from ..traits import MemoryShares
 from . import config as configs
 from . import ops, setup
 from .arguments import Arguments, check_sections, read_given
@@ -101,7 +101,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     holds_gradients = True
     holds_parameters = True
-    configures_optimizers = True
     rebuilds_optimizers = True
     adds_param_groups = False
     sums_gradients_itself = True

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import ConfigError
-from ..capabilities import MemoryShares
 from ..sharded import ShardedStrategy
+from ..traits import MemoryShares
 from .axes import REST, MeshAxes, read_axes
 from .context.options import Context
 from .layers import TensorSplit

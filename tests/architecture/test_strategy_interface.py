@@ -10,7 +10,7 @@ from typing import TypeGuard
 
 import pytest
 
-from loopwright.strategies import Strategy
+from loopwright.strategies import Strategy, optional
 
 from .sources import ROOT, package_files, place, tree_of
 
@@ -21,9 +21,10 @@ HOLDERS = {"strategy", "_strategy", "chosen_strategy"}
 OF_STRINGS = {"lower"}
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
 
+OPTIONAL = [one for one in vars(optional).values() if getattr(one, "__module__", "") == optional.__name__]
 DECLARED = {
     name
-    for cls in Strategy.__mro__
+    for cls in (*Strategy.__mro__, *OPTIONAL)
     for name in (*vars(cls), *vars(cls).get("__annotations__", ()))
     if not name.startswith("_")
 }
@@ -99,7 +100,7 @@ def test_a_declared_request_is_accepted(source: str) -> None:
 
 
 def _capabilities() -> ast.ClassDef:
-    tree = tree_of(ROOT / "strategies" / "capabilities.py")
+    tree = tree_of(ROOT / "strategies" / "traits.py")
     (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Capabilities")
     return cls
 

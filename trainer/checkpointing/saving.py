@@ -17,6 +17,7 @@ from ...checkpoint.checkpoint_io import saves_in_background
 from ...errors import CheckpointError, ModuleError
 from ...messages import counted
 from ...protocols import StateDict
+from ...strategies.optional import every_weight
 from ..loop.run_signals import add_place
 from ..session.assemble import has_override
 from . import snapshot
@@ -210,7 +211,7 @@ class Saving:
             from ..loop import rank_coordination
 
             rank_coordination.meet(trainer, "trainer.full_state_dict")
-        state = strategy.every_weight(run.model)
+        state = every_weight(strategy, run.model)
         if run.has_ranks and not trainer.ranks_answer:
             from ..loop.rank_coordination import require_full
 

@@ -21,6 +21,7 @@ from ...lazy import is_core
 from ...messages import warn
 from ...protocols import StateDict
 from ...strategies.base import plain_name, plain_names
+from ...strategies.optional import stages_of
 from ..hooks import find_override
 from ..loop import manual
 from ..run import BeforeValidation, Run
@@ -271,8 +272,9 @@ def _frozen(run: Run) -> dict[str, list[str]]:
     modes = {path: child.training for path, child in module.named_modules(remove_duplicate=False)}
     if before is not None:
         modes = {path: path not in before.evaluating for path in modes}
-    if run.ranks_answer:
-        trained, modes = (run.fabric.strategy.of_stages(run.model, facts) for facts in (trained, modes))
+    stages = stages_of(run.fabric.strategy)
+    if run.ranks_answer and stages is not None:
+        trained, modes = (stages.of_stages(run.model, facts) for facts in (trained, modes))
     return {
         "parameters": [plain_name(name) for name, is_trained in trained.items() if not is_trained],
         "modules": [plain_path(path) for path, is_training in modes.items() if not is_training],

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from ...errors import DataError
+from ...strategies.optional import EvaluatesWithoutData
 from ..run import Run
 
 __all__ = ["in_step"]
@@ -36,8 +37,9 @@ def in_step(batches: Iterator[object], run: Run, global_batches: int | None) -> 
     for batch in batches:
         yield batch
         done += 1
-    for _ in range(max(counts) - done):
-        strategy.evaluate_without_data(run.model)
+    if isinstance(strategy, EvaluatesWithoutData):
+        for _ in range(max(counts) - done):
+            strategy.evaluate_without_data(run.model)
 
 
 def _asking(batches: Iterator[object], run: Run) -> Iterator[object]:
@@ -60,5 +62,5 @@ def _asking(batches: Iterator[object], run: Run) -> Iterator[object]:
             )
         if has_batch:
             yield batch
-        else:
+        elif isinstance(strategy, EvaluatesWithoutData):
             strategy.evaluate_without_data(run.model)

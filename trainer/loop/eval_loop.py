@@ -18,6 +18,7 @@ from ...data.sources.base import announce_epoch
 from ...data.tree import flatten_loaders, is_collection
 from ...messages import warn
 from ...protocols import Batch, Loader, Loaders, StepFunction, StepOutput
+from ...strategies.optional import stages_of
 from ..checkpointing.snapshot import note_row_of_validation
 from ..run import Run
 
@@ -198,7 +199,8 @@ class EvalLoop:
         windows_before = metrics.window
         sizes_of_training = metrics.sizes
         is_together = run.has_ranks and strategy.shards_parameters
-        is_muted = not strategy.has_last_stage
+        stages = stages_of(strategy)
+        is_muted = stages is not None and not stages.has_last_stage
         metrics.step = progress.steps
         for dataloader_idx, batches in data:
             metrics.select_loader(stage, dataloader_idx, several=several)

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from ...errors import ModuleError
 from ...protocols import StepOutput
+from ...strategies.optional import NotesAbsence
 from ..metrics.accumulators import accumulation_dtype
 
 if TYPE_CHECKING:
@@ -224,13 +225,14 @@ class RanksWindowLoss(WindowLoss):
     """
 
     __slots__ = (
-        "_absent", "_counts", "_finish", "_is_counted", "_name", "_number", "_scale", "_strategy", "form",
-        "has_nothing",
+        "_absent", "_counts", "_finish", "_is_counted", "_name", "_note_absence", "_number", "_scale", "_strategy",
+        "form", "has_nothing",
     )  # fmt: skip
 
     def __init__(self, device: torch.device, strategy: Strategy, *, counts: bool) -> None:
         self._strategy = strategy
         self._counts = counts
+        self._note_absence = strategy.note_absence if isinstance(strategy, NotesAbsence) else None
         # Where gradients are not reduced at each step, ranks count all the same: to know whether any had a loss.
         self._is_counted = counts or not strategy.reduces_every_step
         self._scale = 1.0
@@ -302,8 +304,8 @@ class RanksWindowLoss(WindowLoss):
     def reduce(self) -> None:
         """Begin to add up over ranks what the window weighs, where it must be known. On every rank."""
         if self.form != "sum" and not self._is_counted:
-            if not self.count and self.form is not None:
-                self._absent = self._strategy.note_absence(f"{self._name}/{self._number}")
+            if self._note_absence is not None and not self.count and self.form is not None:
+                self._absent = self._note_absence(f"{self._name}/{self._number}")
             return
         dtype = accumulation_dtype(self.device)
         weight = self.total if self.form == "sum" else float(self.count)

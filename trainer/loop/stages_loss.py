@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from ...strategies import Strategy
+from ...strategies.optional import HasStages
 from ..metrics.accumulators import accumulation_dtype
 from .loss import Loss, RanksWindowLoss
 
@@ -25,11 +27,16 @@ class StagesWindowLoss(RanksWindowLoss):
     stages that returns no loss is an error.
     """
 
-    __slots__ = ("_joins",)
+    __slots__ = ("_joins", "_stages")
+
+    def __init__(self, device: torch.device, strategy: Strategy, *, counts: bool) -> None:
+        assert isinstance(strategy, HasStages)
+        self._stages = strategy
+        super().__init__(device, strategy, counts=counts)
 
     @property
     def _has_losses(self) -> bool:
-        return self._strategy.has_last_stage
+        return self._stages.has_last_stage
 
     def begin(self, planned: int) -> None:
         """Start a window that is planned to have `planned` micro-batches on every rank."""
@@ -65,9 +72,9 @@ class StagesWindowLoss(RanksWindowLoss):
         if self._has_losses:
             assert self._finish is not None
             known = torch.tensor([_FORMS.index(self.form), self._scale], dtype=dtype).to(self.device, non_blocking=True)
-            self._strategy.from_last_stage(torch.cat([self._finish().to(dtype), known]))
+            self._stages.from_last_stage(torch.cat([self._finish().to(dtype), known]))
             return
-        joined = self._strategy.from_last_stage(torch.zeros(5, dtype=dtype, device=self.device))
+        joined = self._stages.from_last_stage(torch.zeros(5, dtype=dtype, device=self.device))
         if self.form is None:
             code, self._scale = joined[3:].tolist()
             self.form = _FORMS[int(code)]

@@ -23,7 +23,7 @@ from ...errors import ConfigError, DataError, ModuleError, nearest
 from ...messages import warn
 from ...precision.base import clear_gradients, evaluates_again
 from ...protocols import Batch, Loaders, StepFunction
-from ...strategies import Strategy
+from ...strategies.optional import RunsWindows
 from ..hooks import find_override, module_bases
 from ..loop.eval_loop import EvalLoader
 from ..loop.schedule import step_plateaus
@@ -424,7 +424,7 @@ def _step_by_module(run: Run) -> Callable[[Callable[[], Tensor | None]], bool] |
 def _run_window(run: Run) -> RunWindow | None:
     """Return the strategy's own `run_window`; None where it leaves the inside of windows to the Trainer."""
     strategy = run.fabric.strategy
-    if type(strategy).run_window is Strategy.run_window or not strategy.runs_windows:
+    if not (strategy.runs_windows and isinstance(strategy, RunsWindows)):
         return None
     return run.lifecycle.bracketed(strategy.run_window, f"[Strategy]{type(strategy).__name__}.run_window")
 

@@ -17,6 +17,7 @@ from ...data.module import DataModule
 from ...errors import CheckpointError, ConfigError, ModuleError
 from ...messages import counted, warn
 from ...protocols import Loaders, StateDict
+from ...strategies.optional import ChecksLayers, ConfiguresOptimizers, TakesTrainerConfig, changing, stages_of
 from ..checkpointing import optimizer_record, snapshot
 from ..hooks import check_hook_names
 from ..lifecycle import Lifecycle, hook_names
@@ -186,7 +187,7 @@ def _check_required(plan: Plan, module: nn.Module) -> None:
         plan.loaders.require(stage, verb)
         return
     assemble.require_step(module, "training_step", "fit")
-    if not plan.fabric.strategy.configures_optimizers:  # an engine's configuration may say
+    if not isinstance(plan.fabric.strategy, ConfiguresOptimizers):  # an engine's configuration may say
         assemble.require_step(module, "configure_optimizers", "fit")
     plan.loaders.require("train", "fit")
     if getattr(module, "automatic_optimization", True):
@@ -224,12 +225,14 @@ def check(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> None:
     check_layers(plan.fabric.strategy, module)
     if plan.verb == "fit":
         plan.trainer._lw_saving.check_weights(module)
-        plan.fabric.strategy.apply_trainer_config(_trainer_config(plan, module))
+        strategy = plan.fabric.strategy
+        if isinstance(strategy, TakesTrainerConfig):
+            strategy.apply_trainer_config(_trainer_config(plan, module))
 
 
 def check_layers(strategy: Strategy, module: nn.Module) -> None:
     """Refuse layers that the strategy cannot split, unless the module builds them later."""
-    if not _builders(module):
+    if isinstance(strategy, ChecksLayers) and not _builders(module):
         strategy.check_layers(module)
 
 
@@ -370,7 +373,7 @@ def make_run(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> Ru
     if has_ranks:
         counts = strategy.uneven == "zero_weight" or plan.skips_bad_steps
         kind: type[RanksWindowLoss] = RanksWindowLoss
-        if strategy.has_stages:
+        if stages_of(strategy) is not None:
             from ..loop.stages_loss import StagesWindowLoss
 
             kind = StagesWindowLoss
@@ -485,7 +488,7 @@ def _prepare_data(run: Run) -> None:
 
 def _place(fabric: Fabric, module: nn.Module) -> nn.Module:
     """Set a module up for evaluation or manual optimization: no backward pass reduces its gradients."""
-    with fabric.strategy.change_context(module):
+    with changing(fabric.strategy, module):
         module = fabric.precision.convert_module(module)
     fabric.strategy.module_to_device(module)
     return fabric.strategy.place_module(module)
@@ -617,7 +620,7 @@ def build_optimizers(run: Run) -> None:
             if "empty parameter list" not in str(error):
                 raise
             raise _no_parameters(module) from error
-    if returned is None and run.fabric.strategy.configures_optimizers:
+    if returned is None and isinstance(run.fabric.strategy, ConfiguresOptimizers):
         returned = run.fabric.strategy.default_optimizers(module)
     if returned is None or (isinstance(returned, list | tuple) and not returned):
         warn(

@@ -16,6 +16,7 @@ from ...data.move import move_to_device
 from ...errors import ModuleError
 from ...protocols import StateDict
 from ...strategies import Strategy
+from ...strategies.optional import every_weight, stages_of
 from ...tracebacks import show_trimmed
 from ..checkpointing import snapshot
 from ..module import Module
@@ -98,7 +99,7 @@ def _run_in_child(trainer: Trainer, verb: str, module: nn.Module | None, argumen
 def _module_content(trainer: Trainer, run: Run, checkpoint: StateDict) -> StateDict:
     """Return what the module has beside its checkpoint, which hooks may have changed. On every rank: communicates."""
     strategy = trainer.strategy
-    weights = move_to_device(strategy.gather_state(strategy.every_weight(run.model)), _CPU)
+    weights = move_to_device(strategy.gather_state(every_weight(strategy, run.model)), _CPU)
     names = set(weights)
     for name, saved in checkpoint.get("state_dict", {}).items():
         value = weights.get(name)
@@ -106,10 +107,13 @@ def _module_content(trainer: Trainer, run: Run, checkpoint: StateDict) -> StateD
             weights[name] = saved  # sent once
     buffers = {name: one.detach().cpu() for name, one in run.module.named_buffers()}
     trained = {name: one.requires_grad for name, one in run.module.named_parameters(remove_duplicate=False)}
+    stages = stages_of(strategy)
+    if stages is not None:
+        buffers, trained = stages.of_stages(run.model, buffers), stages.of_stages(run.model, trained)
     return {
         "weights": weights,
-        "buffers": {name: one for name, one in strategy.of_stages(run.model, buffers).items() if name not in names},
-        "trained": strategy.of_stages(run.model, trained),
+        "buffers": {name: one for name, one in buffers.items() if name not in names},
+        "trained": trained,
         "hparams": {
             name: value for name, value in getattr(run.module, "hparams", {}).items() if isinstance(value, _PLAIN)
         },

@@ -13,7 +13,8 @@ from loopwright.strategies import (
     SingleDeviceStrategy,
     Strategy,
 )
-from loopwright.strategies.capabilities import MemoryShares
+from loopwright.strategies.optional import memory_shares
+from loopwright.strategies.traits import MemoryShares
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ from loopwright.strategies.capabilities import MemoryShares
     ids=str,
 )
 def test_each_engine_says_what_eight_processes_share(strategy: Strategy, nodes: int, expected: MemoryShares) -> None:
-    assert strategy.memory_shares(8, nodes) == expected
+    assert memory_shares(strategy, 8, nodes) == expected
 
 
 def test_a_mesh_names_the_axes_that_split_a_module() -> None:

@@ -8,8 +8,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, TypedDict, TypeVar
 
 if TYPE_CHECKING:
-    from datetime import timedelta
-
     import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -118,10 +116,6 @@ class Capabilities:
     """How processes start: "popen", "spawn", "fork" or "forkserver"; None: there is one process."""
     launcher: Launcher | None = None
     """Starts the processes; None: Fabric chooses a launcher that fits `start_method` and the environment."""
-    timeout: timedelta | float | None = None
-    """Time after which a rank that waits for another one fails, a timedelta or seconds; None: 30 minutes."""
-    stall_timeout: timedelta | float | None = None
-    """Time without progress after which every rank reports where it is; None: chosen from `timeout`."""
     device_mesh: DeviceMesh | None = None
     """The devices as a mesh with named axes, for `module.device_mesh`; None: there is no mesh."""
 
@@ -142,9 +136,6 @@ class Capabilities:
     """Whether ranks that read the same data draw the same random numbers."""
     has_stages: bool = False
     """Whether ranks hold different layers (pipeline stages), so that parameters and their groups differ over ranks."""
-    has_last_stage: bool = True
-    """Whether steps run to their end on this rank. They do not on pipeline stages before the last: there they return
-    nothing, and what they log does not count."""
     runs_windows: bool = True
     """Whether `run_window`, where a strategy defines it, takes over the inside of accumulation windows."""
     parts_per_batch: int = 1
@@ -185,8 +176,6 @@ class Capabilities:
 
     # -- optimizers and compilation ------------------------------------------------------------------------------
 
-    configures_optimizers: bool = False
-    """Whether `default_optimizers` may return optimizers, so that the module need not configure any."""
     rebuilds_optimizers: bool = False
     """Whether each fit builds a new engine, whose optimizer states start from zero."""
     adds_param_groups: bool = True

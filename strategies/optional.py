@@ -1,0 +1,313 @@
+"""Optional parts of a strategy: a strategy that defines the methods of one of these protocols has that part.
+
+Trainer, Fabric and registry look for them when they set up, and bind what they find: nothing is looked for in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+from .traits import MemoryShares, TrainerConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ..precision import Precision
+    from ..protocols import StateDict
+    from .base import Strategy
+
+__all__ = [
+    "ChangesLater",
+    "ChecksLayers",
+    "ChecksProcesses",
+    "ConfiguresOptimizers",
+    "EvaluatesWithoutData",
+    "HasEveryWeight",
+    "HasStages",
+    "HasTimeouts",
+    "MakesPrecision",
+    "NotesAbsence",
+    "PlacesBatches",
+    "ReadsOptions",
+    "RunsWindows",
+    "SharesMemory",
+    "TakesTrainerConfig",
+    "changing",
+    "every_weight",
+    "memory_shares",
+    "stages_of",
+]
+
+T = TypeVar("T")
+
+# Any in this file: constructor arguments, batches, and what `configure_optimizers` returns.
+
+
+# -- before processes start ------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class ReadsOptions(Protocol):
+    """Has options after its registered name, such as "fsdp=2" in "mesh:fsdp=2"."""
+
+    @classmethod
+    def read_options(cls, text: str) -> dict[str, Any]:
+        """Return constructor arguments from the options.
+
+        Raises:
+            ConfigError: The text has another form.
+        """
+        ...
+
+
+@runtime_checkable
+class ChecksProcesses(Protocol):
+    """Needs certain numbers of processes."""
+
+    def check_processes(self, num_processes: int, num_nodes: int) -> None:
+        """Compare what the strategy needs with the number of processes, before they start.
+
+        Args:
+            num_processes: On all nodes together.
+            num_nodes: Number of nodes.
+
+        Raises:
+            ConfigError: The strategy cannot use that number of processes.
+        """
+        ...
+
+
+@runtime_checkable
+class ChecksLayers(Protocol):
+    """Cannot run every module."""
+
+    def check_layers(self, module: nn.Module) -> None:
+        """Refuse a module whose layers this strategy cannot run. Does not communicate.
+
+        The Trainer calls it before processes start, unless the module gets its layers later, in `configure_model`.
+
+        Raises:
+            ModuleError: Names the layers.
+        """
+        ...
+
+
+@runtime_checkable
+class SharesMemory(Protocol):
+    """Spreads parameters, gradients or optimizer state over processes, or needs buffers for them."""
+
+    def memory_shares(self, num_processes: int, num_nodes: int) -> MemoryShares:
+        """Return how they are spread; for plans, before processes start.
+
+        Args:
+            num_processes: On all nodes together.
+            num_nodes: Number of nodes.
+        """
+        ...
+
+
+def memory_shares(strategy: Strategy, num_processes: int, num_nodes: int) -> MemoryShares:
+    """Return how a strategy spreads memory; without `SharesMemory`, each process holds everything."""
+    if isinstance(strategy, SharesMemory):
+        return strategy.memory_shares(num_processes, num_nodes)
+    return MemoryShares()
+
+
+@runtime_checkable
+class MakesPrecision(Protocol):
+    """Casts and scales in an engine."""
+
+    def make_precision(self, name: str, device_type: str) -> Precision:
+        """Return the precision for a name.
+
+        Args:
+            name: A full name, such as "bf16-mixed".
+            device_type: Type of the devices, such as "cuda".
+
+        Raises:
+            ConfigError: The engine, or the device, does not support it.
+        """
+        ...
+
+
+@runtime_checkable
+class TakesTrainerConfig(Protocol):
+    """Has a configuration of its own that must agree with the Trainer's arguments."""
+
+    def apply_trainer_config(self, config: TrainerConfig) -> None:
+        """Take the Trainer's arguments, before processes start.
+
+        Raises:
+            ConfigError: The engine's configuration differs; names both values. Or the engine does not support them.
+        """
+        ...
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class HasTimeouts(Protocol):
+    """Limits the time in which ranks wait."""
+
+    @property
+    def timeout(self) -> timedelta | float | None:
+        """Time after which a rank that waits for another one fails, a timedelta or seconds; None: 30 minutes."""
+        ...
+
+    @property
+    def stall_timeout(self) -> timedelta | float | None:
+        """Time without progress after which every rank reports where it is; None: chosen from `timeout`."""
+        ...
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class ChangesLater(Protocol):
+    """Builds modules without values in `init_context`."""
+
+    def change_context(self, module: nn.Module) -> AbstractContextManager[object]:
+        """Return a context in which a module that was built in `init_context` may be changed before it is set up."""
+        ...
+
+
+def changing(strategy: Strategy, module: nn.Module) -> AbstractContextManager[object]:
+    """Return a context in which a module may be changed before the strategy sets it up."""
+    return strategy.change_context(module) if isinstance(strategy, ChangesLater) else nullcontext()
+
+
+@runtime_checkable
+class ConfiguresOptimizers(Protocol):
+    """Has a configuration that may name optimizers, so that the module need not configure any."""
+
+    def default_optimizers(self, module: nn.Module) -> Any:
+        """Return optimizers for a module that configures none, as `configure_optimizers` does; None: there are none."""
+        ...
+
+
+@runtime_checkable
+class HasEveryWeight(Protocol):
+    """Leaves something out of `module_state_dict`."""
+
+    def every_weight(self, module: nn.Module) -> StateDict:
+        """Return the state of a module as `module_state_dict` does, with what checkpoints may leave out."""
+        ...
+
+
+def every_weight(strategy: Strategy, module: nn.Module) -> StateDict:
+    """Return the state of a module as `module_state_dict` does, with what checkpoints may leave out."""
+    if isinstance(strategy, HasEveryWeight):
+        return strategy.every_weight(module)
+    return strategy.module_state_dict(module)
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class PlacesBatches(Protocol):
+    """Moves batches to devices by itself."""
+
+    def place_batch(self, batch: Any) -> Any:
+        """Return a batch whose tensors are on their devices already; Fabric moves the others."""
+        ...
+
+
+@runtime_checkable
+class RunsWindows(Protocol):
+    """Takes over the inside of accumulation windows, as a pipeline does."""
+
+    def run_window(
+        self, batches: Sequence[object], step: Callable[..., Any], share: Callable[[Any], Tensor]
+    ) -> Sequence[Any]:
+        """Run forward and backward of all micro-batches of an accumulation window.
+
+        The Trainer zeroes gradients before the call, and scales, clips and steps after it.
+
+        Args:
+            batches: The micro-batches, on the device, in order.
+            step: Runs `training_step` on a micro-batch, given with its number in the window: `step(batch, number)`.
+                Returns its loss (a tensor or `lw.Loss`), None where it has none, or `NoLoss` where the strategy's own
+                `bind_step` or `without_data` gave one. `step(batch, number, counts=False)` runs it on a pipeline stage
+                before the last: it returns what `bind_step` gave, and nothing that it logs counts.
+            share: Returns what backward is called on for a loss: its share of the window's loss, shape (), with its
+                graph, scaled where the precision scales. Called once for each loss that `step` returned.
+
+        Returns:
+            What `step` returned for each micro-batch, in order.
+        """
+        ...
+
+
+@runtime_checkable
+class HasStages(Protocol):
+    """Has ranks with different layers (pipeline stages). Losses are on the last stage."""
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether steps run to their end on this rank.
+
+        They do not on stages before the last: there they return nothing, and what they log does not count.
+        """
+        ...
+
+    def from_last_stage(self, tensor: Tensor) -> Tensor:
+        """Return the last stage's tensor, on every rank of its pipeline.
+
+        Args:
+            tensor: The same shape and dtype on all stages.
+        """
+        ...
+
+    def of_stages(self, module: nn.Module, facts: dict[str, T]) -> dict[str, T]:
+        """Return facts about a module, its submodules and parameters, each from the ranks that have these.
+
+        On every rank: it communicates.
+
+        Args:
+            module: The module as it was set up.
+            facts: By path or name in the module as the user wrote it.
+        """
+        ...
+
+
+def stages_of(strategy: Strategy) -> HasStages | None:
+    """Return what knows the pipeline stages of a strategy; None where each rank has all layers."""
+    return strategy if strategy.has_stages and isinstance(strategy, HasStages) else None
+
+
+@runtime_checkable
+class NotesAbsence(Protocol):
+    """Knows without a collective how many ranks had no loss in a window."""
+
+    def note_absence(self, window: str) -> Callable[[], int] | None:
+        """Notify the other ranks that this rank had no loss in a window.
+
+        Called on such ranks only, before the backward pass that reduces the window's gradients.
+
+        Args:
+            window: A name that no other window has had, the same on all ranks.
+
+        Returns:
+            What returns after that pass, when it has waited for the device, the number of ranks that had no loss. None
+            where that cannot be found out.
+        """
+        ...
+
+
+@runtime_checkable
+class EvaluatesWithoutData(Protocol):
+    """Communicates in evaluation steps, in which ranks without a batch must take part."""
+
+    def evaluate_without_data(self, module: nn.Module | None) -> None:
+        """Take part in an evaluation step for which this rank has no batch, where others have one.
+
+        Args:
+            module: What `setup_module` or `place_module` returned; None for all that are evaluated.
+        """
+        ...
