@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..protocols import AnyBatch, AnyOutput, StateDict
-    from ..trainer.trainer import Trainer
+    from ..trainer import Trainer
 
 __all__ = ["Callback", "Checkpoint", "as_hook", "find_state", "from_rank_zero"]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..protocols import StateDict
-    from ..trainer.trainer import Trainer
+    from ..trainer import Trainer
 
 __all__ = ["BackboneFinetuning", "BaseFinetuning", "multiplicative"]
 

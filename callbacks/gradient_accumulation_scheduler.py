@@ -12,7 +12,7 @@ from .base import Callback
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..trainer.trainer import Trainer
+    from ..trainer import Trainer
 
 __all__ = ["GradientAccumulationScheduler"]
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..protocols import StateDict
-    from ..trainer.trainer import Trainer
+    from ..trainer import Trainer
     from ..tuner.lr_curve import LearningRateCurve
 
 __all__ = ["LearningRateFinder"]

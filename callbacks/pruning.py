@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..protocols import AnyBatch, StateDict
-    from ..trainer.trainer import Trainer
+    from ..trainer import Trainer
 
 __all__ = ["ModelPruning"]
 

@@ -20,7 +20,7 @@ from .move import move_to_device
 if TYPE_CHECKING:
     from typing import Self
 
-    from ..trainer.trainer import Trainer
+    from ..trainer import Trainer
 
 __all__ = ["DataModule"]
 

@@ -11,7 +11,7 @@ from .lifecycle import HOOKS
 
 if TYPE_CHECKING:
     from .run import Run
-    from .trainer import Trainer
+    from .view import TrainerView
 
 __all__ = ["place_of"]
 
@@ -34,7 +34,7 @@ _ACTIVITIES = {
 }
 
 
-def place_of(trainer: Trainer, run: Run, error: BaseException) -> str:
+def place_of(trainer: TrainerView, run: Run, error: BaseException) -> str:
     """Return where the run is, for an error's note: hook or activity, verb, stage, epoch, step and batch."""
     hook = run.metrics.table.hook or _activity(error)
     parts = [f"in {hook}"] if hook else []

@@ -18,11 +18,9 @@ from ..messages import counted
 from ..tracebacks import end_in_silence, end_with_line
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from .trainer import Trainer
 
-__all__ = ["tell_beginning", "tell_closure", "tell_end", "tell_failure"]
+__all__ = ["tell_beginning", "tell_end", "tell_failure"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +43,6 @@ def tell_beginning(trainer: Trainer) -> None:
         trainer.precision,
         "no seed" if seed is None else f"seed {seed}",
     )
-
-
-def tell_closure(trainer: Trainer, optimizer: Optimizer, *, evaluates: bool) -> None:
-    """Tell which way a step of an optimizer that is not torch's takes: with evaluations of its own, or without."""
-    if not trainer.tells_runs:
-        return
-    way = "evaluates the model within its step: each window is run again for every call of its closure"
-    if not evaluates:
-        way = "gets its gradients before its step, which does not evaluate the model again"
-    logger.info("%s %s. Set evaluates_closure on it if that is wrong.", type(optimizer).__name__, way)
 
 
 def _device(trainer: Trainer) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import length_hint
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..callbacks import Checkpoint
 from ..messages import warn
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ..profilers import Profiler
     from ..protocols import Batch
     from .metrics.metrics import Metrics
-    from .trainer import Trainer
 
 __all__ = ["EVENTS", "HOOKS", "LOG_RULES", "ORDER", "Event", "Lifecycle", "LogRule", "hook_names", "markdown"]
 
@@ -227,6 +226,13 @@ class _Running:
         self.event: tuple[str, Iterator[Hook], tuple[object, ...]] | None = None
 
 
+class _Listened(Protocol):
+    """The Trainer, as callbacks get it."""
+
+    @property
+    def itself(self) -> object: ...
+
+
 class Lifecycle:
     """One function per event; each has the event's name and its arguments.
 
@@ -249,7 +255,7 @@ class Lifecycle:
     def __init__(
         self,
         *,
-        trainer: Trainer,
+        trainer: _Listened,
         module: nn.Module,
         callbacks: Sequence[Callback],
         datamodule: DataModule | None,

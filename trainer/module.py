@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..fabric import Fabric
     from ..loggers import Logger
     from ..protocols import AnyBatch, AnyLoaders, AnyOutput, MapLocation, StateDict, Tree, TrustedClasses
-    from .trainer import Trainer
+    from . import Trainer
 
 __all__ = ["Module"]
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .session.loaders import StageLoaders
     from .session.monitored import MonitoredNames
     from .state import Progress, TrainerState
-    from .trainer import Trainer
+    from .view import TrainerView
 
 __all__ = ["BeforeValidation", "Run", "StepPlan"]
 
@@ -164,7 +164,7 @@ class Run:
         callback_marks: States of the user's callbacks when training began, pickled; with pipeline stages.
     """
 
-    trainer: Trainer
+    trainer: TrainerView
     fabric: Fabric
     module: nn.Module
     model: nn.Module

@@ -40,7 +40,7 @@ from .checkpointing.saving import Saving
 from .hooks import check_hook_names
 from .lifecycle import hook_names
 from .loop import manual
-from .loop.eval_loop import EvalLoader, EvalLoop
+from .loop.eval_loader import EvalLoader
 from .loop.fit_loop import FitLoop
 from .loop.non_finite import MOST_KEPT, LossWatch
 from .loop.optimizers import ManagedOptimizer
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from ..fabric.compiling import Compiler
     from ..protocols import AnyOutput, Batch, Loaders, StateDict
     from .behavior import Behavior
+    from .loop.eval_loop import EvalLoop
     from .loop.stop_coordination import StopCoordination
     from .loop.training_rng import TrainingRng
     from .timeline.timeline import Timeline
@@ -774,7 +775,7 @@ class Trainer(TrainerAttributes):
         carried, self._lw_carried_states = self._lw_carried_states, {}
         states = carried if content is None else content.states
         begin.carry_window(run, states, self.ckpt_path, is_carrying=self.accumulate_across_epochs)
-        begin.set_modes(run, content)
+        begin.set_modes(run, content, self.training_rng)
         return self.training_rng.resume(restore)
 
     def _lw_compare_data(self, owner: nn.Module | DataModule, loaders: Loaders) -> None:
@@ -1121,6 +1122,8 @@ class Trainer(TrainerAttributes):
         return run.stream is not None and run.stream.has_next() and not self.fit_loop.is_done
 
     def _lw_eval_loop(self, run: Run, stage: str, data: EvalLoader) -> EvalLoop:
+        from .loop.eval_loop import EvalLoop
+
         # What a step in inference mode leaves behind cannot be trained: a buffer or a cache of the user, what a
         # compiled module keeps, gathered parameters. So training's own validations do without.
         keeps_tensors = (

@@ -30,7 +30,7 @@ from .weights import (
 
 if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput, StateDict
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
 
 __all__ = ["Averaging", "StepAveraging", "check_ema_arguments"]
 

@@ -16,8 +16,8 @@ from ...errors import DataError
 from ..sharded_pass import gathered
 
 if TYPE_CHECKING:
+    from ...trainer import Trainer
     from ...trainer.run import Run
-    from ...trainer.trainer import Trainer
 
 __all__ = ["renew_running_statistics"]
 

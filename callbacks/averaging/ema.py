@@ -19,7 +19,7 @@ from .weights import as_whole, clones_of, in_memory, tensors_of, write
 
 if TYPE_CHECKING:
     from ...protocols import StateDict
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
 
 __all__ = ["EMA"]
 

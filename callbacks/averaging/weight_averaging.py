@@ -19,7 +19,7 @@ from .weights import clones_of, in_memory, refuse_engines, tensors_of
 
 if TYPE_CHECKING:
     from ...protocols import StateDict
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
 
 __all__ = ["EMAWeightAveraging", "WeightAveraging"]
 

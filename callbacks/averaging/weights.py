@@ -14,7 +14,7 @@ from ...strategies.distributed.shards import as_shards, full_tensor, is_sharded,
 
 if TYPE_CHECKING:
     from ...protocols import StateDict, StoredTensor
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
 
 __all__ = [
     "as_whole",

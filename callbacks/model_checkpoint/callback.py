@@ -33,7 +33,7 @@ from .writing import link_or_copy, link_or_warn, make_way, notify_loggers
 
 if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput, StateDict
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
 
 __all__ = ["ModelCheckpoint"]
 

@@ -20,7 +20,7 @@ from ...files import open_temporary, remove_quietly, remove_stale
 from ...remote import is_url, names_in, why_unwritable
 
 if TYPE_CHECKING:
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
 
 __all__ = [
     "check_dirpath",

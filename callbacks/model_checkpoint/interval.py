@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..rank_zero import SharedDeadline
 
 if TYPE_CHECKING:
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
 
 __all__ = ["TimeInterval"]
 

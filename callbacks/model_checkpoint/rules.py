@@ -11,7 +11,7 @@ from .top_k import TopK
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
     from .callback import ModelCheckpoint
 
 __all__ = ["SaveRules"]

@@ -11,7 +11,7 @@ from . import files as files
 from .removal import remove_or_warn
 
 if TYPE_CHECKING:
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
     from .callback import ModelCheckpoint
 
 __all__ = ["link_or_copy", "link_or_warn", "make_way", "notify_loggers"]

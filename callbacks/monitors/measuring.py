@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...errors import ConfigError
 
 if TYPE_CHECKING:
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
     from ..base import Callback
 
 __all__ = ["LogSteps", "is_evaluation_due", "require_logger"]

@@ -21,7 +21,7 @@ from ...errors import ConfigError
 from ..base import Callback
 
 if TYPE_CHECKING:
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
 
 __all__ = ["MemoryReport", "MemorySnapshot", "memory_report"]
 

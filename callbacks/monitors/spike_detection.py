@@ -20,7 +20,7 @@ from ..base import Callback, from_rank_zero
 
 if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput, StateDict
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
 
 __all__ = ["SpikeDetection", "SpikeDetector", "TrainingSpikeException"]
 

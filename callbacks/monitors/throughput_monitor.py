@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ...protocols import AnyBatch, AnyOutput, StateDict
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
 
 __all__ = ["ThroughputMonitor"]
 

@@ -20,7 +20,7 @@ from .measuring import LogSteps
 
 if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput, StateDict
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
 
 __all__ = ["TrainingEfficiency", "chinchilla_tokens", "dense_flops_per_token"]
 

@@ -20,7 +20,7 @@ from .measuring import require_logger
 if TYPE_CHECKING:
     from ...loggers import Logger
     from ...protocols import AnyBatch, AnyOutput
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
 
 __all__ = ["WeightStatistics"]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ...protocols import AnyBatch, AnyOutput
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
 
 __all__ = ["XLAStatsMonitor"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .base import format_metrics
 
 if TYPE_CHECKING:
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
 
 __all__ = ["PlainLines"]
 

@@ -13,7 +13,7 @@ from .live import LiveProgressBar
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn, Task, TaskID
 
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
 
 __all__ = ["RichProgressBar", "RichProgressBarTheme"]
 

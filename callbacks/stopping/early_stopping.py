@@ -19,7 +19,7 @@ from ..base import Callback
 
 if TYPE_CHECKING:
     from ...protocols import StateDict
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
 
 __all__ = ["EarlyStopping", "EarlyStoppingReason"]
 

@@ -19,8 +19,8 @@ from ..model_checkpoint.callback import ModelCheckpoint
 if TYPE_CHECKING:
     from torch import nn
 
+    from ...trainer import Trainer
     from ...trainer.loop.run_signals import RunSignals
-    from ...trainer.trainer import Trainer
 
 __all__ = ["Preemption"]
 

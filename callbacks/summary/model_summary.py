@@ -12,7 +12,7 @@ from .summary import Summary, format_table, summarize
 if TYPE_CHECKING:
     from torch import nn
 
-    from ...trainer.trainer import Trainer
+    from ...trainer import Trainer
 
 __all__ = ["ModelSummary"]
 

@@ -363,12 +363,12 @@ class TrainLoop(FitLoop):
     @property
     def epoch_loop(self) -> LoopView:
         """The batches of an epoch."""
-        return LoopView(self._trainer, "train")
+        return LoopView(self.trainer, "train")
 
     @property
     def trainer(self) -> Trainer:
         """The trainer."""
-        return self._trainer
+        return cast("Trainer", self._trainer)
 
     @property
     def _data_source(self) -> object:
@@ -383,7 +383,7 @@ class TrainLoop(FitLoop):
         """Counts of epochs, to be read: `epoch_progress.current.completed`."""
         if self.epoch_loop._counts is not None:
             return self.epoch_loop._counts.epoch
-        run, done = self._trainer._lw_run, self._trainer.current_epoch
+        run, done = self.trainer._lw_run, self.trainer.current_epoch
         begun = done + (run is not None and run.stream is not None and self._trainer.state.stage == "train")
         processed = done + (run is not None and run.is_epoch_over and begun > done)
         counts = Counts(ready=begun, started=begun, processed=processed, completed=done)
@@ -392,7 +392,7 @@ class TrainLoop(FitLoop):
     @property
     def max_batches(self) -> int | float:
         """Micro-batches of an epoch."""
-        return self._trainer.num_training_batches
+        return self.trainer.num_training_batches
 
     @property
     def _counts(self) -> LoopCounts | None:
@@ -423,9 +423,9 @@ class TrainLoop(FitLoop):
 
     def setup_data(self) -> None:
         """Load the training data now, so that `trainer.num_training_batches` is known."""
-        run = self._trainer._lw_run
+        run = self.trainer._lw_run
         if run is not None:
-            self._trainer.open_training(run)
+            self.trainer.open_training(run)
 
     def state_dict(self, prefix: str = "") -> StateDict:
         """Return the counts of training in the form of Lightning's checkpoints.
@@ -494,3 +494,8 @@ def _flat(loaders: Loaders) -> list[Loader]:
         return list(flattened)
     found: Any = flatten_loaders(loaders) if is_collection(loaders) else [loaders]
     return list(found)
+
+
+def trainer_of(run: Run) -> Trainer:
+    """Return the Trainer of a run, whose parts know it as a `TrainerView`."""
+    return cast("Trainer", run.trainer)

@@ -61,7 +61,7 @@ from .utilities.rank_zero import rank_zero_only
 if TYPE_CHECKING:
     from ...protocols import Loaders, StateDict
     from ...trainer.behavior import Behavior
-    from ...trainer.loop.eval_loop import EvalLoader
+    from ...trainer.loop.eval_loader import EvalLoader
     from ...trainer.metrics.accumulators import ScalarAccumulator
     from ...trainer.run import Run
     from .parity.progress import LoopCounts
@@ -406,7 +406,7 @@ class _Saving(Saving):
         own = checkpoint.get(OWN_KEY)
         if isinstance(own, dict) and not self._trainer.strategy.saves_shards("full"):
             checkpoint.setdefault(LIGHTNING_VERSION_KEY, VERSION)
-            loop, counts = lightning_loop(own.get("progress", {})), self._trainer.loop_counts
+            loop, counts = lightning_loop(own.get("progress", {})), cast("Trainer", self._trainer).loop_counts
             checkpoint.setdefault("loops", {"fit_loop": loop if counts is None else {**loop, **counts.fit_state()}})
 
     def write_to(self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: object) -> None:

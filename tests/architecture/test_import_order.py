@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx
+
 from .sources import ROOT, package_files, place, tree_of
 
 # A folder or file may import what stands in an earlier row, and itself.
@@ -40,6 +42,10 @@ DOCUMENTED = {
     ("callbacks/lr_finder.py", "tuner"): "searches when fit begins",
     ("data/module.py", "checkpoint"): "DataModule.load_from_checkpoint reads a checkpoint",
 }
+
+# Annotations that name lw.Trainer, because users annotate it there: a hook whose base takes a wider type could not be
+# overridden with `trainer: lw.Trainer`, and `self.trainer` of a module or data module is theirs to use.
+OF_USERS = ("callbacks/", "data/module.py", "trainer/module.py")
 
 # Folders whose modules are looked up by name when they are first used.
 LATE = {"compat/lightning/cli"}
@@ -104,3 +110,41 @@ def test_lazy_alone_decides_whose_a_class_is() -> None:
     by_path = re.compile(r"""\.__module__\b.*("loopwright|_OWN|_PACKAGE|__package__|__name__\.partition)""")
     lines = [(file, line) for file in package_files() for line in file.read_text().splitlines()]
     assert [f"{file.relative_to(ROOT)}: {line.strip()}" for file, line in lines if by_path.search(line)] == []
+
+
+def test_few_files_know_each_other_by_their_types() -> None:
+    graph = import_graph()
+    trainer = "trainer/trainer.py"
+    graph.remove_edges_from([(file, trainer) for file in graph if file.startswith(OF_USERS)])
+    largest = max(networkx.strongly_connected_components(graph), key=len)
+    assert len(largest) <= 20, sorted(largest)
+
+
+def import_graph() -> networkx.DiGraph[str]:
+    """Return which file imports which, also within functions and for types; a package's name is where it is defined."""
+    files = {str(file.relative_to(ROOT)): tree_of(file) for file in package_files()}
+    homes = {
+        (key, alias): home
+        for key, tree in files.items()
+        if key.endswith("__init__.py")
+        for alias, home in _relative_imports(key, tree)
+    }
+    graph: networkx.DiGraph[str] = networkx.DiGraph()
+    for key, tree in files.items():
+        if key.endswith("__init__.py"):
+            continue  # a list of names
+        for name, target in _relative_imports(key, tree):
+            while (f"{target}/__init__.py", name) in homes:
+                target = homes[f"{target}/__init__.py", name]
+            for found in (f"{target}.py", f"{target}/{name}.py"):
+                if found in files and found != key:
+                    graph.add_edge(key, found)
+    return graph
+
+
+def _relative_imports(key: str, tree: ast.AST) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = key.split("/")[: -node.level]
+            target = "/".join([*folder, *(node.module or "").split(".")]).rstrip("/")
+            yield from ((alias.name, target) for alias in node.names)

@@ -13,7 +13,7 @@ from ...errors import CheckpointError
 
 if TYPE_CHECKING:
     from ...protocols import BackgroundPlugin
-    from ..trainer import Trainer
+    from ..view import TrainerView
 
 __all__ = ["PendingSave"]
 
@@ -43,7 +43,7 @@ class PendingSave:
         except Exception as error:  # raised by `finish`, when all ranks know
             self._error = error
 
-    def finish(self, trainer: Trainer) -> None:
+    def finish(self, trainer: TrainerView) -> None:
         """Do what follows, after `wait`; on every rank.
 
         Raises:
@@ -63,7 +63,7 @@ class PendingSave:
                 failed()
         raise error
 
-    def _error_of_all(self, trainer: Trainer, own: Exception | None) -> Exception | None:
+    def _error_of_all(self, trainer: TrainerView, own: Exception | None) -> Exception | None:
         told = trainer.strategy.gather_objects(None if own is None else f"{type(own).__name__}: {own}")
         failures = {rank: text for rank, text in enumerate(told) if text is not None}
         if own is not None or not failures:

@@ -24,7 +24,7 @@ from . import snapshot
 
 if TYPE_CHECKING:
     from ..run import Run
-    from ..trainer import Trainer
+    from ..view import TrainerView
     from .pending_save import PendingSave
 
 __all__ = ["Saving"]
@@ -44,7 +44,7 @@ class Saving:
         has_score: Whether what is saved now bears the score of the latest validation, and so the weights of then.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
         self._pending: PendingSave | None = None
         self.is_after_error = False

@@ -23,7 +23,7 @@ from .step import finish_window
 
 if TYPE_CHECKING:
     from ..run import Run
-    from ..trainer import Trainer
+    from ..view import TrainerView
 
 __all__ = ["CarriedWindow"]
 
@@ -44,7 +44,7 @@ class CarriedWindow:
         ConfigError: The run accumulates in a way that cannot be carried; says why.
     """
 
-    def __init__(self, trainer: Trainer, run: Run) -> None:
+    def __init__(self, trainer: TrainerView, run: Run) -> None:
         _refuse(trainer, run)
         self._trainer = trainer
         self._run = run
@@ -160,7 +160,7 @@ def _plain(value: object) -> object:
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
-def _refuse(trainer: Trainer, run: Run) -> None:
+def _refuse(trainer: TrainerView, run: Run) -> None:
     strategy = run.fabric.strategy
     reason = None
     if not run.is_automatic:

@@ -18,7 +18,7 @@ from ...protocols import Batch, Loaders
 
 if TYPE_CHECKING:
     from ..run import Run
-    from ..trainer import Trainer
+    from ..view import TrainerView
 
 __all__ = ["DataLimits", "batches_until_limit", "steps_until_max_samples"]
 
@@ -34,7 +34,7 @@ class DataLimits:
         run: Its plan is set up: batches are counted on their way to the device.
     """
 
-    def __init__(self, trainer: Trainer, run: Run) -> None:
+    def __init__(self, trainer: TrainerView, run: Run) -> None:
         self._trainer = trainer
         self._run = run
         self._progress = run.progress
@@ -101,7 +101,7 @@ class DataLimits:
         samples += progress.samples_before
         tokens += progress.tokens_before
         self._judge(samples, tokens)
-        micro = micro_batch_size(trainer._lw_loaders.train)
+        micro = micro_batch_size(trainer.train_dataloader)
         if micro is None:
             most_samples *= _MARGIN
         else:
@@ -124,7 +124,7 @@ class DataLimits:
             self._trainer.fit_loop.is_used_up = True
 
 
-def is_reached(trainer: Trainer, samples: int, tokens: int) -> bool:
+def is_reached(trainer: TrainerView, samples: int, tokens: int) -> bool:
     """Return whether this number of samples or tokens is what a limit allows."""
     return (trainer.max_samples is not None and samples >= trainer.max_samples) or (
         trainer.max_tokens is not None and tokens >= trainer.max_tokens
@@ -136,7 +136,7 @@ def _steps_that_may_pass(limit: int, count: int, most: int) -> int:
     return max(1, math.ceil((limit - count) / most)) if most > 0 else 1
 
 
-def steps_until_max_samples(trainer: Trainer, num_batches: int | float, epochs: int) -> int | float:
+def steps_until_max_samples(trainer: TrainerView, num_batches: int | float, epochs: int) -> int | float:
     """Return how many steps a training from its start takes to reach `max_samples`; infinity where that is not known.
 
     Args:
@@ -145,13 +145,13 @@ def steps_until_max_samples(trainer: Trainer, num_batches: int | float, epochs: 
         epochs: The limit on epochs, -1 for none.
     """
     left: int | None = trainer.max_samples
-    micro = micro_batch_size(trainer._lw_loaders.train)
+    micro = micro_batch_size(trainer.train_dataloader)
     if left is None or micro is None or not num_batches:
         return math.inf
     ranks = trainer.strategy.topology.data_size
     in_epoch: int | float = num_batches * micro * ranks
     if not math.isinf(num_batches):
-        in_epoch = min(in_epoch, _size_of_data(trainer._lw_loaders.train))  # the last batch may be smaller
+        in_epoch = min(in_epoch, _size_of_data(trainer.train_dataloader))  # the last batch may be smaller
     scheduler = trainer.accumulation_scheduler
     if trainer.accumulate_across_epochs and not math.isinf(in_epoch):
         whole, rest = divmod(left, int(in_epoch))
@@ -181,9 +181,9 @@ def _size_of_data(loader: Loaders) -> int | float:
         return math.inf
 
 
-def batches_until_limit(trainer: Trainer) -> int | float:
+def batches_until_limit(trainer: TrainerView) -> int | float:
     """Return how many more micro-batches `max_samples` leaves to each rank; infinity where that is not known."""
-    micro = micro_batch_size(trainer._lw_loaders.train)
+    micro = micro_batch_size(trainer.train_dataloader)
     most: int | None = trainer.max_samples
     if most is None or micro is None:
         return math.inf

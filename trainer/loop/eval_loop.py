@@ -2,106 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from ...data.combined import CombinedLoader
 from ...data.move import move_to_device
-from ...data.sources.base import announce_epoch
-from ...data.tree import flatten_loaders, is_collection
 from ...messages import warn
-from ...protocols import Batch, Loader, Loaders, StepFunction, StepOutput
+from ...protocols import Batch, StepFunction, StepOutput
 from ...strategies.optional import stages_of
 from ..checkpointing.snapshot import note_row_of_validation
 from ..run import Run
+from .eval_in_step import in_step
+from .eval_loader import EvalLoader
 
-if TYPE_CHECKING:
-    from ...data.batch_indices import IndexRecord
-    from ...data.batch_size import BatchSizes
-
-__all__ = ["EvalLoader", "EvalLoop"]
-
-
-@dataclass(slots=True)
-class EvalLoader:
-    """What one stage reads.
-
-    Attributes:
-        original: The collection as the user gave it.
-        loaders: Its members in order; one loader that gives tuples for a combined mode other than sequential.
-        limits: Largest number of batches of each; infinity for no limit.
-        combined: The combined loader where its mode is not sequential.
-        is_off: Whether the Trainer's limit is 0: nothing is evaluated, and no hook is called.
-    """
-
-    original: Loaders
-    loaders: list[Loader] = field(default_factory=list)
-    limits: list[int | float] = field(default_factory=list)
-    combined: CombinedLoader | None = None
-    is_off: bool = False
-    records: dict[int, IndexRecord] = field(default_factory=dict)
-    _sizes: dict[int, BatchSizes] = field(default_factory=dict)
-
-    def sizes_of(self, index: int) -> BatchSizes:
-        """Return what is known of the sizes of a loader's batches."""
-        if index not in self._sizes:
-            from ...data.batch_size import BatchSizes
-
-            sizes = self._sizes[index] = BatchSizes(self.loaders[index])
-            if sizes.needs_indices and sizes.is_batched:
-                from ...data.batch_indices import record_indices
-
-                self.loaders[index], record = record_indices(self.loaders[index])
-                if record is not None:
-                    sizes.follow(record.count_latest)
-                    self.records[index] = record
-        return self._sizes[index]
-
-    def announce_epoch(self, epoch: int) -> None:
-        """Call `set_epoch(epoch)` on samplers and data sets that have it: their order may follow the training."""
-        loaders = self.original
-        if isinstance(loaders, CombinedLoader):
-            loaders = loaders.flattened
-        for member in flatten_loaders(loaders) if is_collection(loaders) else [loaders]:
-            announce_epoch(member, epoch)
-
-    @property
-    def num_batches(self) -> int | float:
-        """Batches of all loaders together."""
-        return sum(self.limits)
-
-    def count_of(self, index: int) -> int | None:
-        """Return how many batches this rank expects that the rank with the most has; None if it cannot know."""
-        from ...data.distributed.evaluation import count_eval_rounds
-
-        count, limit = count_eval_rounds(self.loaders[index]), self.limits[index]
-        if count is None:
-            return None
-        return int(min(count, limit))
-
-    def __iter__(self) -> Iterator[tuple[int, Iterator[Batch]]]:
-        """Yield the number of each loader and its batches, up to the limit."""
-        for index, limit in enumerate(self.limits):
-            if limit:
-                self.sizes_of(index)  # may let the loader record indices
-                yield index, _take(self.loaders[index], limit)
-
-
-def _take(loader: Loader, limit: int | float) -> Iterator[Batch]:
-    from ...data.gather import gathering  # not imported where nothing is evaluated
-
-    iterator = iter(gathering(loader))
-    # Not the iterator itself: `enumerate` and `islice` call `iter` again, and some loaders would shuffle again then.
-    batches: Iterator[Batch] = map(next, itertools.repeat(iterator))
-    # islice does not ask for a batch beyond its limit.
-    return batches if limit == math.inf else itertools.islice(batches, math.ceil(limit))
+__all__ = ["EvalLoop"]
 
 
 class EvalLoop:
@@ -206,8 +122,6 @@ class EvalLoop:
             metrics.select_loader(stage, dataloader_idx, several=several)
             metrics.sizes = data.sizes_of(dataloader_idx)
             if is_together:
-                from .eval_in_step import in_step
-
                 batches = in_step(batches, run, data.count_of(dataloader_idx))
             batches = life.bracketed_items(batches, f"[EvalLoop].{stage}_next")
             record = data.records.get(dataloader_idx)

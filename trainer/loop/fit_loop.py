@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ...data.rng import capture_rng, restore_rng
@@ -18,7 +17,9 @@ from ..run import Run
 from .step import train_window
 
 if TYPE_CHECKING:
-    from ..trainer import Trainer
+    from torch.optim import Optimizer
+
+    from ..view import TrainerView
 
 __all__ = ["FitLoop"]
 
@@ -38,7 +39,13 @@ class FitLoop:
     """
 
     def __init__(
-        self, trainer: Trainer, *, max_epochs: int | None, min_epochs: int | None, max_steps: int, min_steps: int | None
+        self,
+        trainer: TrainerView,
+        *,
+        max_epochs: int | None,
+        min_epochs: int | None,
+        max_steps: int,
+        min_steps: int | None,
     ) -> None:
         self._trainer = trainer
         self.max_epochs = max_epochs
@@ -286,14 +293,21 @@ class FitLoop:
                     "that needs no second evaluation.",
                 )
         if run.is_automatic and plan.optimizer is not None and not type(plan.optimizer).__module__.startswith("torch."):
-            from ..fit_lines import tell_closure  # with the other lines of a fit
-
-            tell_closure(self._trainer, plan.optimizer, evaluates=plan.needs_closure)
+            self._tell_closure(plan.optimizer, evaluates=plan.needs_closure)
         if plan.needs_closure or plan.run_window is not None:
             from .held_window import train_held_window  # loaded for pipelines and closures only
 
             return train_held_window
         return train_window
+
+    def _tell_closure(self, optimizer: Optimizer, *, evaluates: bool) -> None:
+        """Log how an optimizer that is not torch's steps: with evaluations of the model, or without."""
+        if not self._trainer.tells_runs:
+            return
+        way = "evaluates the model within its step: each window is run again for every call of its closure"
+        if not evaluates:
+            way = "gets its gradients before its step, which does not evaluate the model again"
+        logger.info("%s %s. Set evaluates_closure on it if that is wrong.", type(optimizer).__name__, way)
 
     def _refuse_to_skip(self, run: Run, where: str) -> None:
         if run.skips_bad_steps:
@@ -313,7 +327,7 @@ class FitLoop:
     def _plan_validation(self, run: Run) -> int | float:
         """Return the count of batches at which the next validation is due: in the epoch, or in all for no epoch."""
         trainer, progress = self._trainer, run.progress
-        interval = trainer._lw_loaders.interval_batches
+        interval = run.loaders.interval_batches
         every = trainer.check_val_every_n_epoch
         if interval == math.inf or not self.validates_in_this_epoch:
             return math.inf
@@ -327,7 +341,7 @@ class FitLoop:
         trainer, progress = self._trainer, run.progress
         if not trainer.enable_validation:
             return math.inf
-        if trainer._lw_loaders.interval_s is not None:
+        if run.loaders.interval_s is not None:
             return 0
         is_across_epochs = trainer.check_val_every_n_epoch is None
         began_at = progress.total_batches - progress.batches_in_epoch if is_across_epochs else 0
@@ -341,7 +355,7 @@ class FitLoop:
         every = trainer.check_val_every_n_epoch
         if not self.validates_in_this_epoch or progress.batches_in_epoch == 0:
             return False
-        seconds = trainer._lw_loaders.interval_s
+        seconds = run.loaders.interval_s
         if seconds is not None:
             return self._is_time_to_validate(run, seconds)
         count = progress.total_batches if every is None else progress.batches_in_epoch
@@ -382,20 +396,3 @@ def _rest_of_step(run: Run) -> str:
     if run.plan.needs_closure:
         return "optimizer"
     return "loop" if run.plan.run_window is None else "backward"
-
-
-def seconds_of(value: str | timedelta | dict[str, float]) -> float:
-    """Return the seconds in "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
-
-    Raises:
-        ValueError: The string has another form.
-    """
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    if isinstance(value, dict):
-        return timedelta(**value).total_seconds()
-    parts = value.split(":")
-    if len(parts) != 4 or not all(part.strip().isdigit() for part in parts):
-        raise ValueError(f"{value!r} is not DD:HH:MM:SS")
-    days, hours, minutes, seconds = (int(part) for part in parts)
-    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()

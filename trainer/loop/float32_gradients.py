@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from ..run import Run
-    from ..trainer import Trainer
+    from ..view import TrainerView
 
 __all__ = ["Float32Gradients"]
 
@@ -40,7 +40,7 @@ class Float32Gradients:
         ConfigError: The run accumulates in a way that these sums cannot follow; says why.
     """
 
-    def __init__(self, trainer: Trainer, run: Run) -> None:
+    def __init__(self, trainer: TrainerView, run: Run) -> None:
         _refuse(trainer, run)
         plan = run.plan
         assert plan is not None
@@ -90,7 +90,7 @@ class Float32Gradients:
         # After the reduction, where a rank without a loss may ask whether others had one; and once only.
         if is_finite and not is_plain and window.is_empty:
             assert self._optimizer is not None
-            run.watch.note_skipped(run, "empty")
+            run.watch.note_skipped(run.progress, "empty", is_rank_zero=run.fabric.is_global_zero)
             self._optimizer.zero_grad()
             return False
         if not is_finite:
@@ -112,14 +112,14 @@ class Float32Gradients:
         return [one for one in parameters_of(self._optimizer) if one.element_size() >= 4]
 
 
-def bind_float32_gradients(trainer: Trainer, run: Run) -> Callable[[], None] | None:
+def bind_float32_gradients(trainer: TrainerView, run: Run) -> Callable[[], None] | None:
     """Let a run sum its gradients in float32, where its strategy does not do so itself; return what undoes it."""
     if trainer.strategy.accumulate_dtype is None or trainer.strategy.sums_gradients_itself:
         return None
     return Float32Gradients(trainer, run).close
 
 
-def _refuse(trainer: Trainer, run: Run) -> None:
+def _refuse(trainer: TrainerView, run: Run) -> None:
     reason = None
     if not run.is_automatic:
         reason = "manual optimization, where the module decides when to step"

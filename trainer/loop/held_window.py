@@ -196,7 +196,8 @@ class _HeldWindow:
         if has_stepped:
             run.progress.steps += 1
         else:
-            run.watch.note_skipped(run, "empty" if run.window_loss.is_empty else "refused")
+            reason = "empty" if run.window_loss.is_empty else "refused"
+            run.watch.note_skipped(run.progress, reason, is_rank_zero=run.fabric.is_global_zero)
         return has_stepped
 
     def _closure(self) -> Tensor:

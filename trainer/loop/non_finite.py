@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,9 +17,6 @@ from ...errors import NonFiniteError
 from ...messages import warn
 from ...protocols import Gather
 from ..state import Progress
-
-if TYPE_CHECKING:
-    from ..run import Run
 
 __all__ = ["MOST_KEPT", "POLICIES", "LossWatch"]
 
@@ -67,23 +63,23 @@ class LossWatch:
         self._has_warned = False
         self._told: set[str] = set()
 
-    def note_skipped(self, run: Run, reason: str) -> None:
+    def note_skipped(self, progress: Progress, reason: str, *, is_rank_zero: bool) -> None:
         """Count a window without a step, and say so the first time for each reason. On every rank alike.
 
         Args:
-            run: The run, in a window that is not counted yet.
+            progress: Counts of the run; the window is not counted yet.
             reason: "nonfinite", "empty" or "refused".
+            is_rank_zero: Whether this rank says it.
         """
-        progress = run.progress
         progress.skipped_steps += 1
         if reason == "nonfinite":
             progress.nonfinite_steps += 1
-        if progress.skipped_steps == _MANY and _is_empty(progress) and run.fabric.is_global_zero:
+        if progress.skipped_steps == _MANY and _is_empty(progress) and is_rank_zero:
             logger.warning(_NOTHING_TRAINED, _MANY)
         if reason in self._told:
             return
         self._told.add(reason)
-        if not run.fabric.is_global_zero:
+        if not is_rank_zero:
             return
         text = (
             f"The step of batch {progress.total_batches} (0 is the first batch of training) is skipped: "
@@ -94,11 +90,10 @@ class LossWatch:
         else:
             logger.info(text)
 
-    def note_left(self, run: Run) -> None:
+    def note_left(self, progress: Progress, *, is_rank_zero: bool) -> None:
         """Say the first time that the rest of an epoch is skipped."""
-        if "left" not in self._told and run.fabric.is_global_zero:
+        if "left" not in self._told and is_rank_zero:
             self._told.add("left")
-            progress = run.progress
             logger.info(
                 "on_train_batch_start returned -1: epoch %d ends after %d batches.",
                 progress.epochs,

@@ -9,16 +9,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.optim import Optimizer
 
 from ...errors import ModuleError
 
 if TYPE_CHECKING:
-    from ..trainer import Trainer
+    from torch import nn
 
-__all__ = ["ManagedOptimizer", "toggled"]
+    from ...fabric import Fabric
+    from ...strategies import Strategy
+
+__all__ = ["ManagedOptimizer", "OptimizerOwner", "toggled"]
+
+
+class OptimizerOwner(Protocol):
+    """Who lends out managed optimizers: a Trainer."""
+
+    fabric: Fabric
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy."""
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The module as the strategy set it up."""
+
+    def toggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
+        """Let only this optimizer's parameters require gradients."""
+
+    def untoggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
+        """Undo `toggle`."""
 
 
 class ManagedOptimizer:
@@ -34,7 +57,7 @@ class ManagedOptimizer:
     def __init__(
         self,
         optimizer: Optimizer,
-        trainer: Trainer | None = None,
+        trainer: OptimizerOwner | None = None,
         take_step: Callable[[Optimizer, Callable[[], object] | None], bool] | None = None,
     ) -> None:
         self.optimizer = optimizer
@@ -145,7 +168,7 @@ class ManagedOptimizer:
 
 
 @contextmanager
-def toggled(trainer: Trainer, optimizer: Optimizer | ManagedOptimizer) -> Iterator[None]:
+def toggled(trainer: OptimizerOwner, optimizer: Optimizer | ManagedOptimizer) -> Iterator[None]:
     """Let only this optimizer's parameters require gradients for a block."""
     trainer.toggle(optimizer)
     try:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ...strategies import Strategy
     from ..run import Run
     from ..session.loaders import StageLoaders
-    from ..trainer import Trainer
+    from ..view import TrainerView
 
 __all__ = [
     "check_first_batch",
@@ -306,7 +306,7 @@ _last_meeting: tuple[object, int] = (None, -1)  # the store, and the number of t
 _PATIENCE_S = 2.0
 
 
-def meet(trainer: Trainer, what: str) -> None:
+def meet(trainer: TrainerView, what: str) -> None:
     """Wait until every rank is here, outside of any collective: so a call that some ranks leave out can be named.
 
     Args:
@@ -327,7 +327,7 @@ def meet(trainer: Trainer, what: str) -> None:
         )
 
 
-def require_skip_everywhere(trainer: Trainer) -> None:
+def require_skip_everywhere(trainer: TrainerView) -> None:
     """Wait until every rank skips the rest of the epoch, outside of any collective. On each rank that does.
 
     Raises:
@@ -345,7 +345,7 @@ def require_skip_everywhere(trainer: Trainer) -> None:
 
 
 def _wait_for_all(
-    trainer: Trainer, has_left: Callable[[dict[str, object], dict[str, object]], bool]
+    trainer: TrainerView, has_left: Callable[[dict[str, object], dict[str, object]], bool]
 ) -> tuple[list[int], float | None] | None:
     """Wait until every rank has called this.
 

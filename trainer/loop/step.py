@@ -161,7 +161,8 @@ def finish_window(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: b
         progress.steps += 1
         return True
     if (not is_plain and window.is_empty) or not is_finite:
-        run.watch.note_skipped(run, "empty" if is_finite or window.has_nothing else "nonfinite")
+        reason = "empty" if is_finite or window.has_nothing else "nonfinite"
+        run.watch.note_skipped(run.progress, reason, is_rank_zero=run.fabric.is_global_zero)
         if optimizer is not None:
             optimizer.zero_grad()
         return False
@@ -175,7 +176,7 @@ def finish_window(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: b
         if plan.clip is not None:
             plan.clip()
         if not (plan.take_step(optimizer) if plan.step_by_module is None else plan.step_by_module(lambda: loss)):
-            run.watch.note_skipped(run, "refused")
+            run.watch.note_skipped(run.progress, "refused", is_rank_zero=run.fabric.is_global_zero)
             return False
     progress.steps += 1
     return True
@@ -232,7 +233,7 @@ def drop_window(run: Run) -> None:
 
         require_skip_everywhere(run.trainer)
     if run.is_automatic:
-        run.watch.note_left(run)
+        run.watch.note_left(run.progress, is_rank_zero=run.fabric.is_global_zero)
         if run.plan.optimizer is not None:
             run.plan.optimizer.zero_grad()
             run.fabric.strategy.discard_gradients(run.model)

@@ -15,7 +15,7 @@ from .run_signals import FAILED_SAVE
 
 if TYPE_CHECKING:
     from ...fabric.watch import StopCoordinator
-    from ..trainer import Trainer
+    from ..view import TrainerView
     from .run_signals import RunSignals
 
 __all__ = ["StopCoordination"]
@@ -33,7 +33,7 @@ class StopCoordination:
         is_to_stop: Whether all ranks know that `should_stop` was asked for; the fit loop acts on it.
     """
 
-    def __init__(self, trainer: Trainer, run_signals: RunSignals, coordinator: StopCoordinator) -> None:
+    def __init__(self, trainer: TrainerView, run_signals: RunSignals, coordinator: StopCoordinator) -> None:
         self._trainer = trainer
         self._run_signals = run_signals
         self._stop_coordinator = coordinator

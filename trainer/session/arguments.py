@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from ...accelerators.matmul_precision import MATMUL_PRECISIONS
 from ...data.hparams import without_omegaconf
 from ...errors import ConfigError, LoopwrightError
-from ..loop.fit_loop import seconds_of
 from ..loop.non_finite import POLICIES
 
 if TYPE_CHECKING:
@@ -326,3 +325,20 @@ def _combined(problems: list[LoopwrightError]) -> ConfigError:
         return ConfigError(f"Trainer: {only.what}", fix=only.fix)
     listed = "\n".join(f"  {number}. {p.what} {p.fix}" for number, p in enumerate(problems, 1))
     return ConfigError(f"Trainer got {len(problems)} invalid arguments:\n{listed}", fix="change each of them.")
+
+
+def seconds_of(value: str | timedelta | dict[str, float]) -> float:
+    """Return the seconds in "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
+
+    Raises:
+        ValueError: The string has another form.
+    """
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, dict):
+        return timedelta(**value).total_seconds()
+    parts = value.split(":")
+    if len(parts) != 4 or not all(part.strip().isdigit() for part in parts):
+        raise ValueError(f"{value!r} is not DD:HH:MM:SS")
+    days, hours, minutes, seconds = (int(part) for part in parts)
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()

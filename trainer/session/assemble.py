@@ -1,48 +1,37 @@
-"""Assembly of a run: loaders, callbacks, and the functions that a step calls."""
+"""Assembly of a run: callbacks, and the functions that a step calls."""
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from ... import callbacks as standard  # most of its names are imported when they are used
 from ...callbacks import Callback, Checkpoint, GradientAccumulationScheduler
-from ...data.combined import CombinedLoader
-from ...data.limit import find_length, resolve_limit
 from ...data.move import move_to_device, mover_to
-from ...data.persistent_workers import with_persistent_workers
-from ...data.sources.reread import is_one_shot
-from ...data.tree import is_collection
-from ...errors import ConfigError, DataError, ModuleError, nearest
+from ...errors import ConfigError, ModuleError, nearest
 from ...messages import warn
 from ...precision.base import clear_gradients, evaluates_again
-from ...protocols import Batch, Loaders, StepFunction
+from ...protocols import Batch, StepFunction
 from ...strategies.optional import RunsWindows
 from ..hooks import find_override, module_bases
-from ..loop.eval_loop import EvalLoader
 from ..loop.schedule import step_plateaus
 from ..loop.step import count_own_step, finish_window, step_schedules
 from ..run import Run, StepPlan
 
 if TYPE_CHECKING:
     from ...strategies.base import RunWindow
-    from ..trainer import Trainer
+    from ..view import TrainerView
     from .arguments import Arguments
 
 __all__ = [
-    "ReadOnce",
     "bind_step",
     "default_callbacks",
-    "make_eval_loader",
     "make_plan",
     "merge_callbacks",
-    "without_shuffle",
 ]
 
 
@@ -123,117 +112,6 @@ def default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callbac
     return added
 
 
-# --- loaders -------------------------------------------------------------------------------------------------------
-
-
-def without_shuffle(loader: Loaders, stage: str) -> Loaders:
-    """Return the loader, reading in order where it shuffles: `overfit_batches` needs the same batches each epoch."""
-    if isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler):
-        warn(f"overfit_batches: the {stage} loader shuffles; it is read in order instead")
-        twin = copy.copy(loader)
-        sampler = SequentialSampler(loader.dataset)  # type: ignore[arg-type]  # a RandomSampler's data set is sized
-        object.__setattr__(twin, "sampler", sampler)
-        if isinstance(loader.batch_sampler, BatchSampler):
-            batches = BatchSampler(sampler, loader.batch_sampler.batch_size, loader.batch_sampler.drop_last)
-            object.__setattr__(twin, "batch_sampler", batches)
-        return twin
-    if isinstance(loader, Mapping):
-        return {key: without_shuffle(value, stage) for key, value in loader.items()}
-    if isinstance(loader, list | tuple) and any(isinstance(item, DataLoader) for item in loader):
-        return type(loader)(without_shuffle(item, stage) for item in loader)
-    return loader
-
-
-def make_eval_loader(
-    loaders: Loaders,
-    limit: int | float | None,
-    *,
-    name: str,
-    mode_error: str | None = None,
-    share: Callable[[Loaders], Any] = with_persistent_workers,  # Any: a loader of the given kind
-    count: Callable[[Loaders], int | None] = find_length,
-) -> EvalLoader:
-    """Return loaders of an evaluation stage with their limits.
-
-    Args:
-        loaders: One loader, a collection of them, or a CombinedLoader.
-        limit: The `limit_*_batches` argument.
-        name: Name of that argument, for errors.
-        mode_error: Stage that takes sequential loaders only, for its error; None where any mode is fine.
-        share: Returns what this rank reads of a loader, the same at each pass.
-        count: Returns how many batches that is on the rank with the most; None where that is unknown.
-    """
-    if isinstance(loaders, CombinedLoader) and loaders.mode != "sequential":
-        if mode_error is not None:
-            raise ConfigError(
-                f"{mode_error} got a CombinedLoader with mode={loaders.mode!r}.", fix="use mode='sequential'."
-            )
-        shared = share(loaders) if share is not with_persistent_workers else loaders
-        iter(shared)  # its length is known from here on; nothing is read yet
-        return EvalLoader(loaders, [_Batches(shared)], [resolve_limit(limit, count(shared), name)], shared)
-    if isinstance(loaders, CombinedLoader):
-        combined = loaders
-    else:  # a list of batches is one loader
-        combined = CombinedLoader(loaders if is_collection(loaders) else (loaders,), "sequential")
-    from ...data.sources.in_order import in_order
-
-    members = [share(in_order(member)) for member in combined.flattened]
-    own = combined.limits if isinstance(combined.limits, list) else [combined.limits] * len(members)
-    limits: list[int | float] = []
-    for member, own_limit in zip(members, own, strict=True):
-        if not hasattr(type(member), "__iter__") and not hasattr(type(member), "__getitem__"):
-            raise DataError(
-                f"a loader for {name.removeprefix('limit_').removesuffix('_batches')} is {type(member).__name__}, "
-                "which cannot be iterated.",
-                fix="return a DataLoader, any iterable of batches, or a collection of these.",
-            )
-        if is_one_shot(member):
-            members[len(limits)] = ReadOnce(member, name)
-        if isinstance(member, CombinedLoader):
-            iter(member)  # its length is known from here on
-            members[len(limits)] = _Batches(member)
-        most = resolve_limit(limit, count(member), name)
-        limits.append(most if own_limit is None else min(most, own_limit))
-    if members and limit != 0 and not any(count(member) != 0 for member in members):
-        stage = name.removeprefix("limit_").removesuffix("_batches").replace("val", "validation")
-        warn(f"The {stage} data has no batches: nothing is evaluated")
-    original = loaders.iterables if isinstance(loaders, CombinedLoader) else loaders
-    return EvalLoader(original, members, limits)
-
-
-class ReadOnce:
-    """An iterator that nothing can rewind, such as a generator: the second pass over it is an error."""
-
-    def __init__(self, iterator: Iterator[Batch], name: str) -> None:
-        self._iterator = iterator
-        self._name = name.removeprefix("limit_").removesuffix("_batches")
-        self._was_read = False
-
-    def __iter__(self) -> Iterator[Batch]:
-        if self._was_read:
-            raise self.error("and it was read before")
-        self._was_read = True
-        return self._iterator
-
-    def error(self, so: str) -> DataError:
-        """Return the error about a second pass."""
-        return DataError(
-            f"a loader for {self._name} is a {type(self._iterator).__name__} object, which can be read only once, "
-            f"{so}.",
-            fix="pass what can be iterated again and again: a DataLoader, a list, an object of a class with __iter__.",
-        )
-
-
-class _Batches:
-    """Iterates a CombinedLoader without the indices that it yields beside the batch."""
-
-    def __init__(self, combined: CombinedLoader) -> None:
-        self._combined = combined
-
-    def __iter__(self) -> Iterator[Batch]:
-        return (batch for batch, _, _ in self._combined)
-
-
 # --- functions of a step -------------------------------------------------------------------------------------------
 
 
@@ -308,7 +186,7 @@ def transfer_of(run: Run) -> Callable[[Batch, int], Batch]:
     return to_device if before is None and move is None and after is None else transfer
 
 
-def make_plan(run: Run, trainer: Trainer) -> StepPlan:
+def make_plan(run: Run, trainer: TrainerView) -> StepPlan:
     """Bind what one training step calls."""
     life, fabric = run.lifecycle, run.fabric
     optimizer = run.optimizers[0] if run.optimizers else None
@@ -388,7 +266,7 @@ def _zeroes_early(run: Run) -> bool:
     return not is_heard and not has_engine
 
 
-def _clip(run: Run, trainer: Trainer, optimizer: Optimizer | None) -> Callable[[], None] | None:
+def _clip(run: Run, trainer: TrainerView, optimizer: Optimizer | None) -> Callable[[], None] | None:
     if optimizer is None:
         return None
     value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm

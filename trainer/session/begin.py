@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ..loop.fit_loop import FitLoop
     from ..loop.non_finite import LossWatch
     from ..loop.run_signals import RunSignals
+    from ..loop.training_rng import TrainingRng
     from ..metrics.log_output import LogOutput
     from ..metrics.metrics import Metrics
     from ..state import Progress, TrainerState
@@ -594,7 +595,7 @@ def carry_window(run: Run, states: StateDict, path: str | None, *, is_carrying: 
         )
 
 
-def set_modes(run: Run, content: Content | None) -> None:
+def set_modes(run: Run, content: Content | None, training_rng: TrainingRng) -> None:
     """Put the module into training mode; what is frozen and what ranks draw is as in the checkpoint."""
     # A submodule that the user put into eval mode (a frozen batch norm) stays there.
     if not run.module.training:
@@ -603,7 +604,7 @@ def set_modes(run: Run, content: Content | None) -> None:
     if content is not None:
         snapshot.restore_frozen(run, content)
     elif run.has_ranks and not run.progress.total_batches:
-        run.trainer.training_rng.separate_ranks(run.fabric.strategy)
+        training_rng.separate_ranks(run.fabric.strategy)
 
 
 def build_optimizers(run: Run) -> None:

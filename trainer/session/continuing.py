@@ -22,6 +22,7 @@ from ..checkpointing.optimizer_record import all_names, fit_groups, names_of
 if TYPE_CHECKING:
     from ..run import Run
     from ..trainer import Trainer
+    from ..view import TrainerView
 
 __all__ = ["Before", "begin_epoch_again", "continue_training", "take"]
 
@@ -77,7 +78,7 @@ def begin_epoch_again(trainer: Trainer, run: Run) -> None:
         accumulator.reset()
 
 
-def continue_training(trainer: Trainer, run: Run, before: Before) -> None:
+def continue_training(trainer: TrainerView, run: Run, before: Before) -> None:
     """Give a run's optimizers and schedules the state of those before; log once what starts from scratch."""
     if not before:
         _say(
@@ -138,7 +139,7 @@ def _differ(was: StateDict, now: StateDict) -> bool:
 
 
 def _continue_optimizer(
-    trainer: Trainer, run: Run, index: int, before: Before, record: StateDict, *, restarts_lr: bool
+    trainer: TrainerView, run: Run, index: int, before: Before, record: StateDict, *, restarts_lr: bool
 ) -> list[str]:
     """Give one optimizer the state of the one before; return what is to be said."""
     optimizer, state = run.optimizers[index], before["optimizers"][index]
@@ -189,7 +190,7 @@ def _keep_what_is_new(
     return told
 
 
-def _say(trainer: Trainer, text: str) -> None:
+def _say(trainer: TrainerView, text: str) -> None:
     if trainer.is_global_zero and not trainer.fit_loop.is_at_limit:  # with nothing to do nothing is lost
         progress = trainer.progress
         warn(

@@ -11,14 +11,14 @@ from ...fabric.global_batch import accumulation_steps, describe_global_batch, mi
 
 if TYPE_CHECKING:
     from ..run import Run
-    from ..trainer import Trainer
+    from ..view import TrainerView
 
 __all__ = ["derive_accumulation", "plan_accumulation", "report_global_batch"]
 
 logger = logging.getLogger(__name__)
 
 
-def derive_accumulation(trainer: Trainer, run: Run) -> int:
+def derive_accumulation(trainer: TrainerView, run: Run) -> int:
     """Return the micro-batches per step that make `global_batch_size`, for the loader that was just opened.
 
     On every rank: it communicates, once for each time that loaders are opened.
@@ -26,7 +26,7 @@ def derive_accumulation(trainer: Trainer, run: Run) -> int:
     Raises:
         ConfigError: The loader does not say its batch size, the ranks' differ, or the numbers do not divide.
     """
-    strategy, loader = run.fabric.strategy, trainer._lw_loaders.train
+    strategy, loader = run.fabric.strategy, run.loaders.train
     wanted = trainer.global_batch_size
     assert wanted is not None
     micro = micro_batch_size(loader)
@@ -47,11 +47,11 @@ def plan_accumulation(wanted: int, micro: int | None, data_size: int) -> int | N
     return wanted // unit if unit and not wanted % unit else None
 
 
-def report_global_batch(trainer: Trainer, run: Run) -> None:
+def report_global_batch(trainer: TrainerView, run: Run) -> None:
     """Tell once per fit, on rank zero, how many samples a step takes: below the model's summary, else in the log."""
     if not trainer.tells_runs:
         return
-    micro = micro_batch_size(trainer._lw_loaders.train)
+    micro = micro_batch_size(run.loaders.train)
     accumulate = trainer.accumulation_for_epoch(trainer.progress.epochs)
     line = describe_global_batch(micro, accumulate, run.fabric.strategy.topology.data_size)
     if trainer.accumulation_scheduler is not None:

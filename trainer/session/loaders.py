@@ -17,10 +17,8 @@ from ...errors import ConfigError, ModuleError
 from ...messages import warn
 from ...protocols import Loaders, StateDict
 from ..hooks import data_bases, find_override, module_bases
-from ..loop.eval_loop import EvalLoader
-from ..loop.fit_loop import seconds_of
-from . import assemble
-from .arguments import Arguments
+from ..loop.eval_loader import EvalLoader, ReadOnce, make_eval_loader, without_shuffle
+from .arguments import Arguments, seconds_of
 
 if TYPE_CHECKING:
     from ...data.distributed.shard import Shard
@@ -154,7 +152,7 @@ class StageLoaders:
         """Ask for the training loaders and return them as one stream; settles the validation interval."""
         loader = self._ask("train")
         if self._arguments.overfit_batches:
-            loader = assemble.without_shuffle(loader, "training")
+            loader = without_shuffle(loader, "training")
         self.train = loader
         name = "overfit_batches" if self._arguments.overfit_batches else "limit_train_batches"
         stream = self.make_stream(
@@ -194,7 +192,7 @@ class StageLoaders:
         """Whether fit can validate; says once which half is missing."""
         if self._module is None or self._arguments.limit_val_batches == 0:
             return False
-        has_step = assemble.has_override(self._module, "validation_step")
+        has_step = find_override(self._module, "validation_step", module_bases()) is not None
         has_loader = self._given.get("validation") is not None or self.hook("validation") is not None
         if has_step != has_loader and not self._has_warned:
             from .forward_loss import ForwardStep
@@ -214,8 +212,8 @@ class StageLoaders:
             loaders = self._ask(stage)
             if stage == "validation" and self._arguments.overfit_batches:
                 name = "overfit_batches"
-                loaders = assemble.without_shuffle(loaders, stage)
-            self.eval[stage] = assemble.make_eval_loader(
+                loaders = without_shuffle(loaders, stage)
+            self.eval[stage] = make_eval_loader(
                 loaders,
                 limit,
                 name=name,
@@ -252,7 +250,7 @@ class StageLoaders:
         if data is None:
             return None
         for loader in data.loaders:
-            if isinstance(loader, assemble.ReadOnce):
+            if isinstance(loader, ReadOnce):
                 raise loader.error("and the check before training (num_sanity_val_steps) would read from it")
         limit = math.inf if count == -1 else count
         return replace(data, limits=[min(limit, n) for n in data.limits])

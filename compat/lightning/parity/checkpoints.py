@@ -10,6 +10,7 @@ from ....callbacks.model_checkpoint.top_k import TopK
 from ....trainer.hooks import Hook
 from ....trainer.run import Run
 from ....trainer.trainer import Trainer
+from ..loops import trainer_of
 
 __all__ = [
     "keep_first_folder",
@@ -42,7 +43,7 @@ def keep_first_folder(run: Run) -> None:
         def on_fit_start() -> None:
             for callback in run.callbacks:
                 if isinstance(callback, ModelCheckpoint) and callback.given_dirpath is None:
-                    callback.given_dirpath = callback.dirpath or default_dirpath(run.trainer)
+                    callback.given_dirpath = callback.dirpath or default_dirpath(trainer_of(run))
             fire()
 
         return on_fit_start

@@ -10,9 +10,9 @@ from itertools import chain
 from typing_extensions import override
 
 from ....protocols import Batch
-from ....trainer.loop.eval_loop import EvalLoader, EvalLoop
+from ....trainer.loop.eval_loader import EvalLoader, ReadOnce
+from ....trainer.loop.eval_loop import EvalLoop
 from ....trainer.run import Run
-from ....trainer.session.assemble import ReadOnce
 from ....trainer.trainer import Trainer
 from ..patch import patch
 from .reading import try_to_iterate

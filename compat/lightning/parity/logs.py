@@ -13,7 +13,8 @@ from ....callbacks.monitors import learning_rate_monitor
 from ....protocols import AnyBatch, AnyOutput
 from ....trainer.checkpointing.snapshot import note_row_of_validation
 from ....trainer.hooks import Hook
-from ....trainer.loop.eval_loop import EvalLoader, EvalLoop
+from ....trainer.loop.eval_loader import EvalLoader
+from ....trainer.loop.eval_loop import EvalLoop
 from ....trainer.metrics.accumulators import with_suffix
 from ....trainer.metrics.current_values import CurrentValues
 from ....trainer.run import Run

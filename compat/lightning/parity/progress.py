@@ -16,7 +16,7 @@ from ....protocols import Batch, StateDict
 from ....trainer.hooks import Hook
 from ....trainer.run import Run
 from ....trainer.trainer import Trainer
-from ..loops import Counts
+from ..loops import Counts, trainer_of
 from ..patch import patch
 
 __all__ = ["Count", "LoopCounts", "begin_counts", "count_zero_grad", "follow_hooks"]
@@ -238,7 +238,7 @@ def _run_unless_over(
 
 def count_zero_grad(run: Run) -> None:
     """Count the gradients that are zeroed."""
-    counts: LoopCounts = run.trainer.loop_counts
+    counts: LoopCounts = trainer_of(run).loop_counts
     plan = run.plan
     if plan is None or not run.is_automatic:
         return
@@ -257,7 +257,7 @@ def count_zero_grad(run: Run) -> None:
 
 def follow_hooks(run: Run) -> None:
     """Count what happens around the hooks of a run."""
-    counts: LoopCounts = run.trainer.loop_counts
+    counts: LoopCounts = trainer_of(run).loop_counts
     lifecycle, own, of_callbacks = run.lifecycle, run.lifecycle.own, run.lifecycle.of_callbacks
 
     def own_counting(name: str) -> Hook | None:
@@ -387,7 +387,7 @@ def _count_from_zero(count: Count, fire: Hook) -> Hook:
 def _count_batch(run: Run, stage: str, count: Count, moments: tuple[str, str], fire: Hook) -> Hook:
     def counted(*arguments: object) -> object:
         if moments[0] == "ready":
-            trainer = run.trainer
+            trainer = trainer_of(run)
             limits = (
                 trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.parts.loaders.num_batches(stage)
             )

@@ -24,9 +24,10 @@ from ....data.tree import map_loaders
 from ....fabric import Fabric, reset_seed
 from ....protocols import Loaders
 from ....strategies import ParallelStrategy, Strategy
-from ....trainer.loop.eval_loop import EvalLoader
+from ....trainer.loop.eval_loader import EvalLoader
 from ....trainer.run import Run
 from ....trainer.trainer import Trainer
+from ..loops import trainer_of
 from ..patch import patch
 from ..utilities.sizes import DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper
 
@@ -53,7 +54,7 @@ def decide_on_own_values(run: Run) -> None:
 
     Schedules, also those that a module steps itself, get the rank's own value.
     """
-    trainer = run.trainer
+    trainer = trainer_of(run)
     if not run.has_ranks or run.fabric.strategy.has_stages:
         return
     run.compares_rates = False
@@ -84,7 +85,7 @@ def _own_metrics(callback: ModelCheckpoint, trainer: Trainer) -> dict[str, Tenso
 
 def insert_samplers(run: Run) -> None:
     """Give loaders without a sampler for ranks a `DistributedSampler`; each rank predicts for itself."""
-    if not run.has_ranks or not run.trainer.use_distributed_sampler:
+    if not run.has_ranks or not trainer_of(run).use_distributed_sampler:
         return
     patch(run.trainer, "order_predictions", _own_predictions)
     run.loaders.prepare = partial(_with_samplers, run)
@@ -108,7 +109,7 @@ def _distributed(run: Run, loader: Any, stage: str) -> Any:  # Any: whatever the
     if isinstance(loader.sampler, DistributedSampler):
         return loader
     is_shuffled = stage == "train" or not isinstance(loader.sampler, SequentialSampler)
-    is_shuffled = is_shuffled and not run.trainer.overfit_batches
+    is_shuffled = is_shuffled and not trainer_of(run).overfit_batches
     return _with_sampler(loader, run.fabric.strategy, is_shuffled=is_shuffled, repeats=stage != "predict")
 
 

@@ -14,6 +14,7 @@ from ....trainer.loop.fit_loop import FitLoop
 from ....trainer.run import Run
 from ....trainer.session import begin
 from ....trainer.trainer import Trainer
+from ..loops import trainer_of
 from ..patch import patch
 
 __all__ = [
@@ -93,7 +94,7 @@ def begin_with_saved_epoch(run: Run) -> None:
         finally:
             progress.epochs = now
 
-    trainer = run.trainer
+    trainer = trainer_of(run)
     until: list[ExitStack] = []
 
     def at_sanity_check(fire: Hook) -> Hook:

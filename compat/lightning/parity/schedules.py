@@ -92,7 +92,7 @@ def step_plateau(run: Run, config: LRSchedulerConfig) -> None:
     Raises:
         ModuleError: There is no value, and the schedule is strict.
     """
-    name, values = str(config.monitor), run.trainer.callback_metrics
+    name, values = str(config.monitor), run.metrics.callback_metrics()
     if name in values:
         step_scheduler(config, values[name], run.lifecycle.own("lr_scheduler_step"))
         return

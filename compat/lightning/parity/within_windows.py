@@ -10,6 +10,7 @@ from typing import Any
 from ....trainer.hooks import Hook
 from ....trainer.run import Run
 from ....trainer.trainer import Trainer
+from ..loops import trainer_of
 from ..patch import patch
 from .windows import window_size
 
@@ -66,7 +67,7 @@ def act_within_windows(run: Run) -> None:
             zero_grad()
 
     plan.zero_grad = zero_at_first
-    saving = run.trainer._lw_saving
+    saving = trainer_of(run)._lw_saving
     patch(saving, "save", partial(_save, type(saving).save.__get__(saving)))
 
 

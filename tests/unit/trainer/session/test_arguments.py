@@ -14,8 +14,7 @@ from toys import Net, loader, net, quiet
 import loopwright as lw
 from loopwright.callbacks import GradientAccumulationScheduler, ModelCheckpoint, TQDMProgressBar
 from loopwright.errors import ConfigError
-from loopwright.trainer.loop.fit_loop import seconds_of
-from loopwright.trainer.session.arguments import Arguments
+from loopwright.trainer.session.arguments import Arguments, seconds_of
 from loopwright.trainer.session.unknown_arguments import REPLACEMENTS
 
 WRONG: list[tuple[str, Any]] = [
