@@ -78,4 +78,4 @@ class XLAProfiler(Profiler):
         return {**self.__dict__, "_lw_xla": None, "_lw_server": None, "_lw_open": []}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state, _xla=import_module("torch_xla.debug.profiler"))
+        self.__dict__.update(state, _lw_xla=import_module("torch_xla.debug.profiler"))

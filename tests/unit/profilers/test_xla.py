@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import sys
 from importlib.util import find_spec
 from types import ModuleType
@@ -69,3 +70,10 @@ def test_steps_and_backward_passes_have_names_and_one_server(events: list[Any]) 
 def test_a_wrong_port_is_an_error(port: Any) -> None:
     with pytest.raises(ConfigError, match="is not a port"):
         XLAProfiler(port=port)
+
+
+def test_a_profiler_that_another_process_unpickled_names_steps(events: list[Any]) -> None:
+    sent = pickle.loads(pickle.dumps(XLAProfiler(port=9101)))
+    with sent.profile("backward"):
+        pass
+    assert events == [("server", 9101), ("enter", "Trace", "backward"), ("exit", "Trace", "backward")]
