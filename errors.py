@@ -163,6 +163,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {next(near, matches[0])!r}?)"
 
 
+class Problems(list[ConfigError]):
+    """Problems of a configuration, collected so that one error names all of them."""
+
+    def add(self, what: str, *, fix: str) -> None:
+        """Add a problem: what is wrong, and its remedy."""
+        self.append(ConfigError(what, fix=fix))
+
+    def refuse(self) -> None:
+        """Raise one error that lists all problems, if there are any."""
+        if self:
+            raise join_errors(self)
+
+
 def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
     """Return one error that lists all problems, including those of joined errors; a single error is returned as is."""
     single = [part for error in errors for part in getattr(error, "joined", (error,))]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..accelerators import ACCELERATOR_REGISTRY, Accelerator
-from ..errors import ConfigError, join_errors, nearest
+from ..errors import ConfigError, Problems, nearest
 from ..precision import MixedPrecision, Precision
 from ..strategies import STRATEGY_REGISTRY, Given, Strategy
 from ..strategies.optional import MakesPrecision
@@ -71,28 +71,23 @@ def sort_plugins(plugins: object) -> Plugins:
         return Plugins()
     given = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
     result = Plugins()
-    problems = []
+    problems = Problems()
     for plugin in given:
         kind = _plugin_kind(plugin)
         if kind is None:
-            problems.append(
-                ConfigError(
-                    f"Expected plugins= to contain only plugins, got {plugin!r}.",
-                    fix="pass instances of Precision, CheckpointIO, ClusterEnvironment or LayerSync.",
-                )
+            problems.add(
+                f"Expected plugins= to contain only plugins, got {plugin!r}.",
+                fix="pass instances of Precision, CheckpointIO, ClusterEnvironment or LayerSync.",
             )
         elif getattr(result, kind) is not None:
-            problems.append(
-                ConfigError(
-                    f"Expected at most one plugin of each kind, got two for {kind}: {getattr(result, kind)!r} and "
-                    f"{plugin!r}.",
-                    fix="remove one of the two.",
-                )
+            problems.add(
+                f"Expected at most one plugin of each kind, got two for {kind}: {getattr(result, kind)!r} and "
+                f"{plugin!r}.",
+                fix="remove one of the two.",
             )
         else:
             setattr(result, kind, plugin)
-    if problems:
-        raise join_errors(problems)
+    problems.refuse()
     return result
 
 
@@ -157,7 +152,7 @@ def check_conflicts(strategy: object, given: Given, accelerator: object, precisi
         plugged: The plugins.
     """
     accelerator = None if isinstance(accelerator, str) and accelerator.lower() == "auto" else accelerator
-    problems = []
+    problems = Problems()
     if precision is not None and plugged.precision is not None:
         problems.append(_choose_one(f"precision={precision!r}", f"plugins=[{plugged.precision!r}]"))
     if isinstance(strategy, Strategy):
@@ -173,8 +168,7 @@ def check_conflicts(strategy: object, given: Given, accelerator: object, precisi
             for name, argument, own, other in outside
             if own is not None and other is not None and own is not other
         ]
-    if problems:
-        raise join_errors(problems)
+    problems.refuse()
 
 
 def _choose_one(one: str, other: str) -> ConfigError:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, Problems, nearest
 from ..strategies import Strategy
 from ..strategies.construction.wrap_policy import repeated_blocks, select_modules
 from .compile_options import OWN_OPTIONS, compiler_with, own_problems, split_options, use_cache_dir
@@ -51,57 +51,45 @@ def compile_problems(value: object) -> list[ConfigError]:
                 fix="pass True, or keyword arguments of torch.compile, such as compile={'mode': 'max-autotune'}.",
             )
         ]
-    problems: list[ConfigError] = []
+    problems = Problems()
     for name in value:
         if name not in (*_OPTIONS, *OWN_OPTIONS):
             hint = nearest(str(name), (*_OPTIONS, *OWN_OPTIONS))
-            problems.append(
-                ConfigError(
-                    f"Expected arguments of torch.compile, got compile={{{name!r}: ...}}{hint}.",
-                    fix=f"use {', '.join(_OPTIONS)}; or {', '.join(OWN_OPTIONS)}, which are Loopwright's own.",
-                )
+            problems.add(
+                f"Expected arguments of torch.compile, got compile={{{name!r}: ...}}{hint}.",
+                fix=f"use {', '.join(_OPTIONS)}; or {', '.join(OWN_OPTIONS)}, which are Loopwright's own.",
             )
     problems += own_problems(value)
     backend, mode = value.get("backend", "inductor"), value.get("mode")
     if isinstance(backend, str):
         known = torch._dynamo.list_backends(exclude_tags=())
         if backend not in known:
-            problems.append(
-                ConfigError(
-                    f"Expected a registered backend, got compile={{'backend': {backend!r}}}{nearest(backend, known)}.",
-                    fix=f"use one of {', '.join(known)}, or a function.",
-                )
+            problems.add(
+                f"Expected a registered backend, got compile={{'backend': {backend!r}}}{nearest(backend, known)}.",
+                fix=f"use one of {', '.join(known)}, or a function.",
             )
     elif not callable(backend):
-        problems.append(
-            ConfigError(
-                f"Expected the backend to be a name or a function, got compile={{'backend': {backend!r}}}.",
-                fix="pass the name of a backend, such as 'inductor', or a function.",
-            )
+        problems.add(
+            f"Expected the backend to be a name or a function, got compile={{'backend': {backend!r}}}.",
+            fix="pass the name of a backend, such as 'inductor', or a function.",
         )
     if mode is not None and value.get("options") is not None:
-        problems.append(
-            ConfigError("Expected either 'mode' or 'options' in compile=, got both.", fix="remove one of the two.")
-        )
+        problems.add("Expected either 'mode' or 'options' in compile=, got both.", fix="remove one of the two.")
     if mode is not None and backend == "inductor":
         from torch._inductor import list_mode_options
 
         modes = list(list_mode_options())
         if mode not in modes:
             hint = nearest(str(mode), modes)
-            problems.append(
-                ConfigError(
-                    f"Expected a mode of inductor, got compile={{'mode': {mode!r}}}{hint}.",
-                    fix=f"use one of {', '.join(modes)}.",
-                )
+            problems.add(
+                f"Expected a mode of inductor, got compile={{'mode': {mode!r}}}{hint}.",
+                fix=f"use one of {', '.join(modes)}.",
             )
     for name in ("fullgraph", "dynamic"):
         if value.get(name) not in (None, True, False):
-            problems.append(
-                ConfigError(
-                    f"Expected True or False for {name!r}, got compile={{{name!r}: {value[name]!r}}}.",
-                    fix="pass True or False.",
-                )
+            problems.add(
+                f"Expected True or False for {name!r}, got compile={{{name!r}: {value[name]!r}}}.",
+                fix="pass True or False.",
             )
     return problems
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 import torch
 
 from ..accelerators import Accelerator
-from ..errors import ConfigError, join_errors
+from ..errors import ConfigError, Problems
 from ..strategies import Launcher, Strategy
 from .choose import precision_name
 from .cluster import detect_cluster
@@ -54,7 +54,7 @@ def read_launch_variables(arguments: MutableMapping[str, Any], variables: Mappin
     Raises:
         ConfigError: An argument and its variable differ; every difference is listed.
     """
-    problems = []
+    problems = Problems()
     for name, default in _ARGUMENTS.items():
         text = variables.get(f"LT_{name.upper()}", "").strip()
         if not text:
@@ -63,15 +63,12 @@ def read_launch_variables(arguments: MutableMapping[str, Any], variables: Mappin
         if isinstance(given, type(default)) and _plain(name, given) == _plain(name, default):
             arguments[name] = int(text) if name == "num_nodes" and text.isdecimal() else text
         elif _plain(name, given) != _plain(name, text):
-            problems.append(
-                ConfigError(
-                    f"The script passes {name}={given!r}, but LT_{name.upper()}={text!r} is set, for example by "
-                    f"`loopwright launch --{name.replace('_', '-')}`.",
-                    fix=f"set it in one place: remove {name}= from the script, or the option from the command.",
-                )
+            problems.add(
+                f"The script passes {name}={given!r}, but LT_{name.upper()}={text!r} is set, for example by "
+                f"`loopwright launch --{name.replace('_', '-')}`.",
+                fix=f"set it in one place: remove {name}= from the script, or the option from the command.",
             )
-    if problems:
-        raise join_errors(problems)
+    problems.refuse()
 
 
 def _plain(name: str, value: object) -> str:

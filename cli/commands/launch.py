@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...errors import ConfigError, LaunchError, LoopwrightError, join_errors
+from ...errors import ConfigError, LaunchError, LoopwrightError, Problems
 from .launch_options import Request, read_request
 
 __all__ = ["Plan", "launch", "make_plan"]
@@ -86,13 +86,12 @@ def make_plan(request: Request, *, num_gpus: int, num_cpus: int, variables: Mapp
     Raises:
         ConfigError: Options are contradictory or missing; all problems are named.
     """
-    problems: list[ConfigError] = []
+    problems = Problems()
     nproc, local = _num_processes(request.options, num_gpus, num_cpus, problems)
     nnodes = _num_nodes(request.options, problems)
     rendezvous = _rendezvous(request.options, nnodes, problems)
     _check_strategy(request.options, problems)
-    if problems:
-        raise join_errors(problems)
+    problems.refuse()
     ours = {_VARIABLES[name]: value for name, value in request.options.items() if name in _VARIABLES}
     if nnodes is not None and ":" in nnodes:
         # An agent that joins a later round of the rendezvous finds the store of that round only if each has one of its
@@ -106,9 +105,7 @@ def make_plan(request: Request, *, num_gpus: int, num_cpus: int, variables: Mapp
     return Plan((*rendezvous, f"--nproc-per-node={nproc}", *kind), request.program, ours)
 
 
-def _num_processes(
-    options: Mapping[str, str], num_gpus: int, num_cpus: int, problems: list[ConfigError]
-) -> tuple[str, int]:
+def _num_processes(options: Mapping[str, str], num_gpus: int, num_cpus: int, problems: Problems) -> tuple[str, int]:
     """Return torchrun's `--nproc-per-node` and the number of processes on this machine."""
     devices = options.get("devices", "auto")
     listed = [index for index in devices.split(",") if index.strip()]
@@ -118,47 +115,37 @@ def _num_processes(
         is_cpu = options.get("accelerator", "auto") == "cpu"
         count = requested if requested is not None else 1 if is_cpu else max(1, num_gpus)
         if count < 1:
-            problems.append(
-                ConfigError("Expected at least one device, got --devices=0.", fix="pass --devices=1 or more.")
-            )
+            problems.add("Expected at least one device, got --devices=0.", fix="pass --devices=1 or more.")
         return str(count), count
     if nproc == "gpu" and not num_gpus:
-        problems.append(
-            ConfigError("Expected a GPU for --nproc-per-node=gpu, got a machine without one.", fix="pass a number.")
-        )
+        problems.add("Expected a GPU for --nproc-per-node=gpu, got a machine without one.", fix="pass a number.")
     local = int(nproc) if nproc.isdecimal() else num_gpus or num_cpus if nproc != "cpu" else num_cpus
     if requested is not None and requested != local:
-        problems.append(
-            ConfigError(
-                f"--nproc-per-node={nproc} is {local} on this machine, but --devices={devices} is {requested}: each "
-                "process has one device.",
-                fix="omit one of the two.",
-            )
+        problems.add(
+            f"--nproc-per-node={nproc} is {local} on this machine, but --devices={devices} is {requested}: each "
+            "process has one device.",
+            fix="omit one of the two.",
         )
     return nproc, local
 
 
-def _num_nodes(options: Mapping[str, str], problems: list[ConfigError]) -> str | None:
+def _num_nodes(options: Mapping[str, str], problems: Problems) -> str | None:
     """Return the number of machines, or MIN:MAX; None if the user gave none."""
     nnodes, num_nodes = options.get("nnodes"), options.get("num-nodes")
     if nnodes is not None and num_nodes is not None and nnodes != num_nodes:
-        problems.append(
-            ConfigError(f"--nnodes={nnodes} and --num-nodes={num_nodes} differ.", fix="omit one of the two.")
-        )
+        problems.add(f"--nnodes={nnodes} and --num-nodes={num_nodes} differ.", fix="omit one of the two.")
     return nnodes if nnodes is not None else num_nodes
 
 
-def _rendezvous(options: Mapping[str, str], nnodes: str | None, problems: list[ConfigError]) -> list[str]:
+def _rendezvous(options: Mapping[str, str], nnodes: str | None, problems: Problems) -> list[str]:
     """Return torchrun's rendezvous arguments."""
     static = [name for name in ("node-rank", "main-address", "main-port") if name in options]
     by_rdzv = [name for name in ("rdzv-backend", "rdzv-endpoint") if name in options]
     passed = dict(options)
     if static and by_rdzv and options.get("rdzv-backend") != "static":
-        problems.append(
-            ConfigError(
-                f"{_flags(static)} and {_flags(by_rdzv)} are alternatives for the rendezvous of machines.",
-                fix="pass --node-rank, --main-address and --main-port, or the --rdzv-... options.",
-            )
+        problems.add(
+            f"{_flags(static)} and {_flags(by_rdzv)} are alternatives for the rendezvous of machines.",
+            fix="pass --node-rank, --main-address and --main-port, or the --rdzv-... options.",
         )
     elif by_rdzv:
         missing = [name for name in ("rdzv-endpoint", "rdzv-id") if name not in options]
@@ -166,11 +153,9 @@ def _rendezvous(options: Mapping[str, str], nnodes: str | None, problems: list[C
             problems.append(_missing(missing, "--rdzv-backend"))
         passed.setdefault("rdzv-backend", "c10d")
     elif nnodes is None and static:
-        problems.append(
-            ConfigError(
-                f"Expected --nnodes with {_flags(static)}, which is for several machines.",
-                fix=f"pass --nnodes, the number of machines, or omit {_flags(static)} to use this machine only.",
-            )
+        problems.add(
+            f"Expected --nnodes with {_flags(static)}, which is for several machines.",
+            fix=f"pass --nnodes, the number of machines, or omit {_flags(static)} to use this machine only.",
         )
     elif nnodes is None or (nnodes == "1" and not static):
         # The host name may not resolve; local processes reach each other by the loopback address.
@@ -183,12 +168,9 @@ def _rendezvous(options: Mapping[str, str], nnodes: str | None, problems: list[C
         if int(nnodes) > 1 and missing:
             problems.append(_missing(missing, f"--nnodes={nnodes}"))
         if int(options.get("node-rank", "0")) >= int(nnodes):
-            problems.append(
-                ConfigError(
-                    f"Expected --node-rank of 0 to {int(nnodes) - 1} with --nnodes={nnodes}, got "
-                    f"{options['node-rank']}.",
-                    fix="pass the number of this machine.",
-                )
+            problems.add(
+                f"Expected --node-rank of 0 to {int(nnodes) - 1} with --nnodes={nnodes}, got {options['node-rank']}.",
+                fix="pass the number of this machine.",
             )
         passed.setdefault("main-port", _DEFAULT_PORT)
         passed.setdefault("node-rank", "0")
@@ -205,20 +187,17 @@ def _flags(names: Sequence[str]) -> str:
 
 def _missing(names: Sequence[str], needed_by: str) -> ConfigError:
     return ConfigError(
-        f"{needed_by} needs {_flags(names)} as well.",
-        fix="pass the same options on every machine, except --node-rank.",
+        f"{needed_by} needs {_flags(names)} as well.", fix="pass the same options on every machine, except --node-rank."
     )
 
 
-def _check_strategy(options: Mapping[str, str], problems: list[ConfigError]) -> None:
+def _check_strategy(options: Mapping[str, str], problems: Problems) -> None:
     strategy = options.get("strategy", "").lower()
     if any(word in strategy for word in _OWN_PROCESSES):
-        problems.append(
-            ConfigError(
-                f"Expected a strategy that uses the processes of `loopwright launch`, got --strategy={strategy}, which "
-                "starts its own.",
-                fix="pass --strategy=ddp, or run the program without `loopwright launch`.",
-            )
+        problems.add(
+            f"Expected a strategy that uses the processes of `loopwright launch`, got --strategy={strategy}, which "
+            "starts its own.",
+            fix="pass --strategy=ddp, or run the program without `loopwright launch`.",
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from yaml import YAMLError
 
-from ...errors import ConfigError, join_errors, nearest
+from ...errors import ConfigError, Problems, nearest
 
 __all__ = ["OPTIONS", "Option", "Request", "read_request"]
 
@@ -133,18 +133,16 @@ class _Found:
     options: dict[str, str] = field(default_factory=dict)
     program: tuple[str, ...] = ()
     is_module: bool = False
-    problems: list[ConfigError] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
 
     def add(self, option: Option, text: str, shown: str) -> None:
         """Add a value if it is valid."""
         if option.accept(text):
             self.options[option.name] = text
         else:
-            self.problems.append(
-                ConfigError(
-                    f"Expected {option.metavar} for {shown}, got {text!r}.",
-                    fix=f"pass {option.metavar}: {option.help}.",
-                )
+            self.problems.add(
+                f"Expected {option.metavar} for {shown}, got {text!r}.",
+                fix=f"pass {option.metavar}: {option.help}.",
             )
 
 
@@ -168,28 +166,23 @@ def read_request(arguments: Sequence[str]) -> Request:
     names = [f"--{name}" for option in OPTIONS for name in (option.name, *option.other_names)]
     for word in unknown:
         if word.startswith("-"):
-            flags.problems.append(
-                ConfigError(
-                    f"Expected an option of `loopwright launch`, got {word}"
-                    f"{nearest(word, [*names, '--config', '--dry-run'])}.",
-                    fix="see `loopwright launch --help`; write your program's options after its name.",
-                )
+            flags.problems.add(
+                f"Expected an option of `loopwright launch`, got {word}"
+                f"{nearest(word, [*names, '--config', '--dry-run'])}.",
+                fix="see `loopwright launch --help`; write your program's options after its name.",
             )
     file = _Found() if given.config is None else _read_file(given.config)
-    problems = [*flags.problems, *file.problems]
+    problems = Problems([*flags.problems, *file.problems])
     if program and file.program and has_dashes:
         program, given.module = [*file.program, *program], file.is_module
     elif not program:
         program, given.module = list(file.program), file.is_module
     if not program and not problems:
-        problems.append(
-            ConfigError(
-                "Expected a program, got options only.",
-                fix="write its name after the options: loopwright launch --nproc-per-node 2 train.py",
-            )
+        problems.add(
+            "Expected a program, got options only.",
+            fix="write its name after the options: loopwright launch --nproc-per-node 2 train.py",
         )
-    if problems:
-        raise join_errors(problems)
+    problems.refuse()
     return Request({**file.options, **flags.options}, tuple(program), given.module, given.dry_run)
 
 
@@ -252,23 +245,19 @@ def _read_file(path: str) -> _Found:
             found.add(by_name[name], text, f"{key} in {path}")
         else:
             known = [*by_name, *_PROGRAM_KEYS]
-            found.problems.append(
-                ConfigError(
-                    f"Expected a known key in {path}, got {key!r}{nearest(name, known)}.",
-                    fix=f"use {', '.join(known)}.",
-                )
+            found.problems.add(
+                f"Expected a known key in {path}, got {key!r}{nearest(name, known)}.",
+                fix=f"use {', '.join(known)}.",
             )
     names = [name for name in ("script", "module") if content.get(name) is not None]
     if len(names) == 2:
-        found.problems.append(ConfigError(f"Expected script or module in {path}, got both.", fix="keep one of them."))
+        found.problems.add(f"Expected script or module in {path}, got both.", fix="keep one of them.")
     words = content.get("args") or []
     if isinstance(words, str):
         words = shlex.split(words)
     if not isinstance(words, list):
-        found.problems.append(
-            ConfigError(
-                f"Expected a list or a string for args in {path}, got {words!r}.", fix="write a list or one string."
-            )
+        found.problems.add(
+            f"Expected a list or a string for args in {path}, got {words!r}.", fix="write a list or one string."
         )
     elif names:
         found.is_module = names[0] == "module"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...accelerators.matmul_precision import MATMUL_PRECISIONS
 from ...data.hparams import without_omegaconf
-from ...errors import ConfigError, LoopwrightError
+from ...errors import ConfigError, Problems
 from ..loop.non_finite import POLICIES
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Arguments:
         self.max_steps, self.max_epochs, self.num_sanity_val_steps = count, 1, 0
         self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
 
-    def _barebones_conflicts(self) -> list[LoopwrightError]:
+    def _barebones_conflicts(self) -> list[ConfigError]:
         if not self.barebones:
             return []
         names = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger", "log_every_n_steps",
@@ -164,19 +164,14 @@ class Arguments:
             )
         ]
 
-    def _wrong_values(self) -> list[LoopwrightError]:
-        problems = [
-            *self._wrong_flags(),
-            *self._wrong_counts(),
-            *self._wrong_limits(),
-            *self._wrong_validation(),
-        ]
+    def _wrong_values(self) -> list[ConfigError]:
+        problems = Problems(
+            [*self._wrong_flags(), *self._wrong_counts(), *self._wrong_limits(), *self._wrong_validation()]
+        )
         if (isinstance(self.fast_dev_run, bool | int) and self.fast_dev_run < 0) or not isinstance(
             self.fast_dev_run, int
         ):
-            problems.append(
-                ConfigError(f"fast_dev_run={self.fast_dev_run!r}.", fix="pass True or a number of batches >= 0.")
-            )
+            problems.add(f"fast_dev_run={self.fast_dev_run!r}.", fix="pass True or a number of batches >= 0.")
         if self.max_time is not None:
             try:
                 seconds_of(self.max_time)
@@ -184,44 +179,34 @@ class Arguments:
                 problems.append(_time_error("max_time", self.max_time))
         value = self.gradient_clip_val
         if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0):
-            problems.append(
-                ConfigError(f"gradient_clip_val={value!r}.", fix="pass a number >= 0, or None for no clipping.")
-            )
+            problems.add(f"gradient_clip_val={value!r}.", fix="pass a number >= 0, or None for no clipping.")
         algorithm = self.gradient_clip_algorithm
         if algorithm is not None and str(algorithm).lower() not in ("norm", "value"):
-            problems.append(ConfigError(f"gradient_clip_algorithm={algorithm!r}.", fix="pass 'norm' or 'value'."))
+            problems.add(f"gradient_clip_algorithm={algorithm!r}.", fix="pass 'norm' or 'value'.")
         if self.global_batch_size is not None and self.accumulate_grad_batches != 1:
-            problems.append(
-                ConfigError(
-                    f"global_batch_size={self.global_batch_size!r} and accumulate_grad_batches="
-                    f"{self.accumulate_grad_batches!r} are both given, and the first decides the second.",
-                    fix="leave out one of the two.",
-                )
+            problems.add(
+                f"global_batch_size={self.global_batch_size!r} and accumulate_grad_batches="
+                f"{self.accumulate_grad_batches!r} are both given, and the first decides the second.",
+                fix="leave out one of the two.",
             )
         if not isinstance(self.accumulate_across_epochs, bool):
-            problems.append(
-                ConfigError(f"accumulate_across_epochs={self.accumulate_across_epochs!r}.", fix="pass True or False.")
-            )
+            problems.add(f"accumulate_across_epochs={self.accumulate_across_epochs!r}.", fix="pass True or False.")
         if self.deterministic not in (None, True, False, "warn"):
-            problems.append(ConfigError(f"deterministic={self.deterministic!r}.", fix="pass True, False or 'warn'."))
+            problems.add(f"deterministic={self.deterministic!r}.", fix="pass True, False or 'warn'.")
         if self.matmul_precision not in (None, *MATMUL_PRECISIONS):
-            problems.append(
-                ConfigError(
-                    f"matmul_precision={self.matmul_precision!r}.",
-                    fix=f"pass one of {', '.join(map(repr, MATMUL_PRECISIONS))}, or None.",
-                )
+            problems.add(
+                f"matmul_precision={self.matmul_precision!r}.",
+                fix=f"pass one of {', '.join(map(repr, MATMUL_PRECISIONS))}, or None.",
             )
         if self.compile is not False:
             from ...fabric.compiling import compile_problems
 
             problems += compile_problems(self.compile)
         if self.nonfinite_loss not in POLICIES:
-            problems.append(
-                ConfigError(f"nonfinite_loss={self.nonfinite_loss!r}.", fix=f"pass one of {', '.join(POLICIES)}.")
-            )
+            problems.add(f"nonfinite_loss={self.nonfinite_loss!r}.", fix=f"pass one of {', '.join(POLICIES)}.")
         return problems
 
-    def _wrong_flags(self) -> list[LoopwrightError]:
+    def _wrong_flags(self) -> list[ConfigError]:
         names = (
             "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_autolog_hparams",
             "detect_anomaly", "inference_mode", "barebones", "benchmark", "use_distributed_sampler", "sync_batchnorm",
@@ -233,25 +218,25 @@ class Arguments:
             if value is not None and not (hasattr(value, "__bool__") and value in (False, True))
         ]
 
-    def _wrong_counts(self) -> list[LoopwrightError]:
+    def _wrong_counts(self) -> list[ConfigError]:
         rules: tuple[tuple[str, int, bool], ...] = (
             ("max_epochs", -1, True), ("min_epochs", 0, True), ("max_steps", -1, False), ("min_steps", 0, True),
             ("num_sanity_val_steps", -1, True), ("log_every_n_steps", 0, True), ("accumulate_grad_batches", 1, False),
             ("reload_dataloaders_every_n_epochs", 0, False), ("global_batch_size", 1, True),
             ("max_samples", -1, True), ("max_tokens", -1, True),
         )  # fmt: skip
-        problems: list[LoopwrightError] = []
+        problems = Problems()
         for name, least, may_be_none in rules:
             value = getattr(self, name)
             if value is None and may_be_none:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 extra = ", -1 for no limit" if least == -1 and name.startswith("max") else ""
-                problems.append(ConfigError(f"{name}={value!r}.", fix=f"pass a whole number >= {least}{extra}."))
+                problems.add(f"{name}={value!r}.", fix=f"pass a whole number >= {least}{extra}.")
         return problems
 
-    def _wrong_limits(self) -> list[LoopwrightError]:
-        problems: list[LoopwrightError] = []
+    def _wrong_limits(self) -> list[ConfigError]:
+        problems = Problems()
         for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches",
                      "overfit_batches"):  # fmt: skip
             value = getattr(self, name)
@@ -259,23 +244,19 @@ class Arguments:
                 continue
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not is_number or value < 0 or (isinstance(value, float) and value > 1 and not value.is_integer()):
-                problems.append(
-                    ConfigError(
-                        f"{name}={value!r}.",
-                        fix="pass a number of batches (1 is one batch) or a fraction from 0.0 to 1.0 (1.0 is all).",
-                    )
+                problems.add(
+                    f"{name}={value!r}.",
+                    fix="pass a number of batches (1 is one batch) or a fraction from 0.0 to 1.0 (1.0 is all).",
                 )
         return problems
 
-    def _wrong_validation(self) -> list[LoopwrightError]:
-        problems: list[LoopwrightError] = []
+    def _wrong_validation(self) -> list[ConfigError]:
+        problems = Problems()
         every = self.check_val_every_n_epoch
         if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-            problems.append(
-                ConfigError(
-                    f"check_val_every_n_epoch={every!r}.",
-                    fix="pass a whole number >= 1, or None to count val_check_interval across epochs.",
-                )
+            problems.add(
+                f"check_val_every_n_epoch={every!r}.",
+                fix="pass a whole number >= 1, or None to count val_check_interval across epochs.",
             )
         interval = self.val_check_interval
         if interval is None:
@@ -284,12 +265,10 @@ class Arguments:
             problems.append(_interval_error(interval))
         elif isinstance(interval, float):
             if every is None:
-                problems.append(
-                    ConfigError(
-                        f"val_check_interval={interval!r} is a fraction of an epoch and check_val_every_n_epoch=None "
-                        "counts across epochs.",
-                        fix="pass val_check_interval as a number of batches or as a time.",
-                    )
+                problems.add(
+                    f"val_check_interval={interval!r} is a fraction of an epoch and check_val_every_n_epoch=None "
+                    "counts across epochs.",
+                    fix="pass val_check_interval as a number of batches or as a time.",
                 )
             elif not 0.0 < interval <= 1.0:
                 problems.append(_interval_error(interval))
@@ -319,7 +298,7 @@ def _time_error(name: str, value: object) -> ConfigError:
     )
 
 
-def _combined(problems: list[LoopwrightError]) -> ConfigError:
+def _combined(problems: list[ConfigError]) -> ConfigError:
     if len(problems) == 1:
         only = problems[0]
         return ConfigError(f"Trainer: {only.what}", fix=only.fix)
