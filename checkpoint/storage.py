@@ -52,11 +52,7 @@ def reached(stage: str) -> None:
     """Do nothing; tests put a fault here. Called after each of STAGES of a save."""
 
 
-def save(
-    checkpoint: StateDict,
-    path: str | Path,
-    storage_options: StorageOptions | None = None,
-) -> None:
+def save(checkpoint: StateDict, path: str | Path, storage_options: StorageOptions | None = None) -> None:
     """Write a checkpoint atomically; when this returns, it is complete and survives a power cut.
 
     An existing file stays intact until the new one replaces it, so there must be room for both. The state is not
@@ -73,11 +69,8 @@ def save(
     """
     require_plain(checkpoint)
     target = as_local(path)
-    if target is None:
-        _save_remote(checkpoint, Remote(str(path), storage_options))
-        return
-    with _explained(checkpoint, str(path), target.parent):
-        disk.write_file(target, lambda file: _write(checkpoint, file), reached)
+    with _explained(checkpoint, str(path), Path(tempfile.gettempdir()) if target is None else target.parent):
+        disk.write_anywhere(path, lambda file: _write(checkpoint, file), storage_options, reached)
 
 
 def load(
@@ -135,12 +128,7 @@ def load(
         return read_file(copy, str(path), map_location, is_safe=weights_only is not False, mmap=mmap, verify=verify)
 
 
-def verify_share(
-    path: str | Path,
-    rank: int,
-    size: int,
-    storage_options: StorageOptions | None = None,
-) -> None:
+def verify_share(path: str | Path, rank: int, size: int, storage_options: StorageOptions | None = None) -> None:
     """Verify this rank's share of a checkpoint, so that all ranks read each file once. Does not communicate.
 
     The caller must share errors between ranks, and then loads with verify=False. Rank 0 verifies all of a single file.
@@ -187,24 +175,6 @@ def remove(path: str | Path, storage_options: StorageOptions | None = None) -> N
         raise cannot_remove(str(path), error) from error
 
 
-def _save_remote(checkpoint: StateDict, remote: Remote) -> None:
-    with tempfile.TemporaryDirectory(prefix="loopwright-") as folder:
-        made = Path(folder, "checkpoint.ckpt")
-        with _explained(checkpoint, remote.url, Path(folder)), io.FileIO(made, "x+") as file:
-            reached("opened")
-            _write(checkpoint, file)
-        try:
-            if remote.is_folder():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), remote.url)
-            remote.send(made)
-        except Exception as error:  # each remote store has errors of its own, which share no base class
-            raise CheckpointError(
-                f"the checkpoint could not be sent to {remote.url!r}: {type(error).__name__}: {error}",
-                fix="check the address, the credentials (storage_options) and the network, and save again.",
-            ) from error
-        reached("renamed")
-
-
 def _write(checkpoint: StateDict, file: io.FileIO) -> None:
     from .file.pickling import PICKLE  # not imported where nothing is saved
 
@@ -212,7 +182,7 @@ def _write(checkpoint: StateDict, file: io.FileIO) -> None:
     # the system's error (disk full, quota) where torch gives "file write failed".
     writer = io.BufferedWriter(file, _BUFFER)
     try:
-        with _crc32():
+        with with_crc32():
             torch.save(dict(checkpoint) if type(checkpoint) is WithObjects else checkpoint, writer, PICKLE)
         writer.flush()
     except BaseException:
@@ -225,7 +195,7 @@ def _write(checkpoint: StateDict, file: io.FileIO) -> None:
 
 
 @contextmanager
-def _crc32() -> Iterator[None]:
+def with_crc32() -> Iterator[None]:
     """Have torch.save write a CRC-32 for each record; a user may have switched that off."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)

@@ -21,13 +21,13 @@ __all__ = ["Damaged", "Directory", "Record", "payloads", "read_directory", "read
 LOCAL_SIGNATURE = b"PK\x03\x04"
 DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 END_SIGNATURE = b"PK\x05\x06"
-_ENTRY_SIGNATURE = b"PK\x01\x02"
+ENTRY_SIGNATURE = b"PK\x01\x02"
 _LOCATOR_SIGNATURE = b"PK\x06\x07"
 _END64_SIGNATURE = b"PK\x06\x06"
 
 LOCAL = struct.Struct("<4s5H3L2H")
 END = struct.Struct("<4s4H2LH")
-_ENTRY = struct.Struct("<4s6H3L5H2L")
+ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCATOR = struct.Struct("<4sLQL")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 
@@ -92,7 +92,7 @@ def read_directory(file: IO[bytes], size: int) -> Directory:
     end = tail_start + at
     count, directory_size, directory_start = _read_end(file, tail[at : at + END.size], end)
     # These are checked before anything is read or allocated by them.
-    if directory_start + directory_size > end or count * _ENTRY.size > directory_size:
+    if directory_start + directory_size > end or count * ENTRY.size > directory_size:
         raise Damaged("its end record contradicts the size of the file")
     file.seek(directory_start)
     raw = read_exactly(file, directory_size)
@@ -164,14 +164,14 @@ def _read_end(file: IO[bytes], raw: bytes, end: int) -> tuple[int, int, int]:
 def _read_entries(raw: bytes, count: int) -> Iterator[Record]:
     at = 0
     for _ in range(count):
-        if at + _ENTRY.size > len(raw):
+        if at + ENTRY.size > len(raw):
             raise Damaged("its directory is too short")
-        entry = _ENTRY.unpack_from(raw, at)
+        entry = ENTRY.unpack_from(raw, at)
         signature, method, crc, size, full_size = entry[0], entry[4], entry[7], entry[8], entry[9]
         name_length, extra_length, comment_length, header = entry[10], entry[11], entry[12], entry[16]
-        if signature != _ENTRY_SIGNATURE:
+        if signature != ENTRY_SIGNATURE:
             raise Damaged("its directory is altered")
-        at += _ENTRY.size
+        at += ENTRY.size
         name = raw[at : at + name_length].decode("utf-8", "backslashreplace")
         if _FULL_32 in (size, full_size, header):
             extra = raw[at + name_length : at + name_length + extra_length]

@@ -5,25 +5,21 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ...protocols import StorageOptions
+from .remote import Remote, as_local
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "cannot_remove",
-    "cannot_write",
-    "make_folder",
-    "sync_file",
-    "sync_folder",
-    "write_file",
-]
+__all__ = ["cannot_remove", "cannot_write", "make_folder", "sync_file", "sync_folder", "write_anywhere", "write_file"]
 
 
 def make_folder(folder: Path) -> None:
@@ -69,6 +65,46 @@ def write_file(
     reached("renamed")
     sync_folder(target.parent)
     reached("folder-synced")
+
+
+def write_anywhere(
+    path: str | Path,
+    write: Callable[[FileIO], object],
+    storage_options: StorageOptions | None = None,
+    reached: Callable[[str], object] = lambda stage: None,
+) -> None:
+    """Let `write` write a new file, which takes the place of the one at the path when it is complete there.
+
+    Args:
+        path: File or URL; what goes to a URL is written to a local temporary folder (TMPDIR) first.
+        write: Gets the file, open for reading and writing.
+        storage_options: Arguments of the remote file system.
+        reached: Called after each stage of the save.
+
+    Raises:
+        OSError: It cannot be written, or there is a folder; no unfinished file is left.
+        CheckpointError: It cannot be sent to the URL.
+    """
+    target = as_local(path)
+    if target is not None:
+        write_file(target, write, reached)
+        return
+    remote = Remote(str(path), storage_options)
+    with tempfile.TemporaryDirectory(prefix="loopwright-") as folder:
+        made = Path(folder, "checkpoint.ckpt")
+        with FileIO(made, "x+") as file:
+            reached("opened")
+            write(file)
+        try:
+            if remote.is_folder():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), remote.url)
+            remote.send(made)
+        except Exception as error:  # each remote store has errors of its own, which share no base class
+            raise CheckpointError(
+                f"the checkpoint could not be sent to {remote.url!r}: {type(error).__name__}: {error}",
+                fix="check the address, the credentials (storage_options) and the network, and save again.",
+            ) from error
+        reached("renamed")
 
 
 def sync_file(descriptor: int) -> None:

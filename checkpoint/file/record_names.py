@@ -140,9 +140,18 @@ class _BoundedUnpickler(_InertUnpickler):
 def require_bounded(file: IO[bytes]) -> None:
     """Check that reading a file of torch.save allocates no more than what is in it. What is damaged is left to others.
 
+    The position in the file stays. A file that cannot be read twice is not checked.
+
     Raises:
         TooMuch: It would; or its pickle, which becomes some 50 times as much memory, is longer than 64 MiB.
     """
+    if file.seekable():
+        start = file.tell()
+        _require_bounded(file)
+        file.seek(start)
+
+
+def _require_bounded(file: IO[bytes]) -> None:
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
     pickles: IO[bytes] = file

@@ -13,6 +13,7 @@ import pickle
 import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import IO, Any, NoReturn
 
 import torch
@@ -143,26 +144,17 @@ def load_replacing(
                 named.add(name)
             return UnknownClass(name)
 
-    if isinstance(file, str | os.PathLike):
-        with open(file, "rb") as opened:
-            _require_bounded(opened)
-    elif file.seekable():
-        start = file.tell()
-        _require_bounded(file)
-        file.seek(start)
+    try:
+        with open(file, "rb") if isinstance(file, str | os.PathLike) else nullcontext(file) as opened:
+            require_bounded(opened)
+    except TooMuch as error:
+        raise pickle.UnpicklingError(str(error)) from None
 
     Replacing.known = {**_Replacing.known, **(known or {})}
     reader = types.SimpleNamespace(
         __name__="restricted", Unpickler=Replacing, load=lambda file, **kwargs: Replacing(file, **kwargs).load()
     )
     return torch.load(file, map_location="cpu", weights_only=False, mmap=mmap, pickle_module=reader)
-
-
-def _require_bounded(file: IO[bytes]) -> None:
-    try:
-        require_bounded(file)
-    except TooMuch as error:
-        raise pickle.UnpicklingError(str(error)) from None
 
 
 class _Replacing(_Unpickler):

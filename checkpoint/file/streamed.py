@@ -25,18 +25,16 @@ from ..plain import require_plain
 from ..sharded.shard_file import write_tensor
 from ..tensors import AnyTensor, Key, bracketed, map_tensors, read_tensor, size_bytes, tensors_in
 from . import digest, disk
-from .archive import DESCRIPTOR_SIGNATURE, Damaged, Directory, payloads, read_directory
+from .archive import DESCRIPTOR_SIGNATURE, ENTRY, ENTRY_SIGNATURE, Damaged, Directory, payloads, read_directory
 from .disk import cannot_write
 from .record_names import read_storages
-from .remote import Remote, as_local
+from .remote import as_local
 
 __all__ = ["FileSink", "save_streaming", "write_atomically"]
 
 Advance = Callable[[int], object]
 
-_ENTRY = struct.Struct("<4s6H3L5H2L")  # of the archive's directory; see archive.py
 _CRC_IN_ENTRY = 16
-_ENTRY_SIGNATURE = b"PK\x01\x02"
 
 
 class FileSink:
@@ -103,10 +101,7 @@ def save_streaming(
 
 
 def write_atomically(
-    path: str | Path,
-    size: int,
-    write: Callable[[FileIO], object],
-    storage_options: StorageOptions | None = None,
+    path: str | Path, size: int, write: Callable[[FileIO], object], storage_options: StorageOptions | None = None
 ) -> None:
     """Let `write` write a new file, which takes the place of the one at the path when it is on the disk.
 
@@ -119,22 +114,8 @@ def write_atomically(
     Raises:
         CheckpointError: It cannot be written; no unfinished file is left.
     """
-    target = as_local(path)
-    if target is None:
-        remote = Remote(str(path), storage_options)
-        with tempfile.TemporaryDirectory(prefix="loopwright-") as folder:
-            made = Path(folder, "written")
-            write_atomically(made, size, write)
-            try:
-                remote.send(made)
-            except Exception as error:  # each remote store has errors of its own, which share no base class
-                raise CheckpointError(
-                    f"{str(path)!r} could not be sent: {type(error).__name__}: {error}",
-                    fix="check the address, the credentials and the network, and try again.",
-                ) from error
-        return
     try:
-        disk.write_file(target, write)
+        disk.write_anywhere(path, write, storage_options)
     except Damaged as error:
         raise CheckpointError(
             f"{str(path)!r} could not be written: {error}.", fix="this is an error of Loopwright: please report it."
@@ -142,7 +123,9 @@ def write_atomically(
     except OSError as error:
         if isinstance(error, CheckpointError):  # CheckpointNotFound is both
             raise
-        raise cannot_write(repr(str(path)), error, size, target.parent) from error
+        target = as_local(path)
+        folder = Path(tempfile.gettempdir()) if target is None else target.parent
+        raise cannot_write(repr(str(path)), error, size, folder) from error
 
 
 def _in_memory(value: AnyTensor) -> Tensor:
@@ -155,14 +138,11 @@ def _size_bytes(tree: Tree) -> int:
 
 def _write(tree: StateDict, sources: StateDict, file: FileIO, advance: Advance | None) -> None:
     writer = BufferedWriter(file, 1 << 20)
-    crc_before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)
     try:
-        with torch.serialization.skip_data():
+        with storage.with_crc32(), torch.serialization.skip_data():
             torch.save(tree, writer)
         writer.flush()
     finally:
-        torch.serialization.set_crc32_options(crc_before)
         writer.detach()
     look = _look_through(file)
     storages = read_storages(look.pickled)
@@ -201,7 +181,7 @@ def _look_through(file: FileIO) -> _Look:
         directory = read_directory(reader, os.fstat(file.fileno()).st_size)
         for record, frame in payloads(reader, directory):
             if record is None:  # the last record's descriptor, the directory, and what leads to it
-                directory_start = directory.end - len(frame) + frame.index(_ENTRY_SIGNATURE)
+                directory_start = directory.end - len(frame) + frame.index(ENTRY_SIGNATURE)
                 continue
             starts[record.name] = reader.tell(), record.size
             if record.name == "data.pkl":
@@ -223,11 +203,11 @@ def _put_checksums(file: FileIO, look: _Look, crcs: dict[str, int]) -> None:
     """Write checksums into the archive's directory, whose entries stand in the order of the records."""
     position = look.directory_start
     for record in look.directory.records:
-        entry = os.pread(file.fileno(), _ENTRY.size, position)
-        fields = _ENTRY.unpack(entry)
-        name = os.pread(file.fileno(), fields[10], position + _ENTRY.size).decode()
-        if fields[0] != _ENTRY_SIGNATURE or name.partition("/")[2] != record.name:
+        entry = os.pread(file.fileno(), ENTRY.size, position)
+        fields = ENTRY.unpack(entry)
+        name = os.pread(file.fileno(), fields[10], position + ENTRY.size).decode()
+        if fields[0] != ENTRY_SIGNATURE or name.partition("/")[2] != record.name:
             raise Damaged(f"the entry of record {record.name!r} is not where it should be")
         if record.name in crcs:
             os.pwrite(file.fileno(), struct.pack("<L", crcs[record.name]), position + _CRC_IN_ENTRY)
-        position += _ENTRY.size + sum(fields[10:13])
+        position += ENTRY.size + sum(fields[10:13])
