@@ -147,8 +147,7 @@ def parse_device_indices(devices: object, kind: str, visible: Sequence[int]) -> 
     twice = sorted({index for index in requested if requested.count(index) > 1})
     if twice:
         raise ConfigError(
-            f"devices={devices!r} names {', '.join(map(str, twice))} more than once.",
-            fix="name each device once.",
+            f"devices={devices!r} names {', '.join(map(str, twice))} more than once.", fix="name each device once."
         )
     missing = [index for index in requested if index not in visible]
     if missing:

@@ -154,7 +154,7 @@ class BaseFinetuning(Callback):
             warn(
                 f"{len(old)} parameters that are unfrozen are in {type(optimizer).__name__} already and stay in their "
                 "groups; leave frozen parameters out in configure_optimizers: "
-                "filter(lambda p: p.requires_grad, self.parameters())",
+                "filter(lambda p: p.requires_grad, self.parameters())"
             )
         return new
 

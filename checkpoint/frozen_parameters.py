@@ -41,7 +41,7 @@ def leave_out(state: StateDict, module: nn.Module, stepped: Iterable[Tensor]) ->
         warn(
             f"{type(module).__name__} sets exclude_frozen_parameters, but an optimizer has "
             f"{len(frozen) - len(names)} of its {len(frozen)} frozen parameters, which checkpoints contain therefore; "
-            "pass only trained parameters to the optimizer",
+            "pass only trained parameters to the optimizer"
         )
     kept = {key: value for key, value in state.items() if not _belongs_to(key, names)}
     return kept, sorted(names)

@@ -55,10 +55,7 @@ class Verified:
 
 
 def verify(
-    path: str | Path,
-    storage_options: StorageOptions | None = None,
-    *,
-    advance: Callable[[int], object] | None = None,
+    path: str | Path, storage_options: StorageOptions | None = None, *, advance: Callable[[int], object] | None = None
 ) -> Verified:
     """Read a checkpoint once and compare it with its checksums; nothing in it is executed.
 

@@ -25,11 +25,7 @@ from ..lazy import home_of
 EMPTY: Any = inspect.Parameter.empty
 """A missing default or annotation."""
 
-_BASES = (
-    "loopwright.trainer.module",
-    "loopwright.data.module",
-    "torch.nn.modules.module",
-)
+_BASES = ("loopwright.trainer.module", "loopwright.data.module", "torch.nn.modules.module")
 
 
 @dataclass(frozen=True)

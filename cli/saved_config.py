@@ -75,7 +75,7 @@ class SaveConfig(Callback):
                 if there.read(len(_FIRST_LINE)) != _FIRST_LINE.encode():
                     warn(
                         f"{folder}/{self.filename} was not written by a run and is kept; the configuration of this "
-                        "run is in its checkpoints",
+                        "run is in its checkpoints"
                     )
                     return
         if not is_url(folder):

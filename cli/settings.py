@@ -410,10 +410,7 @@ def class_nodes(value: object) -> Any:
     node = {str(key): class_nodes(below) for key, below in value.items()}
     if "_target_" in node:
         if node.get("_args_"):
-            raise ConfigError(
-                f"Expected named arguments of {node['_target_']}, got _args_.",
-                fix="write name: value.",
-            )
+            raise ConfigError(f"Expected named arguments of {node['_target_']}, got _args_.", fix="write name: value.")
         dropped = ("_target_", "_args_", "_convert_", "_recursive_", "_partial_")
         arguments = {key: below for key, below in node.items() if key not in dropped}
         found = {"class_path": node["_target_"], "init_args": arguments}

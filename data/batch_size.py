@@ -149,7 +149,7 @@ class BatchSizes:
             self._has_warned = True
             warn(
                 f"the size of batches is not certain: {what}. Means over an epoch weigh by it: pass batch_size= to "
-                "self.log, or log lw.Loss(sum, weight)",
+                "self.log, or log lw.Loss(sum, weight)"
             )
 
 

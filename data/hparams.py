@@ -217,7 +217,7 @@ def _warn_of_modules(hparams: dict[str, object]) -> None:
         if isinstance(value, nn.Module):
             warn(
                 f"The argument {name!r} is an nn.Module, whose weights are already in the checkpoint. Exclude it: "
-                f"save_hyperparameters(ignore=[{name!r}]).",
+                f"save_hyperparameters(ignore=[{name!r}])."
             )
 
 

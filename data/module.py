@@ -125,11 +125,7 @@ class DataModule:
     # --- hyperparameters -------------------------------------------------------------------------------------------
 
     def save_hyperparameters(
-        self,
-        *args: Any,
-        ignore: str | Iterable[str] | None = None,
-        frame: FrameType | None = None,
-        logger: bool = True,
+        self, *args: Any, ignore: str | Iterable[str] | None = None, frame: FrameType | None = None, logger: bool = True
     ) -> None:
         """Store the arguments of `__init__` in `self.hparams`, in checkpoints and in loggers.
 

@@ -51,10 +51,7 @@ def capture_rng() -> StateDict:
     Returns:
         Plain values and CPU tensors, which `torch.save` writes and `torch.load(weights_only=True)` reads.
     """
-    state: StateDict = {
-        "python": _python_to_plain(random.getstate()),
-        "torch": torch.default_generator.get_state(),
-    }
+    state: StateDict = {"python": _python_to_plain(random.getstate()), "torch": torch.default_generator.get_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = _numpy_to_plain(numpy.random.get_state(legacy=False))

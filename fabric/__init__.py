@@ -9,14 +9,7 @@ from ..lazy import attach
 from .fabric import Fabric
 from .launch import InProcessLauncher, Launcher
 from .resolve import Environment, Parts, resolve
-from .seed import (
-    isolate_rng,
-    pl_worker_init_function,
-    reset_seed,
-    rng_state,
-    seed_everything,
-    set_rng_state,
-)
+from .seed import isolate_rng, pl_worker_init_function, reset_seed, rng_state, seed_everything, set_rng_state
 
 if TYPE_CHECKING:
     from .cluster import (

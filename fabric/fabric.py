@@ -533,7 +533,7 @@ class Fabric:
             if len(devices) > 1:
                 warn(
                     f"the parameters of {type(module).__name__} are on several devices: {', '.join(devices)}; they are "
-                    "not moved.",
+                    "not moved."
                 )
         return module
 
@@ -969,7 +969,7 @@ class Fabric:
         if self._is_accumulating and optimizers:
             warn(
                 "Fabric.save was called between fabric.no_backward_sync and the optimizer's step. The gradients that "
-                "are accumulated are not saved, so a resumed run lacks them: save after optimizer.step().",
+                "are accumulated are not saved, so a resumed run lacks them: save after optimizer.step()."
             )
 
     def write_content(self, content: dict[str, Any], path: Any) -> None:

@@ -163,9 +163,7 @@ def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
 
 
 def measure_flops(
-    model: nn.Module,
-    forward_fn: Callable[[], object],
-    loss_fn: Callable[[object], Tensor] | None = None,
+    model: nn.Module, forward_fn: Callable[[], object], loss_fn: Callable[[object], Tensor] | None = None
 ) -> int:
     """Return the number of floating-point operations of one call, as torch counts them: matrix products and
     convolutions.

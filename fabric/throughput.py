@@ -159,13 +159,7 @@ class Throughput:
         self._gives_lengths: bool | None = None
 
     def update(
-        self,
-        *,
-        time: float,
-        batches: int,
-        samples: int,
-        lengths: int | None = None,
-        flops: float | None = None,
+        self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: float | None = None
     ) -> None:
         """Add a reading. All arguments except `flops` are totals since the start.
 

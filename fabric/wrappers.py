@@ -332,7 +332,7 @@ class FabricOptimizer:
             return True
         warn(
             f"The optimizer stepped outside fabric.accumulate after {window.index} of {window.size} micro-batches of "
-            "an accumulation window. The accumulated gradients are included in this step.",
+            "an accumulation window. The accumulated gradients are included in this step."
         )
         self._fabric._drop_window()
         return False

@@ -216,7 +216,7 @@ class Logger(ABC):
                 self._lw_has_warned_of_axis = True
                 warn(
                     f"{type(self).__name__}: x_axis={self.x_axis!r} was not logged up to step {step}; points "
-                    "have x = 0 until then.",
+                    "have x = 0 until then."
                 )
             return 0
         return int(axes[self.x_axis])

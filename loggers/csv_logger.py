@@ -124,12 +124,7 @@ class CSVLogger(FolderLogger):
         self.save()
         position = self.experiment.position()
         self.send_files()
-        return {
-            "log_dir": absolute_place(self.log_dir),
-            "version": self.version,
-            "step": self._lw_step,
-            **position,
-        }
+        return {"log_dir": absolute_place(self.log_dir), "version": self.version, "step": self._lw_step, **position}
 
     def _lw_close(self) -> None:
         self.save()

@@ -365,5 +365,5 @@ def _free_name(stem: str, extension: str) -> str:
 def _tell_kept(path: str, kept: str) -> None:
     warn(
         f"{path!r} exists already, from another run; it is kept as {os.path.basename(kept)!r}. "
-        "Leave version out to get a new folder for each run.",
+        "Leave version out to get a new folder for each run."
     )

@@ -25,12 +25,7 @@ __all__ = [
 ]
 
 # A run without a profiler needs none of these, and does not import them.
-_HOME = {
-    "AdvancedProfiler": "advanced",
-    "PyTorchProfiler": "pytorch",
-    "SimpleProfiler": "simple",
-    "XLAProfiler": "xla",
-}
+_HOME = {"AdvancedProfiler": "advanced", "PyTorchProfiler": "pytorch", "SimpleProfiler": "simple", "XLAProfiler": "xla"}
 __getattr__, __dir__ = attach(__name__, _HOME)
 _BY_NAME = {home: name for name, home in _HOME.items()}
 

@@ -144,10 +144,7 @@ class RecipeModule(Module):
 
     @override
     def configure_gradient_clipping(
-        self,
-        optimizer: Any,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         self.grad_norm = self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         groups = enumerate(optimizer.param_groups)

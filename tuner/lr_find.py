@@ -142,12 +142,7 @@ def find_learning_rate(subject: Subject, curve: LearningRateCurve, threshold: fl
         if scheduler is not None:
             accumulation = {"accumulate_grad_batches": scheduler.get_accumulate_grad_batches(trainer.current_epoch)}
         trial = make_trainer(
-            subject,
-            trainer.fabric,
-            [sweep],
-            max_epochs=-1,
-            max_steps=curve.num_training,
-            **accumulation,
+            subject, trainer.fabric, [sweep], max_epochs=-1, max_steps=curve.num_training, **accumulation
         )
         val_loaders = subject.given.get("validation") if trial.limit_val_batches else None
         trial.fit(module, subject.given.get("train"), val_loaders, datamodule=datamodule)

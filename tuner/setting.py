@@ -30,7 +30,7 @@ def find_setting(owners: tuple[Any, ...], names: tuple[str, ...], *, requested_b
             if any(value != values[0] for value in values[1:]):
                 warn(
                     f"{requested_by}: {name} has several values, {values}, as attribute and as hyperparameter; all of "
-                    "them will be set",
+                    "them will be set"
                 )
             return name, values[0]
     known = {name for owner in owners if owner is not None for name in _names(owner)}

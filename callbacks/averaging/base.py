@@ -238,10 +238,7 @@ def check_ema_arguments(
         problems.append(f"decay={decay!r} (expected a number from 0 to 1)")
     if not isinstance(update_every_n_steps, int) or update_every_n_steps < 1:
         problems.append(f"update_every_n_steps={update_every_n_steps!r} (expected an integer >= 1)")
-    starts = {
-        "update_starting_at_step": update_starting_at_step,
-        "update_starting_at_epoch": update_starting_at_epoch,
-    }
+    starts = {"update_starting_at_step": update_starting_at_step, "update_starting_at_epoch": update_starting_at_epoch}
     problems += [f"{name}={value!r} (expected 0 or more)" for name, value in starts.items() if (value or 0) < 0]
     if problems:
         raise ConfigError(f"{owner}: {', '.join(problems)}.", fix="correct these arguments.")

@@ -110,9 +110,7 @@ class ThroughputMonitor(Callback):
         flops: float | None = getattr(pl_module, "flops_per_batch", None)
         if flops is None and not self._lw_has_warned:
             self._lw_has_warned = True
-            warn(
-                f"ThroughputMonitor: {type(pl_module).__name__} has no flops_per_batch; FLOPs and MFU are not logged",
-            )
+            warn(f"ThroughputMonitor: {type(pl_module).__name__} has no flops_per_batch; FLOPs and MFU are not logged")
         return flops
 
     def _lw_log(self, trainer: Trainer, stage: str, step: int | None) -> None:

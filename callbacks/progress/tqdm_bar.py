@@ -35,12 +35,7 @@ class TQDMProgressBar(LiveProgressBar):
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
     def __init__(
-        self,
-        refresh_rate: int = 1,
-        process_position: int = 0,
-        leave: bool = False,
-        *,
-        plain_interval_s: float = 30.0,
+        self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False, *, plain_interval_s: float = 30.0
     ) -> None:
         super().__init__(plain_interval_s=plain_interval_s)
         for name, value in (("refresh_rate", refresh_rate), ("process_position", process_position)):

@@ -67,10 +67,7 @@ class Timer(Callback):
     hears_every_step = True
 
     def __init__(
-        self,
-        duration: str | timedelta | dict[str, float] | None = None,
-        interval: str = "step",
-        verbose: bool = True,
+        self, duration: str | timedelta | dict[str, float] | None = None, interval: str = "step", verbose: bool = True
     ) -> None:
         super().__init__()
         self._lw_duration_s = _parse_duration(duration)

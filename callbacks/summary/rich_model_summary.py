@@ -42,12 +42,7 @@ class RichModelSummary(ModelSummary):
         """Show the table; see `ModelSummary.summarize`."""
         if not is_terminal(sys.stdout):
             ModelSummary.summarize(
-                summary_data,
-                total_parameters,
-                trainable_parameters,
-                model_size,
-                total_training_modes,
-                total_flops,
+                summary_data, total_parameters, trainable_parameters, model_size, total_training_modes, total_flops
             )
             return
         from rich.console import Console

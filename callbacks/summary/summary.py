@@ -114,10 +114,7 @@ class Summary:
 
 
 def summarize(
-    module: nn.Module,
-    max_depth: int = 1,
-    *,
-    forward_context: AbstractContextManager[object] | None = None,
+    module: nn.Module, max_depth: int = 1, *, forward_context: AbstractContextManager[object] | None = None
 ) -> Summary:
     """Count parameters, and measure sizes and FLOPs if the module has an `example_input_array`.
 

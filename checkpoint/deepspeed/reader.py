@@ -52,10 +52,7 @@ def remove(path: str | Path, storage_options: StorageOptions | None = None) -> N
 
 
 def verify(
-    path: str | Path,
-    storage_options: StorageOptions | None = None,
-    *,
-    advance: Callable[[int], object] | None = None,
+    path: str | Path, storage_options: StorageOptions | None = None, *, advance: Callable[[int], object] | None = None
 ) -> Verified:
     """Compare the files that a load reads with their checksums; see `verified.verify`."""
     found = [verify_as(file, str(file), advance) for file in checkpoint_files(_local(path))]

@@ -101,9 +101,7 @@ def write_universal(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _parts_of(
-    tree: Mapping[str, Any],
-) -> tuple[StateDict, list[StateDict], dict[str, StateDict]]:
+def _parts_of(tree: Mapping[str, Any]) -> tuple[StateDict, list[StateDict], dict[str, StateDict]]:
     """Return weights, the optimizer's groups, and its states by names of parameters.
 
     Raises:
@@ -144,10 +142,7 @@ def _parts_of(
 
 
 def _model(
-    tree: Mapping[str, Any],
-    weights: Mapping[str, Any],
-    groups: list[StateDict],
-    states: Mapping[str, object],
+    tree: Mapping[str, Any], weights: Mapping[str, Any], groups: list[StateDict], states: Mapping[str, object]
 ) -> StateDict:
     trained = {memory_key(weights[name]): name for name in states}
     shared = {

@@ -164,10 +164,7 @@ def _open(backend: Backend, shown: str) -> ShardFiles:
 
 
 def verify(
-    path: str | Path,
-    storage_options: StorageOptions | None = None,
-    *,
-    advance: Callable[[int], object] | None = None,
+    path: str | Path, storage_options: StorageOptions | None = None, *, advance: Callable[[int], object] | None = None
 ) -> verified.Verified:
     """Read every byte of a checkpoint folder once and compare it with its checksum; nothing is executed.
 
@@ -190,12 +187,7 @@ def verify(
     return _with_manifest(path, storage_options, compare)
 
 
-def verify_share(
-    path: str | Path,
-    rank: int,
-    size: int,
-    storage_options: StorageOptions | None = None,
-) -> None:
+def verify_share(path: str | Path, rank: int, size: int, storage_options: StorageOptions | None = None) -> None:
     """Verify the manifest, and of the other files each `size`-th, so that `size` processes read each of them once.
 
     Raises:
@@ -251,9 +243,7 @@ def _verify_files(
 
 
 def _with_manifest(
-    path: str | Path,
-    storage_options: StorageOptions | None,
-    function: Callable[[ShardFiles], ResultT],
+    path: str | Path, storage_options: StorageOptions | None, function: Callable[[ShardFiles], ResultT]
 ) -> ResultT:
     """Call a function with the files of a checkpoint; again with the new ones, if a save has replaced them meanwhile.
 

@@ -127,13 +127,7 @@ class _Writer(StorageWriter):
     """
 
     def __init__(
-        self,
-        split: Split,
-        path: str | Path,
-        options: StorageOptions | None,
-        *,
-        rank: int,
-        world_size: int,
+        self, split: Split, path: str | Path, options: StorageOptions | None, *, rank: int, world_size: int
     ) -> None:
         self.split = split
         self.target: LocalTarget | RemoteTarget | None = None

@@ -156,11 +156,7 @@ def _rename_optimizer(state: Any, renamed: Callable[[object], Any]) -> object:  
     groups = [
         {**group, "params": [renamed(name) for name in group.get("params", [])]} for group in state["param_groups"]
     ]
-    return {
-        **state,
-        "state": {renamed(name): value for name, value in state["state"].items()},
-        "param_groups": groups,
-    }
+    return {**state, "state": {renamed(name): value for name, value in state["state"].items()}, "param_groups": groups}
 
 
 def _as_checkpoint(opened: Opened) -> StateDict:

@@ -23,11 +23,7 @@ __all__ = ["save_split"]
 
 
 def save_split(
-    checkpoint: StateDict,
-    path: str | Path,
-    *,
-    num_shards: int,
-    advance: Callable[[int], object] | None = None,
+    checkpoint: StateDict, path: str | Path, *, num_shards: int, advance: Callable[[int], object] | None = None
 ) -> None:
     """Write a checkpoint as a folder, its tensors split along their first dimension into a number of files.
 

@@ -86,9 +86,7 @@ def _add(
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--drop-objects",
-        action="store_true",
-        help="omit entries that are not tensors or plain values, and list them",
+        "--drop-objects", action="store_true", help="omit entries that are not tensors or plain values, and list them"
     )
     parser.add_argument(
         "--trust", action="store_true",

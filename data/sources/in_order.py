@@ -27,7 +27,7 @@ def in_order(loader: L) -> L:
     warn(
         "DataLoader(in_order=False) is read in order: as its workers finish them, batches would come in another order "
         "each time, and a resumed run would lose samples and repeat others. Leave the argument out; if samples take "
-        "unequally long, more workers or a larger prefetch_factor keep them busy.",
+        "unequally long, more workers or a larger prefetch_factor keep them busy."
     )
     twin = copy.copy(loader)
     object.__setattr__(twin, "in_order", True)  # DataLoader refuses plain assignment

@@ -92,12 +92,7 @@ class IndexStream:
         self._problem = None
 
     def skip(
-        self,
-        count: int,
-        expected: StateDict,
-        rewind: Callable[[], None] | None,
-        *,
-        regroup: int | None = None,
+        self, count: int, expected: StateDict, rewind: Callable[[], None] | None, *, regroup: int | None = None
     ) -> None:
         """Let the next `iter` begin after `count` batches of indices, if they have the expected digest.
 

@@ -539,8 +539,7 @@ def _write_result(result: object, file: Path) -> None:
         torch.save(result, file)
     except _UNPICKLABLE as error:
         raise LaunchError(
-            f"Expected a result of rank 0 that can be pickled, got: {error}",
-            fix="return tensors and plain values.",
+            f"Expected a result of rank 0 that can be pickled, got: {error}", fix="return tensors and plain values."
         ) from error
 
 

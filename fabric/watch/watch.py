@@ -476,11 +476,7 @@ class Watch:
     def _introduce(self) -> None:
         stack = StackOnSignal()
         me = Peer.of_this_process(
-            self._rank,
-            self._local_rank,
-            trace_signal=stack.number,
-            trace_file=stack.file,
-            thread=self._main,
+            self._rank, self._local_rank, trace_signal=stack.number, trace_file=stack.file, thread=self._main
         )
         self._me = replace(me, crash_file=open_crash_file())
         self._failure_store.beat(0, {}, 0)

@@ -147,10 +147,7 @@ def _read_plan(folder: Path, name: str) -> tuple[Pieces, RowPlan]:
         values: Array = np.load(folder / f"{name}-{one}.npy", mmap_mode="r")
         return values
 
-    return (
-        Pieces(*(load(one.name) for one in fields(Pieces))),
-        RowPlan(*(load(one.name) for one in fields(RowPlan))),
-    )
+    return (Pieces(*(load(one.name) for one in fields(Pieces))), RowPlan(*(load(one.name) for one in fields(RowPlan))))
 
 
 def _pieces(shard: Shard, index: int, settings: DataSettings, counts: _Counts) -> Pieces:

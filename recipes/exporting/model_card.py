@@ -35,13 +35,7 @@ model = AutoModelForCausalLM.from_pretrained({name!r}, dtype="auto")
 
 
 def write_model_card(
-    folder: Path,
-    *,
-    name: str,
-    is_adapter: bool,
-    base: str | None,
-    settings: Mapping[str, Any],
-    facts: Sequence[str],
+    folder: Path, *, name: str, is_adapter: bool, base: str | None, settings: Mapping[str, Any], facts: Sequence[str]
 ) -> None:
     """Write README.md.
 

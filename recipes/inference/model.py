@@ -168,10 +168,7 @@ def base_of(location: ModelLocation, settings: InferenceSettings) -> Path:
 def open_base(folder: Path, settings: InferenceSettings, *, quantize: str | None = None) -> Any:
     """Return the model of a Hugging Face folder."""
     options = ModelSettings(
-        folder,
-        quantize=quantize,
-        trust_remote_code=settings.trust_remote_code,
-        allow_download=settings.allow_download,
+        folder, quantize=quantize, trust_remote_code=settings.trust_remote_code, allow_download=settings.allow_download
     )
     dtype = settings.dtype or stored_dtype(options)
     return open_model(dataclasses.replace(options, dtype=dtype))
