@@ -12,9 +12,9 @@ from .build import Building
 from .names import ClassProblem, NotTrusted, Trust, find_class
 from .parameters import parameters_of
 from .settings import Settings
-from .typed import Typed
+from .typed import Plan, Typed
 
-__all__ = ["make"]
+__all__ = ["check", "make"]
 
 # Any in this file: values of settings.
 
@@ -39,7 +39,33 @@ def make(
     Raises:
         ConfigError: They do not fit the parameters, or name what they must not; all problems are named.
     """
-    values, overrides = dict(settings), dict(overrides or {})
+    plan, tree = _planned(cls, settings, overrides or {}, trusted_classes)
+    made: T = Building(tree, collects=False).made(plan)
+    return made
+
+
+def check(cls: type[object], settings: Mapping[str, Any]) -> None:
+    """Check that settings in a file that may be somebody else's name only what `names.Trust` lets them name.
+
+    Args:
+        cls: What they are settings of, as for `make`; arguments may be missing.
+        settings: The settings.
+
+    Raises:
+        ConfigError: They do not fit the parameters, or name what they must not; all problems are named.
+    """
+    _planned(cls, settings, {}, (), is_whole=False)
+
+
+def _planned(
+    cls: type[object],
+    settings: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    trusted_classes: TrustedClasses,
+    *,
+    is_whole: bool = True,
+) -> tuple[Plan, Settings]:
+    values, overrides = dict(settings), dict(overrides)
     if _num_values(values, {}) > MOST_VALUES:
         raise ConfigError(
             f"Expected settings of {cls.__name__} with up to {MOST_VALUES:,} values, got more in the checkpoint.",
@@ -63,7 +89,7 @@ def make(
     known = parameters_of(target)
     taken = {key: value for key, value in tree.tree.items() if known.is_open or key in known.named}
     typed = Typed(tree, fills_untyped=True)
-    plan = typed.plan(target, taken, "")
+    plan = typed.plan(target, taken, "", given=frozenset(() if is_whole else known.named))
     if typed.problems:
         lines = "".join(f"\n  - {line}" for line in typed.problems)
         refused = dict.fromkeys(path.partition(".")[0] for path in typed.refused)
@@ -74,8 +100,7 @@ def make(
             fix=f"pass {'it yourself' if len(refused) == 1 else 'these arguments yourself'} to load_from_checkpoint"
             f"{f': {arguments}' if refused else ''}{more}.",
         )
-    made: T = Building(tree, collects=False).made(plan)
-    return made
+    return plan, tree
 
 
 def _num_values(value: object, known: dict[int, int]) -> int:

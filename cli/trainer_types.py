@@ -37,11 +37,11 @@ def _logger() -> object:
 
 
 def _callbacks() -> object:
-    return None | Callback | list[Callback]
+    return None | list[Callback] | Callback
 
 
 def _profiler() -> object:
-    return None | str | Profiler
+    return None | Profiler | str
 
 
 def _plugins() -> object:

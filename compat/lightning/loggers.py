@@ -44,16 +44,21 @@ def _get_version(logger: FolderLogger) -> int | str | None:
     return logger.taken_version
 
 
-class TensorBoardLogger(loggers.TensorBoardLogger):
-    """`lw.TensorBoardLogger` with Lightning's default folder."""
+class FabricTensorBoardLogger(loggers.TensorBoardLogger):
+    """`lw.TensorBoardLogger` with Lightning's default folder; Fabric calls its first argument `root_dir`."""
 
     _fs = property(_filesystem)
     _version = property(_get_version, _set_version)  # libraries assign it to start the next run of a logger
 
     def __init__(
-        self, save_dir: str | os.PathLike[str], name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any
+        self, root_dir: str | os.PathLike[str], name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any
     ) -> None:
-        super().__init__(save_dir, name, *args, **kwargs)
+        super().__init__(root_dir, name, *args, **kwargs)
+
+    @property
+    def root_dir(self) -> str:
+        """The folder that was given, above that of the name."""
+        return self.save_dir
 
     def log_graph(self, model: nn.Module, input_array: object = None) -> None:
         """Write the model's graph; warn where there is no input that can be traced.
@@ -83,8 +88,10 @@ class TensorBoardLogger(loggers.TensorBoardLogger):
         self.save()
 
 
-class CSVLogger(loggers.CSVLogger):
-    """`lw.CSVLogger` with Lightning's default folder."""
+class TensorBoardLogger(FabricTensorBoardLogger):
+    """The same, whose first argument the Trainer's loggers call `save_dir`."""
+
+    root_dir = loggers.TensorBoardLogger.root_dir  # with the name
 
     _fs = property(_filesystem)
     _version = property(_get_version, _set_version)  # libraries assign it to start the next run of a logger
@@ -94,6 +101,20 @@ class CSVLogger(loggers.CSVLogger):
     ) -> None:
         super().__init__(save_dir, name, *args, **kwargs)
 
+
+class FabricCSVLogger(loggers.CSVLogger):
+    """`lw.CSVLogger` with Lightning's default folder; Fabric calls its first argument `root_dir`."""
+
+    def __init__(
+        self, root_dir: str | os.PathLike[str], name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(root_dir, name, *args, **kwargs)
+
+    @property
+    def root_dir(self) -> str:
+        """The folder that was given, above that of the name."""
+        return self.save_dir
+
     @property
     def _flush_logs_every_n_steps(self) -> int:
         return self._lw_flush_every
@@ -102,32 +123,15 @@ class CSVLogger(loggers.CSVLogger):
         return (step + 1) % self._lw_flush_every == 0
 
 
-class FabricTensorBoardLogger(TensorBoardLogger):
-    """The same, whose first argument Fabric calls `root_dir`."""
+class CSVLogger(FabricCSVLogger):
+    """The same, whose first argument the Trainer's loggers call `save_dir`."""
+
+    root_dir = loggers.CSVLogger.root_dir  # with the name
 
     def __init__(
-        self, root_dir: str | os.PathLike[str], name: str | None = DEFAULT_NAME, *args: object, **kwargs: object
+        self, save_dir: str | os.PathLike[str], name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any
     ) -> None:
-        super().__init__(root_dir, name, *args, **kwargs)
-
-    @property
-    def root_dir(self) -> str:
-        """The folder that was given, above that of the name."""
-        return self.save_dir
-
-
-class FabricCSVLogger(CSVLogger):
-    """The same, whose first argument Fabric calls `root_dir`."""
-
-    def __init__(
-        self, root_dir: str | os.PathLike[str], name: str | None = DEFAULT_NAME, *args: object, **kwargs: object
-    ) -> None:
-        super().__init__(root_dir, name, *args, **kwargs)
-
-    @property
-    def root_dir(self) -> str:
-        """The folder that was given, above that of the name."""
-        return self.save_dir
+        super().__init__(save_dir, name, *args, **kwargs)
 
 
 def merge_dicts(

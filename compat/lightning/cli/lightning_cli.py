@@ -7,47 +7,38 @@ import inspect
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from ....checkpoint.hparams import calls_resolver
 from ....checkpoint.tools.formats import Reading, open_checkpoint
-from ....cli.make import make
-from ....cli.names import Trust
+from ....cli.make import check
+from ....cli.names import imported_object
 from ....data.hparams import given_to
 from ....errors import ConfigError
 from ....fabric.seed import seed_everything
 from ....lazy import origin
 from ....trainer.module import Module
 from ....trainer.trainer import Trainer as BaseTrainer
+from ....yaml_file import parse
 from ..module import LightningDataModule, LightningModule
 from ..trainer import Trainer
-from .argument_parser import LightningArgumentParser, LRSchedulerTypeTuple, ReduceLROnPlateau
-from .namespace import Namespace as Namespace
-from .namespace import to_plain
+from .argument_parser import ActionConfigFile, LightningArgumentParser, Namespace, class_from_function
+from .instantiation import LRSchedulerTypeTuple, LRSchedulerTypeUnion, ReduceLROnPlateau, instantiate_class
 from .save_config import SaveConfigCallback
 
-__all__ = [
-    "LightningCLI",
-    "SaveConfigCallback",
-    "instantiate_class",
-    "instantiate_module",
-]
+__all__ = ["LightningCLI"]
 
 # Any in this file: classes of users, their arguments, and what is made of them.
 
-LRSchedulerTypeUnion = LRScheduler | ReduceLROnPlateau
-LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
-OptimizerCallable = Callable[[Any], Optimizer]
-LRSchedulerCallable = Callable[[Optimizer], LRSchedulerTypeUnion]
-ArgsType = Sequence[str] | Mapping[str, Any] | Namespace | None
+ArgsType = list[str] | dict[str, Any] | Namespace | None
 
+_OBJECTS = ("model", "train_dataloaders", "val_dataloaders", "dataloaders", "datamodule")  # never settings
 _INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 
 
@@ -150,7 +141,9 @@ class LightningCLI:
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Return what settings are declared with. May be overridden."""
-        return self.parser_class(**kwargs)
+        parser = self.parser_class(**kwargs)
+        parser.add_argument("-c", "--config", action=ActionConfigFile, help="A configuration file, or its text.")
+        return parser
 
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
@@ -166,21 +159,20 @@ class LightningCLI:
         if not add_subcommands:
             self._add_arguments(self.parser)
             return
-        trainer = self.trainer_class
-        if not inspect.isclass(trainer):
-            made = inspect.signature(trainer).return_annotation
-            trainer = made if inspect.isclass(made) and made is not inspect.Signature.empty else Trainer
+        commands = self.parser.add_subcommands()
+        trainer = self.trainer_class if inspect.isclass(self.trainer_class) else class_from_function(self.trainer_class)
         for name in self.subcommands():
             text = (inspect.getdoc(getattr(trainer, name)) or "").partition("\n")[0]
             options = {"description": text, **subparser_kwargs.get(name, {})}
             self._subcommand_parsers[name] = self._prepare_subcommand_parser(trainer, name, **options)
-        self.parser.subparsers = self._subcommand_parsers
+            commands.add_subcommand(name, self._subcommand_parsers[name], help=text)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = self.init_parser(**kwargs)
         self._add_arguments(parser)
-        skipped = {*self.subcommands()[subcommand], "model", "train_dataloaders", "val_dataloaders", "dataloaders"}
-        added = parser.add_method_arguments(klass, subcommand, skip={*skipped, "datamodule"})
+        known = inspect.signature(getattr(klass, subcommand)).parameters
+        skipped = {*self.subcommands()[subcommand], *_OBJECTS} & set(known)
+        added = parser.add_method_arguments(klass, subcommand, skip=skipped)
         self._subcommand_method_arguments[subcommand] = added
         return parser
 
@@ -226,7 +218,7 @@ class LightningCLI:
         for key, (given, link_to) in {**parser._optimizers, **parser._lr_schedulers}.items():
             if link_to == "AUTOMATIC":
                 continue
-            compute = None if isinstance(given, tuple) else functools.partial(_described, given)
+            compute = _plain if isinstance(given, tuple) else functools.partial(_described, given)
             parser.link_arguments(key, link_to, compute_fn=compute)
 
     @staticmethod
@@ -249,8 +241,7 @@ class LightningCLI:
             parser: The parser.
             args: What was typed, or settings as nested dicts or namespaces; None: `sys.argv`.
         """
-        is_typed = args is None or (isinstance(args, Sequence) and not isinstance(args, Mapping))
-        self.config = parser.parse_args(args) if is_typed else parser.parse_object(args)  # type: ignore[arg-type]
+        self.config = parser.parse_object(args) if isinstance(args, dict | Namespace) else parser.parse_args(args)
 
     def _parse_ckpt_path(self) -> None:
         """Take the model's settings from the checkpoint that is named, if it has some."""
@@ -262,21 +253,24 @@ class LightningCLI:
         if not hparams:
             return
         resolvers = [key for key, value in hparams.items() if calls_resolver(str(value))]
-        if resolvers and self.parser.options.get("parser_mode") == "omegaconf":
+        if resolvers and self.parser.parser_mode == "omegaconf":
             raise ConfigError(
                 f"Expected values in {path}, got interpolations that call functions, in {', '.join(resolvers)}.",
                 fix="pass ckpt_path to the Trainer in the program instead, and these arguments on the command line.",
             )
         name = hparams.pop("_class_path", None)
-        typed = to_plain(self.config.get(f"{command}.model")) or {}
+        typed = _plain(self.config.get(f"{command}.model")) or {}
         typed = typed.get("init_args", typed)
         # The file may be somebody else's: what the user has typed as well does not come from it.
         hparams = {key: value for key, value in hparams.items() if key not in typed or typed[key] != value}
         model = hparams if name is None else {"class_path": name, "dict_kwargs": hparams}
         try:
-            self.config = self.parser.parse_object({command: {"model": model}}, self.config, trust=Trust())
-        except SystemExit:
+            check(self._model_class, hparams if name is None else {"_class_path": name, **hparams})
+            with _without_imports(model):
+                self.config = self.parser.parse_object({command: {"model": model}}, self.config)
+        except (ConfigError, SystemExit) as error:
             sys.stderr.write(f"The hyperparameters in {path} do not fit the model.\n")
+            self.parser.error(str(error)) if isinstance(error, ConfigError) else None
             raise
 
     def _get(self, config: Any, key: str, default: Any = None) -> Any:
@@ -298,25 +292,27 @@ class LightningCLI:
 
     def _add_instantiators(self) -> None:
         parser = self._parser(self.subcommand)
-        modes = ("model", "data")
+        for key, base in (("model", self._model_class), ("data", self._datamodule_class)):
+            if inspect.isclass(base):  # a function's arguments are not those of the object
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)  # newer versions have it as an argument as well
+                    parser.add_instantiator(functools.partial(self._lw_make, key), base)
 
-        @contextmanager
-        def around(key: str, target: Any) -> Iterator[None]:
-            if key not in modes or not inspect.isclass(target):  # a function's arguments are not those of the object
-                yield
-                return
-            config = self.config if self.subcommand is None else self.config[self.subcommand]
-            tree = parser.plain(config, skip_link_targets=False)
-            for path, value in parser.linked_values.items():
-                if path.startswith(f"{key}."):
-                    _put(tree, path, value)
-            kept = dict(tree.get(key) or {})
-            if "class_path" in kept:
-                kept = {"_class_path": kept["class_path"], **kept["init_args"], **kept.get("dict_kwargs", {})}
-            with given_to(target, {**kept, "_instantiator": _INSTANTIATOR}):
-                yield
-
-        parser.around = around
+    def _lw_make(
+        self, key: str, made: type[Any], *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        """Return the model or data module, whose hyperparameters are its settings."""
+        parser = self._parser(self.subcommand)
+        config = self.config if self.subcommand is None else self.config[self.subcommand]
+        tree = parse(parser.dump(config, skip_link_targets=False, skip_none=False), "the configuration")
+        for path, value in applied_instantiation_links.items():
+            if path.startswith(f"{key}."):
+                _put(tree, path.replace(".init_args", ""), value)
+        kept = dict(tree.get(key) or {})
+        if "class_path" in kept:
+            kept = {"_class_path": kept["class_path"], **kept.get("init_args", {}), **kept.get("dict_kwargs", {})}
+        with given_to(made, {**kept, "_instantiator": _INSTANTIATOR}):
+            return made(*args, **kwargs)
 
     def before_instantiate_classes(self) -> None:
         """Do something when nothing has been made. Override it."""
@@ -414,7 +410,7 @@ class LightningCLI:
     def _lw_init_of(self, key: str, register: Mapping[str, tuple[Any, str]]) -> dict[str, Any] | None:
         """Return class_path and init_args of the optimizer or schedule at a key; None without one."""
         given = register[key][0]
-        found = to_plain(self._get(self.config_init, key))
+        found = _plain(self._get(self.config_init, key))
         if isinstance(given, tuple):
             return found if found else None
         return _described(given, found)
@@ -443,6 +439,10 @@ def _entries(settings: Any) -> dict[str, Any]:
     return dict(settings if isinstance(settings, Mapping) else vars(settings))
 
 
+def _plain(config: Any) -> Any:
+    return config.as_dict() if isinstance(config, Namespace) else config
+
+
 def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
@@ -454,7 +454,7 @@ def _automatic(register: Mapping[str, tuple[Any, str]]) -> list[str]:
 
 
 def _described(target: type, arguments: Any = None) -> dict[str, Any]:
-    return {"class_path": ".".join(origin(target)), "init_args": to_plain(arguments) or {}}
+    return {"class_path": ".".join(origin(target)), "init_args": _plain(arguments) or {}}
 
 
 def _put(tree: dict[str, Any], path: str, value: object) -> None:
@@ -468,26 +468,47 @@ def _put(tree: dict[str, Any], path: str, value: object) -> None:
         node[last] = value
 
 
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts(one)
+
+
+@contextmanager
+def _without_imports(settings: dict[str, Any]) -> Iterator[None]:
+    """Let nothing be imported that settings of somebody else name, while a parser reads them.
+
+    Raises:
+        ConfigError: They name a function that is imported already.
+    """
+    names = set(_texts(settings))
+    functions = [name for name in names if "." in name and inspect.isroutine(imported_object(name))]
+    if functions:
+        raise ConfigError(
+            f"Expected hyperparameters that name classes only, got {', '.join(functions)}.",
+            fix="set them on the command line.",
+        )
+    sys.meta_path.insert(0, finder := _Refusing(frozenset(names)))
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Refusing(MetaPathFinder):
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if any(f"{name}.".startswith(f"{fullname}.") for name in self._names):
+            raise ModuleNotFoundError(f"{fullname} is not imported, and a checkpoint cannot import it", name=fullname)
+
+
 def _hparams_of(path: str) -> dict[str, Any]:
     """Return the hyperparameters in a checkpoint; its tensors are not read."""
     found = open_checkpoint(path, Reading()).tree.get("hyper_parameters")
     if not isinstance(found, dict):
         return {}
     return {key: value for key, value in found.items() if key != "_instantiator"}
-
-
-def instantiate_class(args: object, init: Mapping[str, Any]) -> object:
-    """Return an object of the class that `class_path` names, made of `init_args`.
-
-    Args:
-        args: Positional arguments: one, or a tuple of them.
-        init: {"class_path": ..., "init_args": {...}}.
-    """
-    module, _, name = init["class_path"].rpartition(".")
-    given = args if isinstance(args, tuple) else (args,)
-    return getattr(import_module(module), name)(*given, **init.get("init_args", {}))
-
-
-def instantiate_module(class_type: type[Any], config: Mapping[str, Any]) -> Any:
-    """Return an object of a class, made of the settings in a configuration; `_class_path` may name a subclass."""
-    return make(class_type, {key: value for key, value in config.items() if key != "_instantiator"})

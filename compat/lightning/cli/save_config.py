@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SaveConfigCallback"]
 
-# Any in this file: trainers and modules of users.
+# Any in this file: trainers and modules of users, and configurations.
 
 
 class SaveConfigCallback(Callback):
@@ -35,7 +35,7 @@ class SaveConfigCallback(Callback):
     def __init__(
         self,
         parser: LightningArgumentParser,
-        config: object,
+        config: Any,
         config_filename: str = "config.yaml",
         overwrite: bool = False,
         multifile: bool = False,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from importlib.abc import Loader
     from importlib.metadata import Distribution, DistributionFinder
 
-__all__ = ["ROOTS", "VERSION", "LightningFinder", "show_paths"]
+__all__ = ["ROOTS", "VERSION", "LightningFinder", "resolve", "show_paths"]
 
 # The version whose names and signatures the tables follow.
 VERSION = "2.6.6"
@@ -90,12 +90,12 @@ class LightningFinder:
 
         def lookup(name: str) -> object:  # whatever the name means
             if name in served:
-                value = _resolve(place, name)
+                value = resolve(place, name)
             elif f"{place}.{name}".lstrip(".") in PATHS:
                 return import_module(f"{module.__name__}.{name}")
-            elif not name.startswith("__") and has_home(name):
+            elif place not in ROOTS.values() and not name.startswith("__") and has_home(name):
                 # Lightning's modules import from each other, and programs take a name from where they saw it.
-                value = _resolve(place, name)
+                value = resolve(place, name)
             elif more is not None and not name.startswith("__"):
                 value = getattr(import_module(f"{__package__.rpartition('.')[0]}.{more}"), name)
             else:
@@ -174,7 +174,7 @@ def _place(fullname: str) -> str:
     return ".".join(part for part in (ROOTS[root], rest) if part)
 
 
-def _resolve(place: str, name: str) -> object:  # whatever the name means
+def resolve(place: str, name: str) -> object:  # whatever the name means
     """Return what a name of a module means here."""
     finder = next((one for one in sys.meta_path if isinstance(one, LightningFinder)), None)
     replacement = None if finder is None else finder.replacement_of(name)

@@ -38,10 +38,11 @@ _HOMES = {
     "XLAFSDPStrategy XLAStrategy SingleTPUStrategy=SingleDeviceXLAStrategy",
     "trainer.loop.schedule": "LRSchedulerConfig",
     "tuner": "Tuner _LRFinder=LearningRateCurve",
-    f"{_OWN}.cli.argument_parser": "LRSchedulerTypeTuple LightningArgumentParser ReduceLROnPlateau",
-    f"{_OWN}.cli.lightning_cli": "LRSchedulerCallable LightningCLI OptimizerCallable SaveConfigCallback "
-    "instantiate_class "
-    "instantiate_module",
+    f"{_OWN}.cli.argument_parser": "LightningArgumentParser",
+    f"{_OWN}.cli.instantiation": "LRSchedulerCallable LRSchedulerTypeTuple OptimizerCallable ReduceLROnPlateau "
+    "instantiate_class instantiate_module",
+    f"{_OWN}.cli.lightning_cli": "LightningCLI",
+    f"{_OWN}.cli.save_config": "SaveConfigCallback",
     f"{_OWN}.collectives": "Collective SingleDeviceCollective TorchCollective",
     f"{_OWN}.connectors": "_AcceleratorConnector _CallbackConnector _CheckpointConnector _OUT_DICT "
     "_ResultCollection=ResultsView _ResultMetric",
