@@ -391,10 +391,11 @@ class ShardedStrategy(ProcessGroupStrategy):
         return {one: mesh for one in layers if any(True for _ in one.parameters())}  # not those of other stages
 
     def _lw_share_sequences(self, module: nn.Module) -> None:
-        from .mesh.context.setup import set_up
+        from .mesh.context.parallel import share_sequences
 
         assert self.groups.full is not None, "sequences are shared along an axis of it"
-        self._lw_contexts[module] = set_up(
+        runner = self._lw_runner(module)
+        self._lw_contexts[module] = share_sequences(
             module,
             self.context,
             self.groups.full["cp"],
@@ -402,6 +403,7 @@ class ShardedStrategy(ProcessGroupStrategy):
             verifies=self.verify,
             same_batch=self.groups.same_batch,
             tp=self.resolved_axes.tp,
+            stages=None if runner is None else runner.split,
         )
 
     def sync_buffers(self, module: nn.Module) -> None:
@@ -491,16 +493,12 @@ class ShardedStrategy(ProcessGroupStrategy):
                 raise
             self._lw_sharder.end_backward()
 
-    def _lw_in_backward(self, *, has_losses: bool = True) -> AbstractContextManager[object]:
-        """Return a context for backward passes, in which activations are computed again as in the forward pass.
-
-        Args:
-            has_losses: Whether they begin at a loss of parts of the vocabulary, where it is split.
-        """
+    def _lw_in_backward(self) -> AbstractContextManager[object]:
+        """Return a context for backward passes, in which activations are computed again as in the forward pass."""
         around = ExitStack()
         if self._lw_contexts:  # one for all modules: they replace attention alike
             around.enter_context(next(iter(self._lw_contexts.values())).in_backward())
-        if has_losses and self._lw_tensor is not None:
+        if self._lw_tensor is not None:
             around.enter_context(self._lw_tensor.in_backward())
         return around
 
@@ -620,21 +618,17 @@ class ShardedStrategy(ProcessGroupStrategy):
         """Return what runs the stages of a module; None where there is one stage."""
         if self._lw_stages is None or module is None:
             return None
-        return self._lw_stages.runner_of(self.unwrap(module))
+        from .mesh.pipeline.stages import runner_of
+
+        return runner_of(self.unwrap(module))
 
     def run_window(
         self, batches: Sequence[object], step: Callable[..., Any], share: Callable[[Any], Tensor]
     ) -> Sequence[Any]:
         """Run forward and backward passes of a window's micro-batches through all stages; see `Strategy.run_window`."""
         assert self._lw_stages is not None, "called only where there are stages"
-        with self._lw_in_backward(has_losses=False):  # backward passes are among the forward passes
-            return self._lw_stages.run_window(
-                batches,
-                step,
-                share,
-                loss_parallel=self._lw_tensor is not None and self._lw_tensor.loss_parallel,
-                verifies=self._lw_take_verification() and self.resolved_axes.cp == 1,
-            )
+        verifies = self._lw_take_verification() and self.resolved_axes.cp == 1
+        return self._lw_stages.run_window(batches, step, share, in_backward=self._lw_in_backward(), verifies=verifies)
 
     def from_last_stage(self, tensor: Tensor) -> Tensor:
         """Return the last stage's tensor, on every rank of its pipeline; see `Strategy.from_last_stage`."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...errors import ModuleError
+from ..distributed.collectives import gather_objects
 from ..distributed.processes import broadcast_tensors
 from ..distributed.shards import is_sharded
 from .deferred import changed_names, forget_marks, own_tensors
@@ -263,8 +264,7 @@ def _check_alike(
     root: nn.Module, modules: Sequence[nn.Module], problems: Sequence[str], group: ProcessGroup | None
 ) -> None:
     layout = _layout(root, modules)
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (layout, list(problems)), group=group)
+    everyone = gather_objects((layout, list(problems)), group)
     first, found = everyone[0]
     if found:
         _refuse(found)
@@ -272,9 +272,9 @@ def _check_alike(
         rank: sorted(set(first) ^ set(other)) for rank, (other, _) in enumerate(everyone) if list(other) != list(first)
     }
     if unlike:
-        found = "; ".join(f"rank {rank}: {_shown(entries)}" for rank, entries in unlike.items())
+        shown = "; ".join(f"rank {rank}: {_shown(entries)}" for rank, entries in unlike.items())
         raise ModuleError(
-            f"Expected the same model on all ranks, got differences from rank 0: {found}.",
+            f"Expected the same model on all ranks, got differences from rank 0: {shown}.",
             fix="build the same model on every rank.",
         )
 

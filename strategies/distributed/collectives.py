@@ -243,11 +243,16 @@ def _unpacked(leaf: object, device: torch.device) -> object:
     return leaf.tensor.to(device) if isinstance(leaf, _Elsewhere) else leaf
 
 
-def gather_objects(obj: T) -> list[T]:
-    """Return the objects of all ranks in rank order, on every rank; tensors in them are received on the CPU."""
-    rank = dist.get_rank()
-    boxes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(boxes, map_leaves(obj, _packed))
+def gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the objects of all ranks of a group in rank order, on every one; tensors are received on the CPU.
+
+    Args:
+        obj: Any that can be pickled.
+        group: None: all ranks.
+    """
+    rank = dist.get_rank(group)
+    boxes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(boxes, map_leaves(obj, _packed), group=group)
     return [obj if index == rank else map_leaves(box, _on_cpu) for index, box in enumerate(boxes)]
 
 
@@ -286,11 +291,9 @@ def _check(call: str, data: object, group: dist.ProcessGroup | None) -> None:
     mine = f"{call} of " + ", ".join(f"data{path} {tuple(leaf.shape)} {leaf.dtype}" for path, leaf in described)
     if same_everywhere(mine, group=group):
         return
-    boxes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(boxes, mine, group=group)
     raise RankFailure(
         "Expected the same collective on all ranks, got different calls:\n"
-        + "\n".join(f"  rank {rank}: {call}" for rank, call in enumerate(boxes)),
+        + "\n".join(f"  rank {rank}: {call}" for rank, call in enumerate(gather_objects(mine, group))),
         fix="make the same call with the same shapes on every rank; for tensors of different sizes, use "
         "strategy.gather_objects or pad them.",
     )

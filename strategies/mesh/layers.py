@@ -7,9 +7,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ..fsdp.root import root_of
+from .verify import check_buffers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -78,10 +80,23 @@ class TensorSplit:
         plan = None if root is None else root.tensor_plan
         if plan is None or name == "forward":
             return step
-        from .steps import split_step, verified_step
+        from .tensor.verify import recording, verify_plan
 
-        step = split_step(plan, module, step)
-        return step if verifies is None else verified_step(plan, module, step, verifies)
+        def run(*args: object, **kwargs: object) -> object:
+            with plan.running(module):
+                return step(*args, **kwargs)
+
+        def run_verified(*args: object, **kwargs: object) -> object:
+            if verifies is None or not (torch.is_grad_enabled() and verifies()):
+                return run(*args, **kwargs)
+            with recording(plan, module) as calls:
+                output = run(*args, **kwargs)
+            verify_plan(plan, module, calls)
+            assert plan.mesh is not None, "the plan is applied"
+            check_buffers(module, plan.mesh.get_group(), "tp")
+            return output
+
+        return run if verifies is None else run_verified
 
     def in_backward(self) -> AbstractContextManager[None]:
         """Return a context for backward passes from a loss, which may be one of parts of the vocabulary."""

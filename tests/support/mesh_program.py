@@ -21,7 +21,7 @@ import loopwright as lw
 from loopwright.loggers import DummyLogger
 from loopwright.strategies import FSDPStrategy, MeshStrategy, Strategy
 from loopwright.strategies.distributed.shards import full_tensor, is_sharded
-from loopwright.strategies.mesh.buffers import saved_buffers
+from loopwright.strategies.mesh.verify import saved_buffers
 
 __all__ = ["STEPS", "TRAINED", "Heard", "Program", "Rows", "SaveAt", "fit", "mesh", "part_of", "whole"]
 

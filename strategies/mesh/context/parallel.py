@@ -11,23 +11,26 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ....errors import ModuleError
-from ..buffers import check_buffers
 from ..experts.sharding import experts_in
+from ..random_numbers import own_numbers
+from ..verify import check_buffers
 from .attention import Attention
 from .batch import split_batch, whole_loss
 from .inputs import Arguments, check_outputs, gather_outputs
 from .interception import Interception
 from .model import check_kernels, check_window, find_model
-from .random_numbers import own_numbers
+from .options import Context
+from .parts import Parts
 from .verify import check_same_inputs, verify
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
     from ....protocols import StepFunction
     from ..pipeline.split import StageSplit
-    from .options import Context
-    from .parts import Parts
 
-__all__ = ["ContextParallel"]
+__all__ = ["ContextParallel", "share_sequences"]
 
 # Any in this file: arguments and outputs of the user's model and steps.
 
@@ -260,6 +263,34 @@ class ContextParallel:
             "without any: attention by matrix products, flex_attention or other kernels would see one part only.",
             fix="compute attention by torch.nn.functional.scaled_dot_product_attention, or train with cp=1.",
         )
+
+
+def share_sequences(
+    module: nn.Module,
+    options: Context | None,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    verifies: bool,
+    same_batch: ProcessGroup | None = None,
+    tp: int = 1,
+    stages: StageSplit | None = None,
+) -> ContextParallel:
+    """Return what runs a module's steps on parts of sequences.
+
+    Args:
+        module: The user's module, sharded already.
+        options: None: the defaults.
+        mesh: The ranks that share a sequence, as one axis.
+        device: Of this process.
+        verifies: Whether the first batch is compared with the one on full sequences.
+        same_batch: The ranks that share a sequence or split layers; None: those of `mesh`.
+        tp: Number of ranks that split layers.
+        stages: See `ContextParallel`.
+    """
+    parts = Parts(mesh.get_group(), mesh.get_local_rank(), mesh.size(), same_batch, tp)
+    options = Context() if options is None else options
+    return ContextParallel(module, options, parts, device, verifies=verifies, stages=stages)
 
 
 def _gathered(tensors: dict[str, Tensor], dim: int, length: int, parts: Parts) -> dict[str, Tensor]:

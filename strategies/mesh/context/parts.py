@@ -7,17 +7,21 @@ through these functions: what rank i sends, it gets back as the sum of what all 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...distributed.collectives import gather_objects
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Parts"]
+
+T = TypeVar("T")
 
 # Any in this file: contexts of autograd functions.
 
@@ -75,11 +79,9 @@ class Parts:
         result: Tensor = _Add.apply(tensor, self)  # type: ignore[no-untyped-call]
         return result
 
-    def objects(self, obj: object) -> list[Any]:
+    def objects(self, obj: T) -> list[T]:
         """Return the objects of all ranks that read the same batch, in rank order. On every one of them."""
-        found: list[Any] = [None] * (self.size * self.num_splits)
-        dist.all_gather_object(found, obj, group=self.same_batch or self.group)
-        return found
+        return gather_objects(obj, self.same_batch or self.group)
 
 
 class _Gather(torch.autograd.Function):

@@ -7,7 +7,6 @@ of each attention are compared, and the output: so an error names where the two 
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,8 @@ from ...distributed.shards import is_sharded
 from ...fsdp.root import groups_of
 from ...tree import leaves
 from ..pipeline.attributes import unchanged
-from .random_numbers import kept_numbers
+from ..random_numbers import kept_numbers
+from ..verify import difference, dtypes_of, unlike_over_ranks
 
 if TYPE_CHECKING:
     from .interception import Interception
@@ -44,9 +44,7 @@ def check_same_inputs(tensors: dict[str, Tensor], parts: Parts) -> None:
     Raises:
         ModuleError: They differ; names the inputs.
     """
-    marks = {name: _mark(one) for name, one in tensors.items()}
-    everywhere = parts.objects(marks)
-    unlike = [name for name in marks if any(one.get(name) != marks[name] for one in everywhere)]
+    unlike = unlike_over_ranks(tensors, parts.same_batch or parts.group)
     if unlike:
         raise ModuleError(
             f"Expected the {parts.size} ranks of a context to call the model with the same sequences, got different "
@@ -54,11 +52,6 @@ def check_same_inputs(tensors: dict[str, Tensor], parts: Parts) -> None:
             fix="let the data and its random changes be the same on ranks with the same trainer.strategy.topology."
             "data_rank; random numbers of torch are.",
         )
-
-
-def _mark(tensor: Tensor) -> int:
-    values: bytes = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return zlib.crc32(values)
 
 
 def verify(
@@ -129,9 +122,9 @@ class _Comparison:
         if self.problem is not None or number >= len(self._wanted):
             return
         pairs = list(zip(_NAMES, tensors, self._wanted[number], strict=True))
-        unlike = [(name, _difference(part, whole)) for name, part, whole in pairs if not _is_close(part, whole)]
+        unlike = [(name, difference(part, whole)) for name, part, whole in pairs if not _is_close(part, whole)]
         if unlike:
-            listed = ", ".join(f"{name} that differ by {difference:.1e}" for name, difference in unlike)
+            listed = ", ".join(f"{name} that differ by {size:.1e}" for name, size in unlike)
             self.problem = (f"{listed} in attention {number} of {len(self._wanted)}", _remedy(number))
 
     def finish(self, whole: list[Tensor], part: list[Tensor], parts: Parts, dim: int) -> None:
@@ -145,7 +138,7 @@ class _Comparison:
             mine = parts.split(wanted, dim) if wanted.ndim > dim else wanted
             if self.problem is None and not _is_close(got, mine):
                 same = "with equal attention" if self._wanted else f"without any call of {_ATTENTION}"
-                what = f"output {number} that differs by {_difference(got, mine):.1e}, {same}"
+                what = f"output {number} that differs by {difference(got, mine):.1e}, {same}"
                 self.problem = (what, _remedy(max(1, len(self._wanted))))
 
 
@@ -172,23 +165,10 @@ def _tensors(output: object) -> list[Tensor]:
 
 
 def _is_close(part: Tensor, whole: Tensor) -> bool:
-    if part.shape != whole.shape:
-        return False
-    if not part.is_floating_point():
+    if part.shape == whole.shape and not part.is_floating_point():
         return torch.equal(part, whole)
-    dtype = torch.get_autocast_dtype(part.device.type) if torch.is_autocast_enabled(part.device.type) else part.dtype
-    coarsest = max(torch.finfo(dtype).eps, torch.finfo(part.dtype).eps)
-    return bool(_difference(part, whole) <= float(coarsest) ** 0.5)
-
-
-def _difference(part: Tensor, whole: Tensor) -> float:
-    """Return the largest difference, relative to the largest value; infinity for other shapes or NaN."""
-    if part.shape != whole.shape:
-        return float("inf")
-    scale = whole.double().abs().max() if whole.numel() else torch.zeros(())
-    difference = (part.double() - whole.double()).abs().max() if whole.numel() else torch.zeros(())
-    ratio = float(difference / scale) if float(scale) else float(difference)
-    return ratio if ratio == ratio else float("inf")
+    coarsest = max(torch.finfo(dtype).eps for dtype in dtypes_of(part)) if part.is_floating_point() else 0.0
+    return bool(difference(part, whole) <= coarsest**0.5)
 
 
 @contextmanager

@@ -23,8 +23,8 @@ from ...tree import leaves, map_leaves
 from .shared_values import absent, absent_output, choose, described_output, fill, further_tensors, join, no_copy
 
 if TYPE_CHECKING:
+    from ..random_numbers import StepNumbers
     from .attributes import StageStates
-    from .random_numbers import StepNumbers
     from .unsplit import UnsplitRun
     from .verify import Comparison
 

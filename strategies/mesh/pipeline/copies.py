@@ -6,14 +6,15 @@ that is split (a mean teacher, a momentum encoder) finds other parameters there 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ....errors import ModuleError
+from ...distributed.collectives import gather_objects
 from ...distributed.shards import is_sharded
-from ..buffers import mark_of, saved_buffers
+from ..verify import mark_of, saved_buffers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,9 +47,7 @@ class StageCopies:
     def begin_window(self) -> None:
         """Compare, if it is time for it. On every rank: then it communicates."""
         if not self._count & (self._count - 1):
-            marks = self.marks()
-            everyone: list[Any] = [None] * self._split.num_ranks  # Any: what torch gathers
-            dist.all_gather_object(everyone, marks, group=self._group)
+            everyone = gather_objects(self.marks(), self._group)
             self.check(everyone)
             self._alike = everyone[0]
         self._count += 1

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.fsdp import FSDPModule
+
 from ....errors import ConfigError
+from ...distributed.gradients import average_gradients
 from ...distributed.shards import gather_full
+from ...fsdp.root import root_of
+from ...fsdp.second_derivatives import end_backward
 from .blocks import plan_stages
+from .gradients import add_shared_gradients
 from .options import Pipeline
-from .setup import run_window, runner_of, split_module
 from .shards import arrange_shards
+from .split import split_stages
 from .state import gather_stages, runner_in
+from .window import PipelineRunner
 
 if TYPE_CHECKING:
     import torch
@@ -21,11 +29,20 @@ if TYPE_CHECKING:
 
     from ....precision import Precision
     from ....protocols import StateDict, StepFunction
-    from .window import PipelineRunner
+    from ...fsdp.root import ShardedRoot
 
-__all__ = ["Stages"]
+__all__ = ["Stages", "runner_of"]
 
 # Any in this file: batches, and what steps take and return.
+
+_RUNNER = "_loopwright_pipeline"
+"""Attribute of the user's module that holds its runner, beside its submodules: a later run continues with it."""
+
+
+def runner_of(module: nn.Module) -> PipelineRunner | None:
+    """Return what runs a module that is split into stages; None where it is not."""
+    runner: PipelineRunner | None = module.__dict__.get(_RUNNER)
+    return runner
 
 
 class Stages:
@@ -34,8 +51,6 @@ class Stages:
     Args:
         options: The arguments that the user chose; None: the defaults.
     """
-
-    runner_of = staticmethod(runner_of)
 
     def __init__(self, options: Pipeline | None) -> None:
         self.options = Pipeline() if options is None else options
@@ -57,9 +72,23 @@ class Stages:
         precision: Precision,
         seeds_blocks: bool,
     ) -> None:
-        """Split a module into stages, in place; see `setup.split_module`."""
+        """Split a module into stages, in place.
+
+        Args:
+            module: The user's module, the same on all ranks.
+            group: The ranks of the pipeline.
+            rank: This rank's place among them.
+            device: Where this process computes.
+            precision: Of the run.
+            seeds_blocks: Whether what a step draws is the same on all stages, and blocks have generators of their own.
+
+        Raises:
+            ConfigError: A name in the options does not exist, or the precision scales the loss.
+            ModuleError: The module cannot be split, or trains by manual optimization.
+        """
         _check_precision(precision)
-        split_module(module, self.options, group, rank=rank, device=device, seeds_blocks=seeds_blocks)
+        split = split_stages(module, self.options, rank=rank, num_ranks=group.size(), device=device)
+        module.__dict__[_RUNNER] = PipelineRunner(split, self.options, group, device, seeds_blocks=seeds_blocks)
 
     def last_rank(self, num_ranks: int) -> int:
         """Return the place in the pipeline of the rank with the last stage."""
@@ -83,12 +112,26 @@ class Stages:
         step: Callable[..., Any],
         share: Callable[[Any], Tensor],
         *,
-        loss_parallel: bool,
+        in_backward: AbstractContextManager[object],
         verifies: bool,
     ) -> Sequence[Any]:
-        """Run forward and backward passes of a window's micro-batches through all stages; see `setup.run_window`."""
+        """Run a window through all stages, and reduce its gradients.
+
+        Args:
+            batches: See `Strategy.run_window`.
+            step: See there.
+            share: See there.
+            in_backward: A context for backward passes, which are among the forward passes.
+            verifies: Whether the first micro-batch is compared with the unsplit model.
+        """
         assert self._runner is not None
-        return run_window(self._runner, batches, step, share, loss_parallel=loss_parallel, verifies=verifies)
+        runner, root = self._runner, root_of(self._runner.split.module)
+        assert root is not None
+        with in_backward, _reducing_once(root):
+            losses = runner.run_window(batches, step, share, verifies=verifies)
+        runner.unreached.settle(runner.group, root.group)
+        add_shared_gradients(runner.split, runner.group)
+        return losses
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -120,3 +163,31 @@ def _check_precision(precision: Precision) -> None:
             f"Expected a precision without loss scaling with pipeline stages, got {precision.precision!r}.",
             fix="pass precision='bf16-mixed', 'bf16-true' or '32-true'.",
         )
+
+
+@contextmanager
+def _reducing_once(root: ShardedRoot) -> Iterator[None]:
+    """Return a context in which gradients are summed on this rank; at its end they are averaged and sharded.
+
+    Parameters stay gathered within it: forward and backward passes of several micro-batches alternate.
+    """
+    units: Any = root  # Any: torch makes it an FSDPModule
+    if not isinstance(root, FSDPModule):
+        yield
+        return
+    _set(units, is_last=False)
+    try:
+        yield
+    finally:
+        _set(units, is_last=True)
+    # As torch's pipeline stages do: no hook of a backward pass knows that it is the last one.
+    end_backward(units._get_fsdp_state())
+    if root.unused is not None:
+        root.unused.settle()
+    average_gradients(root.replicated, root.group)
+
+
+def _set(units: Any, *, is_last: bool) -> None:
+    units.set_is_last_backward(is_last)
+    units.set_reshard_after_backward(is_last)
+    units.set_requires_gradient_sync(is_last)

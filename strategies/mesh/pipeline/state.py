@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from ...distributed.collectives import gather_objects
 from ...distributed.shards import full_tensor, is_sharded
 from .exchange import Exchange
 
@@ -178,9 +179,7 @@ class Gathering:
 
     def of_all_ranks(self, value: T) -> list[T]:
         """Return the objects of the ranks of the pipeline."""
-        everyone: list[Any] = [None] * self.split.num_ranks
-        dist.all_gather_object(everyone, value, group=self.group)
-        return everyone
+        return gather_objects(value, self.group)
 
     def module_state(self, tree: Mapping[str, Any], path: tuple[object, ...]) -> dict[str, Any]:
         """Return the state of a module from those of its stages."""

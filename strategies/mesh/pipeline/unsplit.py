@@ -17,8 +17,8 @@ from .calls import BlockCall, Cut
 from .sides import SideCall
 
 if TYPE_CHECKING:
+    from ..random_numbers import StepNumbers
     from .exchange import Exchange
-    from .random_numbers import StepNumbers
     from .split import StageSplit
 
 __all__ = ["CannotRunError", "UnsplitRun"]

@@ -19,8 +19,8 @@ from .attributes import unchanged
 from .unsplit import CannotRunError, UnsplitRun
 
 if TYPE_CHECKING:
+    from ..random_numbers import StepNumbers
     from .exchange import Exchange
-    from .random_numbers import StepNumbers
     from .split import StageSplit
 
 __all__ = ["Comparison", "verify_first"]

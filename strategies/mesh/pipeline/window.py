@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ....errors import ModuleError, NonFiniteError
+from ...distributed.collectives import gather_objects
 from ...tree import map_leaves
+from ..random_numbers import StepNumbers
 from .copies import StageCopies
 from .exchange import Exchange
 from .options import Pipeline
-from .random_numbers import StepNumbers
 from .schedule import can_run, make_schedule, run_schedule
 from .shapes import (
     StageShapes,
@@ -202,11 +202,9 @@ class PipelineRunner:
     def joined(self, facts: dict[str, T]) -> dict[str, T]:
         """Return facts about modules and parameters by name, each from the rank that has these. Communicates."""
         split = self.split
-        everyone: list[Any] = [None] * split.num_ranks
-        dist.all_gather_object(everyone, facts, group=self.group)
         return {
             name: fact
-            for rank, theirs in enumerate(everyone)
+            for rank, theirs in enumerate(gather_objects(facts, self.group))
             for name, fact in theirs.items()
             if split.owner_of(name) == rank
         }
@@ -217,11 +215,9 @@ class PipelineRunner:
         With them, a resumed run begins in the order of the schedule; with the counts of windows it draws the masks of a
         run that was not interrupted.
         """
-        everyone: list[Any] = [None] * self.split.num_ranks
         carries = self.split.at.carries
         is_plain = not any(carries.values()) and not any(self._outputs.values())
-        own = plain_shapes(self._shapes), list(map(list, carries)), is_plain
-        dist.all_gather_object(everyone, own, group=self.group)
+        everyone = gather_objects((plain_shapes(self._shapes), list(map(list, carries)), is_plain), self.group)
         # Where more than hidden states is sent, a resumed run begins with a window that shows it once more.
         are_kept = all(one[2] for one in everyone)
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from ....errors import ModuleError
 from ...construction.activation_checkpointing import replay_in
 from .layouts import once, unviewed
-from .loss import PlainLoss
+from .loss import PlainLoss, losses_in_parts
 from .parameters import PARTIAL, distribute, put_back, swap_in
 from .sequence import OnSequence
 from .style import Around, Style, map_first, map_output
@@ -208,7 +208,11 @@ def running(plan: TensorPlan, root: nn.Module) -> Iterator[None]:
     """
     assert plan.mesh is not None, "the plan is applied first"
     owners = [(one, name) for one, name in _owners(root) if name not in one.__dict__.get(PARTIAL, ())]
-    with _swapped_in(owners, plan.mesh), PlainLoss(plan.mesh) if plan.loss_parallel else nullcontext():
+    with ExitStack() as around:
+        around.enter_context(_swapped_in(owners, plan.mesh))
+        if plan.loss_parallel:
+            around.enter_context(losses_in_parts())
+            around.enter_context(PlainLoss(plan.mesh))
         try:
             yield
         except BaseException:

@@ -16,24 +16,9 @@ from .layouts import convert
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .plan import TensorPlan
-
-__all__ = ["PlainLoss", "loss_parallel_context", "losses_in_parts"]
+__all__ = ["PlainLoss", "losses_in_parts"]
 
 # Any in this file: functions of torch, their arguments and results.
-
-
-@contextmanager
-def loss_parallel_context(plan: TensorPlan) -> Iterator[None]:
-    """Return a context for steps and their backward passes; without `loss_parallel` it does nothing.
-
-    In it, `cross_entropy` takes logits in parts, as a DTensor, and returns a plain tensor.
-    """
-    if not plan.loss_parallel or plan.mesh is None:
-        yield
-        return
-    with losses_in_parts(), PlainLoss(plan.mesh):
-        yield
 
 
 class _Entered:
@@ -45,6 +30,8 @@ class _Entered:
 @contextmanager
 def losses_in_parts() -> Iterator[None]:
     """Return torch's `loss_parallel` as a context that may be entered within itself, and is left after an error, too.
+
+    In it, `cross_entropy` takes logits in parts, as a DTensor. It is for steps and for their backward passes.
 
     Torch's own ends with the inner one, and stays when an exception leaves it. A pipeline enters it around a window, in
     which forward and backward passes alternate, and each step enters it once more.

@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from ....errors import ModuleError
+from ...distributed.collectives import gather_objects
 from ...distributed.shards import full_tensor
 from ...tree import leaves, map_leaves
 from ..pipeline.attributes import unchanged
 from ..pipeline.elsewhere import READABLE
+from ..verify import difference, dtypes_of, unlike_over_ranks
 from .alone import Call, Values, floats, run_alone
 from .layouts import gather
 from .parameters import distribute
@@ -131,7 +133,7 @@ def verify_plan(plan: TensorPlan, root: nn.Module, calls: dict[str, Call]) -> No
         if name not in modules:
             continue  # another pipeline stage has it
         full, placements = _full_values(modules[name], mesh)
-        if not _on_all_ranks(name in calls, mesh):
+        if not all(gather_objects(name in calls, mesh.get_group())):
             missing.append(name or type(root).__name__)
             continue
         _check_inputs(name, calls[name], mesh, is_shard=name in plan.takes_shards)
@@ -183,12 +185,10 @@ def _refuse_differences(
     # A gradient that is 0 but for rounding (of a bias of keys, say) is compared with the largest.
     scales = {is_output: _largest(whole, is_output=is_output) for is_output in (True, False)}
     for key, wanted in whole.items():
-        difference = _difference(wanted, own.get(key), scales[key.startswith("output")])
-        if not difference <= worst:  # also NaN
-            worst, where = difference, key
-    everywhere: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(everywhere, (worst, where), group=mesh.get_group())
-    worst, where = max(everywhere, key=lambda one: (one[0] != one[0], one[0]))
+        found = _difference(wanted, own.get(key), scales[key.startswith("output")])
+        if found > worst:
+            worst, where = found, key
+    worst, where = max(gather_objects((worst, where), mesh.get_group()))
     if worst <= 1:
         return
     styles = {one: style for one, style in plan.styles.items() if not name or f"{one}.".startswith(f"{name}.")}
@@ -211,18 +211,8 @@ def _difference(wanted: Tensor | None, own: Tensor | None, scale: float) -> floa
     if wanted is None or own is None:
         one = wanted if own is None else own
         return 0.0 if one is None or not bool(one.any()) else float("inf")
-    if wanted.shape != own.shape:
-        return float("inf")
-    if not wanted.numel():
-        return 0.0
-    return float((wanted - own).abs().max()) / max(scale, 1e-12) / _tolerance(wanted)
-
-
-def _tolerance(tensor: Tensor) -> float:
-    """Return the tolerance of the coarsest dtype that a tensor was computed in: its own, or that of autocast."""
-    kind = tensor.device.type
-    dtypes = [tensor.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
-    return max(_TOLERANCES.get(dtype, 5e-2) for dtype in dtypes)
+    tolerance = max(_TOLERANCES.get(dtype, 5e-2) for dtype in dtypes_of(wanted))
+    return difference(own, wanted, max(scale, 1e-12)) / tolerance
 
 
 def _full_values(module: nn.Module, mesh: DeviceMesh) -> tuple[Values, dict[Any, Placement]]:
@@ -243,24 +233,13 @@ def _full_values(module: nn.Module, mesh: DeviceMesh) -> tuple[Values, dict[Any,
 
 def _check_inputs(name: str, call: Call, mesh: DeviceMesh, *, is_shard: bool) -> None:
     """Refuse inputs that differ between the ranks."""
-    differ = False
-    for _, value in leaves((call.args, call.kwargs)):
-        if isinstance(value, Tensor) and not is_shard:
-            first = value.detach().clone(memory_format=torch.contiguous_format)
-            dist.broadcast(first, dist.get_global_rank(mesh.get_group(), 0), group=mesh.get_group())
-            differ = differ or not torch.equal(first, value)
-    if not _on_all_ranks(not differ, mesh):
+    inputs = {path: one for path, one in leaves((call.args, call.kwargs)) if isinstance(one, Tensor) and not is_shard}
+    if unlike_over_ranks(inputs, mesh.get_group()):
         raise ModuleError(
             f"Expected equal inputs of {name or 'the module'} on the {mesh.size()} ranks that split it, got others.",
             fix="give ranks that differ on the axis tp the same batches and random numbers: distribute data by "
             "trainer.strategy.topology.data_rank.",
         )
-
-
-def _on_all_ranks(value: bool, mesh: DeviceMesh) -> bool:
-    everywhere: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(everywhere, value, group=mesh.get_group())
-    return all(everywhere)
 
 
 def _copied(value: Any) -> Any:

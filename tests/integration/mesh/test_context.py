@@ -17,7 +17,7 @@ import loopwright as lw
 from loopwright.errors import ModuleError
 from loopwright.strategies import MeshStrategy
 from loopwright.strategies.mesh.context import Context
-from loopwright.strategies.mesh.context.setup import set_up
+from loopwright.strategies.mesh.context.parallel import share_sequences
 
 # Any in this file: results that travel between processes.
 
@@ -189,7 +189,7 @@ def run_step(mesh: DeviceMesh, kind: type[Language], model: type[Positioned], op
     module = kind(model().double())
     batch = {name: torch.stack([one[name] for one in Sentences(4, length)]) for name in BATCH}
     module.log = lambda *_, **__: None  # type: ignore[method-assign]  # there is no run
-    parallel = set_up(module, options, mesh, torch.device("cpu"), verifies=True)
+    parallel = share_sequences(module, options, mesh, torch.device("cpu"), verifies=True)
     return parallel.bind(module.training_step, "training_step")(batch, 0)
 
 
@@ -216,7 +216,7 @@ def bind_prediction(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
     module, found = Language(Positioned().double()), []
     for options in (SPLIT, Context()):
-        parallel = set_up(module, options, mesh, torch.device("cpu"), verifies=True)
+        parallel = share_sequences(module, options, mesh, torch.device("cpu"), verifies=True)
         try:
             parallel.bind(module.predict_step, "predict_step")
         except ModuleError as error:
@@ -280,7 +280,7 @@ def of_transformers(rank: int, size: int) -> dict[str, Any]:
             modules = [OfTransformers(build().double().eval()) for _ in range(2)]
             modules[1].load_state_dict(modules[0].state_dict())
             batch = {one: torch.stack([row[one] for row in Sentences(2)]) for one in BATCH}
-            parallel = set_up(modules[0], Context(method=method), mesh, torch.device("cpu"), verifies=True)
+            parallel = share_sequences(modules[0], Context(method=method), mesh, torch.device("cpu"), verifies=True)
             step = parallel.bind(modules[0].training_step, "training_step")
             try:
                 loss = step(batch, 0)

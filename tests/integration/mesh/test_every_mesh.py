@@ -22,7 +22,7 @@ from torch import Tensor
 import loopwright as lw
 from loopwright.strategies.mesh.context import Context
 from loopwright.strategies.mesh.pipeline import Pipeline
-from loopwright.strategies.mesh.pipeline.setup import runner_of
+from loopwright.strategies.mesh.pipeline.stages import runner_of
 
 # Any in this file: results that travel between processes.
 

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import loopwright as lw
 from loopwright.checkpoint import storage
 from loopwright.strategies import MeshStrategy
-from loopwright.strategies.mesh.buffers import saved_buffers
 from loopwright.strategies.mesh.pipeline import Pipeline
+from loopwright.strategies.mesh.verify import saved_buffers
 
 # Any in this file: batches, and results that travel between processes.
 

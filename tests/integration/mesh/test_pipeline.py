@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import loopwright as lw
 from loopwright.strategies import MeshStrategy, Strategy
 from loopwright.strategies.mesh.pipeline import Pipeline
-from loopwright.strategies.mesh.pipeline.setup import runner_of
+from loopwright.strategies.mesh.pipeline.stages import runner_of
 
 # Any in this file: batches, and results that travel between processes.
 

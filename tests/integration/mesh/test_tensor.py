@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from loopwright.errors import ModuleError
 from loopwright.strategies.distributed.clipping import scale_to_norm, total_norm
-from loopwright.strategies.mesh.tensor.loss import loss_parallel_context
+from loopwright.strategies.mesh.tensor.loss import PlainLoss, losses_in_parts
 from loopwright.strategies.mesh.tensor.plan import TensorPlan, resolve_plan
 from loopwright.strategies.mesh.tensor.styles import PackedColwise
 from loopwright.strategies.mesh.tensor.verify import recording, verify_plan
@@ -62,7 +62,8 @@ def train(
         x, y = tokens(step)
         wanted_loss = loss_of(alone(x), y)
         wanted_loss.backward()
-        with loss_parallel_context(plan):
+        in_parts = (losses_in_parts(), PlainLoss(plan.mesh)) if plan.loss_parallel else (nullcontext(), nullcontext())
+        with in_parts[0], in_parts[1]:
             with recording(plan, module) if step == 0 else nullcontext({}) as calls:
                 loss = loss_of(module(x), y)
             loss.backward()

@@ -1,9 +1,12 @@
-"""`StepNumbers`: random numbers of pipelined steps, which do not depend on the stage that draws them.
+"""Random numbers of steps whose ranks share a batch: drawn alike where ranks compute the same, apart where not.
 
-Every stage runs a step from its beginning, and may use there what was drawn before the blocks: the mask of a masked
-language model is needed by the first stage for its input and by the last one for the loss. So a micro-batch begins on
-all stages with the same generators, and these continue behind a window as if only the code before the blocks had
-drawn. Blocks, modules beside them and the code behind each block draw from generators that are seeded for them.
+Stages of a pipeline run a step from its beginning, and may use there what was drawn before the blocks: the mask of a
+masked language model is needed by the first stage for its input and by the last one for the loss. So a micro-batch
+begins on all stages with the same generators, and these continue behind a window as if only the code before the blocks
+had drawn. Blocks, modules beside them and the code behind each block draw from generators that are seeded for them.
+
+Ranks that share a sequence draw alike as well, so that what they compute on full sequences is the same. On parts they
+must not: dropout masks would be equal on tokens that lie a part's length apart.
 """
 
 from __future__ import annotations
@@ -11,22 +14,23 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["StepNumbers"]
+__all__ = ["StepNumbers", "kept_numbers", "own_numbers"]
 
 # Any in this file: states of generators of Python and NumPy.
 
-_States = tuple[list[torch.Tensor], Any, Any]
+_States = tuple[list[Tensor], Any, Any]
 
 
 class StepNumbers:
-    """The generators of torch, Python and NumPy in the steps of one rank. Does not communicate.
+    """The generators of torch, Python and NumPy in the pipelined steps of one rank. Does not communicate.
 
     Args:
         device: Whose generator is used beside the CPU's.
@@ -103,52 +107,99 @@ class StepNumbers:
         for generator in self._generators:
             generator.manual_seed(_mixed(self._seed, place))
 
-    def beside(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def beside(self, name: str) -> Iterator[None]:
         """Return a context for a module beside the blocks, after which torch's generators are as before."""
         place = self._places.get(name)
         if place is None:
             place = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
             self._places[name] = place
-        return _Beside(self._generators, _mixed(self._seed, place))
+        before = _states_of(self._generators)
+        self.seed(place)
+        try:
+            yield
+        finally:
+            _set(self._generators, before)
 
     @cached_property
     def _generators(self) -> list[torch.Generator]:
-        device = self._device
-        if device.type != "cuda":
-            return [torch.default_generator]
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return [torch.default_generator, torch.cuda.default_generators[index]]
+        return _generators_of(self._device)
 
     def _capture(self) -> _States:
         numpy = sys.modules.get("numpy")
-        states = [one.get_state() for one in self._generators]
-        return states, random.getstate(), None if numpy is None else numpy.random.get_state()
+        return _states_of(self._generators), random.getstate(), None if numpy is None else numpy.random.get_state()
 
     def _restore(self, states: _States) -> None:
         of_torch, of_python, of_numpy = states
-        for generator, state in zip(self._generators, of_torch, strict=True):
-            generator.set_state(state)
+        _set(self._generators, of_torch)
         random.setstate(of_python)
         if of_numpy is not None:
             sys.modules["numpy"].random.set_state(of_numpy)
 
 
-class _Beside:
-    """A context in which generators are seeded, and after which they are as before."""
+@contextmanager
+def own_numbers(rank: int, device: torch.device) -> Iterator[None]:
+    """Return a context in which torch's generators take a course of the rank's own, for a part of a sequence.
 
-    __slots__ = ("_before", "_generators", "_seed")
+    Rank 0 keeps the course that one process takes. Afterwards all ranks continue alike, without communication: as
+    before where nothing was drawn, and else on a course that follows from the one before. Python's and NumPy's
+    generators are left alone.
 
-    def __init__(self, generators: list[torch.Generator], seed: int) -> None:
-        self._generators, self._seed = generators, seed
+    Args:
+        rank: Among the ranks that share the sequence; all draw equally often.
+        device: Whose generator is used beside the CPU's.
+    """
+    generators = _generators_of(device)
+    before = _states_of(generators)
+    if rank:
+        _seed_from(generators, f"part {rank}")
+    started = _states_of(generators)
+    try:
+        yield
+    finally:
+        drawn = _moved(generators, started)
+        _set(generators, before)
+        _seed_from(drawn, "after the parts")
 
-    def __enter__(self) -> None:
-        self._before = [one.get_state() for one in self._generators]
-        for generator in self._generators:
-            generator.manual_seed(self._seed)
 
-    def __exit__(self, *error: object) -> None:
-        for generator, state in zip(self._generators, self._before, strict=True):
-            generator.set_state(state)
+@contextmanager
+def kept_numbers(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Return a context after which torch's generators are as before; entered, it tells whether they have moved."""
+    generators = _generators_of(device)
+    before = _states_of(generators)
+    try:
+        yield lambda: bool(_moved(generators, before))
+    finally:
+        _set(generators, before)
+
+
+def _generators_of(device: torch.device) -> list[torch.Generator]:
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
+def _states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
+    return [one.get_state() for one in generators]
+
+
+def _set(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
+
+def _moved(generators: Sequence[torch.Generator], before: Sequence[Tensor]) -> list[torch.Generator]:
+    pairs = zip(generators, before, strict=True)
+    return [generator for generator, state in pairs if not torch.equal(generator.get_state(), state)]
+
+
+def _seed_from(generators: Sequence[torch.Generator], label: str) -> None:
+    """Seed generators with what follows from their states and a label."""
+    for generator in generators:
+        state = generator.get_state().numpy().tobytes()
+        digest = hashlib.blake2b(state, digest_size=8, key=label.encode()).digest()
+        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def _mixed(seed: int, number: int) -> int:
