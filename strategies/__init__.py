@@ -14,13 +14,12 @@ if TYPE_CHECKING:
     from .ddp.strategy import DDPStrategy
     from .deepspeed.strategy import DeepSpeedStrategy
     from .distributed.layer_sync import LayerSync, TorchSyncBatchNorm
-    from .distributed.processes import ProcessGroupStrategy
     from .fsdp.strategy import FSDPStrategy
     from .mesh.experts.layer import Experts
     from .mesh.model_parallel import ModelParallelStrategy
     from .mesh.pipeline.options import Pipeline
     from .mesh.strategy import MeshStrategy
-    from .parallel import ParallelStrategy
+    from .parallel import ParallelStrategy, ProcessGroupStrategy
     from .xla.fsdp import XLAFSDPStrategy
     from .xla.replicas import XLAReplicasStrategy
     from .xla.single_device import SingleDeviceXLAStrategy
@@ -68,7 +67,7 @@ __getattr__, __dir__ = attach(
         "ModelParallelStrategy": "mesh.model_parallel",
         "ParallelStrategy": "parallel",
         "Pipeline": "mesh.pipeline.options",
-        "ProcessGroupStrategy": "distributed.processes",
+        "ProcessGroupStrategy": "parallel",
         "SingleDeviceXLAStrategy": "xla.single_device",
         "TorchSyncBatchNorm": "distributed.layer_sync",
         "XLAFSDPStrategy": "xla.fsdp",

@@ -58,7 +58,7 @@ class DataParallelStrategy(ParallelStrategy):
         "it copies the module at each step, but only the original is compiled",
         "use strategy='ddp'",
     )
-    start_method: str | None = None
+    uneven_choices = ()  # one process reads all data
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class DataParallelStrategy(ParallelStrategy):
         precision: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, None, checkpoint_io, precision_plugin, precision=precision)
+        self.start_method = None
 
     @property
     def topology(self) -> Topology:

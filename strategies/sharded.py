@@ -18,7 +18,7 @@ from .construction.deferred import DeferredInit
 from .construction.wrap_policy import choose_units
 from .distributed.changes import params_of_group
 from .distributed.clipping import scale_to_norm, total_norm
-from .distributed.processes import ProcessGroupStrategy, broadcast_tensors
+from .distributed.collectives import broadcast_tensors
 from .distributed.shards import gather_full, is_sharded, local, reading_numbers
 from .fsdp.arguments import OF_PROCESSES, read_arguments
 from .fsdp.fitting import fit_module_state, fit_optimizer_state
@@ -28,6 +28,7 @@ from .fsdp.sharding import ShardingTarget
 from .fsdp.steps import bound, bound_training
 from .mesh.axes import AXES, MeshAxes
 from .mesh.groups import MeshGroups, make_groups
+from .parallel import ParallelStrategy
 from .tensor_subclasses import refuse_shards, unpack_subclasses
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ T = TypeVar("T")
 # Any in this file: arguments by name, batches, what steps take and return, and entries of states.
 
 
-class ShardedStrategy(ProcessGroupStrategy):
+class ShardedStrategy(ParallelStrategy):
     """The base class of strategies with processes along the axes of a mesh, over which parameters are sharded.
 
     A `Sharder` shards parameters over the axes dp, fsdp and cp. What splits the module itself is there only where its

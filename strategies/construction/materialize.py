@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...errors import ModuleError
-from ..distributed.collectives import gather_objects
-from ..distributed.processes import broadcast_tensors
+from ..distributed.collectives import broadcast_tensors, gather_objects
 from ..distributed.shards import is_sharded
 from .deferred import changed_names, forget_marks, own_tensors
 from .operator_replay import is_deferred, is_empty, replay, view_of

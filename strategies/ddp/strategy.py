@@ -20,8 +20,9 @@ from ...precision.base import compute_gradients
 from ..base import NoLoss
 from ..distributed import gradients
 from ..distributed.changes import Changes, agree_on_changes, params_of_group
+from ..distributed.collectives import broadcast_tensors
 from ..distributed.live_objects import LiveObjects
-from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
+from ..parallel import DEFAULT_TIMEOUT, ParallelStrategy
 from ..traits import MemoryShares
 from . import absence
 from .comm_hooks import CommHook, check_comm_hook
@@ -48,7 +49,7 @@ _IS_TRAINED = attrgetter("requires_grad")
 _EVALUATION = ("validation_step", "test_step", "predict_step")
 
 
-class DDPStrategy(ProcessGroupStrategy):
+class DDPStrategy(ParallelStrategy):
     """Several processes with a copy of the model each, on any kind of device.
 
     Every process computes gradients of its own batches; torch's DistributedDataParallel averages them over the

@@ -12,7 +12,7 @@ from ...errors import ConfigError, ModuleError
 from ...messages import warn
 from ...precision.base import evaluates_again
 from ..construction.materialize import made_of
-from ..distributed.processes import broadcast_tensors
+from ..distributed.collectives import broadcast_tensors
 from .config import Config
 from .engine import EngineOptimizer, EngineRoot
 from .engine_types import Zero

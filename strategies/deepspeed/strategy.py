@@ -17,8 +17,9 @@ from ...errors import ConfigError, DataError, ModuleError
 from ...messages import warn
 from ..base import NoLoss, TrainerConfig, plain_name
 from ..construction.deferred import DeferredInit
+from ..distributed.collectives import broadcast_tensors
 from ..distributed.live_objects import LiveObjects
-from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy, broadcast_tensors
+from ..parallel import DEFAULT_TIMEOUT, ParallelStrategy
 from ..traits import MemoryShares
 from . import config as configs
 from . import ops, setup
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["DeepSpeedStrategy"]
 
 
-class DeepSpeedStrategy(ProcessGroupStrategy):
+class DeepSpeedStrategy(ParallelStrategy):
     """Several processes whose module and optimizer are run by a DeepSpeed engine, on any kind of device.
 
     ZeRO stage 1 shards the optimizer's state, stage 2 also gradients, stage 3 also parameters; stage 0 shards nothing.

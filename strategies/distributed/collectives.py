@@ -7,6 +7,7 @@ over the ranks (one small message), because gloo ends the process without a mess
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ __all__ = [
     "all_reduce",
     "barrier",
     "broadcast",
+    "broadcast_tensors",
     "check_divides",
     "gather_objects",
     "host_device",
@@ -258,6 +260,34 @@ def gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def _on_cpu(leaf: object) -> object:
     return leaf.tensor if isinstance(leaf, _Elsewhere) else leaf
+
+
+def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite tensors with those of the group's first rank, in place.
+
+    Args:
+        tensors: The same number, shapes and dtypes on all ranks of the group.
+        group: Ranks that take part; None for all.
+    """
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:  # ranks may have other numbers of elements
+            box = [tensor.detach()]
+            dist.broadcast_object_list(box, src=first, group=group)
+            tensor.detach().copy_(box[0])
+    dense_ones = [as_bytes(tensor.detach()) for tensor in tensors if tensor.layout is torch.strided]
+    copies = [(tensor, tensor.contiguous()) for tensor in dense_ones]
+    for work in [dist.broadcast(dense, src=first, group=group, async_op=True) for _, dense in copies]:
+        work.wait()
+    for tensor, dense in copies:
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.copy_(dense)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return an 8-bit floating-point tensor as bytes, which all backends send, sharing memory; others as they are."""
+    is_small = tensor.is_floating_point() and tensor.element_size() == 1
+    return tensor.view(torch.uint8) if is_small else tensor
 
 
 def barrier(device: torch.device) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ...errors import ConfigError, ModuleError
 from ..distributed import gradients
 from ..distributed.changes import agree_on_changes
+from ..distributed.collectives import broadcast_tensors
 from ..distributed.live_objects import LiveObjects
-from ..distributed.processes import broadcast_tensors
 from ..distributed.shards import is_sharded
 from .fitting import fit_state_of
 from .root import ShardedRoot
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from ..distributed.processes import ProcessGroupStrategy
+    from ..parallel import ParallelStrategy
     from .plan import ShardingPlan
 
 __all__ = ["Sharder", "parameters_of"]
@@ -51,7 +51,7 @@ class Sharder:
         roots: What runs the modules that are in use.
     """
 
-    def __init__(self, strategy: ProcessGroupStrategy) -> None:
+    def __init__(self, strategy: ParallelStrategy) -> None:
         self._strategy = strategy
         self.roots: LiveObjects[ShardedRoot] = LiveObjects()
         self._target: ShardingTarget | None = None

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..distributed.processes import DEFAULT_TIMEOUT
 from ..mesh.axes import REST, MeshAxes
 from ..mesh.groups import MeshGroups
+from ..parallel import DEFAULT_TIMEOUT
 from ..sharded import ShardedStrategy
 from ..traits import MemoryShares
 from .plan import check_mesh

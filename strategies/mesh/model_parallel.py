@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import ConfigError, ModuleError
-from ..distributed.processes import DEFAULT_TIMEOUT
 from ..distributed.shards import is_sharded, local_slice
+from ..parallel import DEFAULT_TIMEOUT
 from ..sharded import ShardedStrategy
 from .axes import REST, MeshAxes
 

@@ -50,7 +50,7 @@ class XLAProcessStrategy(Strategy):
         debug: Whether torch_xla reports what it compiles and why, with the lines of the program (PT_XLA_DEBUG,
             XLA_IR_DEBUG, XLA_HLO_DEBUG). Best set before the first import of torch_xla.
         precision: Another name for `precision_plugin`.
-        options: Further arguments of the next base class: of ProcessGroupStrategy, for several processes.
+        options: Further arguments of the next base class: of ParallelStrategy, for several processes.
     """
 
     accelerator_kind = "xla"

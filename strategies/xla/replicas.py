@@ -24,7 +24,7 @@ from ...protocols import CheckpointPlugin, Cluster, StateDict, StepOutput
 from ..base import NoLoss, Strategy
 from ..ddp.replica import loss_tensor, replace_loss
 from ..distributed.collectives import op_name
-from ..distributed.processes import DEFAULT_TIMEOUT, ProcessGroupStrategy
+from ..parallel import DEFAULT_TIMEOUT, ParallelStrategy
 from ..tree import map_leaves
 from .collectives import Collectives, HostCollectives, RuntimeCollectives, gather_with_gradient, reduce_as
 from .process import EVALUATIONS, Step, XLAProcessStrategy
@@ -40,7 +40,7 @@ __all__ = ["XLAReplicasStrategy"]
 # Any in this file: torch_xla is not annotated; batches, and what the user's steps take and return.
 
 
-class XLAReplicasStrategy(XLAProcessStrategy, ProcessGroupStrategy):
+class XLAReplicasStrategy(XLAProcessStrategy, ParallelStrategy):
     """A process for each XLA device, with a copy of the module each; gradients are averaged after backward.
 
     A loader's `batch_size` counts the samples of one process, as with "ddp". A step is three graphs: the rank's forward

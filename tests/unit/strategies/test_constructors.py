@@ -14,7 +14,6 @@ from loopwright.strategies import ParallelStrategy
 from loopwright.strategies.data_parallel import DataParallelStrategy
 from loopwright.strategies.ddp.strategy import DDPStrategy
 from loopwright.strategies.deepspeed.strategy import DeepSpeedStrategy
-from loopwright.strategies.distributed.processes import ProcessGroupStrategy
 from loopwright.strategies.fsdp.strategy import FSDPStrategy
 from loopwright.strategies.mesh.strategy import MeshStrategy
 from loopwright.strategies.xla.fsdp import XLAFSDPStrategy
@@ -28,7 +27,6 @@ EVERY = [
     DataParallelStrategy,
     MeshStrategy,
     ParallelStrategy,
-    ProcessGroupStrategy,
     SingleDeviceXLAStrategy,
     XLAFSDPStrategy,
     XLAReplicasStrategy,
@@ -37,18 +35,18 @@ EVERY = [
 
 
 @pytest.mark.parametrize("kind", WITH_ALL)
-def test_a_strategy_of_processes_has_every_common_argument_with_its_default(kind: type[ProcessGroupStrategy]) -> None:
-    common = dict(inspect.signature(ProcessGroupStrategy).parameters)
+def test_a_strategy_of_processes_has_every_common_argument_with_its_default(kind: type[ParallelStrategy]) -> None:
+    common = dict(inspect.signature(ParallelStrategy).parameters)
     del common["problems"]  # of subclasses
     own = inspect.signature(kind).parameters
     assert {name: own[name].default for name in common} == {name: one.default for name, one in common.items()}
     # Evaluated: the command line replaces the text of annotations where it reads a class.
-    typed, base = parameters_of(kind).named, parameters_of(ProcessGroupStrategy).named
+    typed, base = parameters_of(kind).named, parameters_of(ParallelStrategy).named
     assert {name: typed[name].annotation for name in common} == {name: base[name].annotation for name in common}
 
 
 @pytest.mark.parametrize("kind", WITH_ALL)
-def test_common_arguments_reach_the_base_class(kind: type[ProcessGroupStrategy]) -> None:
+def test_common_arguments_reach_the_base_class(kind: type[ParallelStrategy]) -> None:
     devices, cluster, checkpoint_io = [torch.device("cpu")], object(), object()
     parts: dict[str, Any] = {
         "parallel_devices": devices,
