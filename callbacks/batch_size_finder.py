@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..messages import warn
-from .base import Callback, find_state
+from .base import AnyModule, Callback, find_state
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ..protocols import StateDict
     from ..trainer import Trainer
 
@@ -86,7 +84,7 @@ class BatchSizeFinder(Callback):
         self._lw_accumulate = state_dict["accumulate_grad_batches"]
         self._lw_has_searched = True
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
         """Set the size that the saved run found, before the loaders are opened."""
         states = checkpoint.get("callbacks", {})
         state = states.get(find_state(states, self.state_key))
@@ -108,12 +106,12 @@ class BatchSizeFinder(Callback):
             if self._lw_accumulate is not None:
                 trainer.accumulate_grad_batches = self._lw_accumulate
 
-    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Search for validate, test and predict: their loaders are opened after this."""
         if stage != "fit":
             self._lw_search_unless_trial(trainer, stage, is_set_up=False)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Search for fit, unless training is under way already."""
         if trainer.progress.total_batches or trainer.ckpt_path is not None:
             if not self._lw_has_searched and trainer.is_global_zero:
@@ -127,7 +125,7 @@ class BatchSizeFinder(Callback):
             return
         self._lw_find(trainer, method, is_set_up=is_set_up)
 
-    def scale_batch_size(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def scale_batch_size(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Search now, within fit, and train with what is found; on every rank, between two epochs or before."""
         if not trainer.at_step_boundary or trainer.progress.epoch_open:
             raise ConfigError(

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import CheckpointError, ConfigError
 from ..messages import warn
-from .base import Callback
+from .base import AnyModule, Callback
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -74,11 +74,11 @@ class BaseFinetuning(Callback):
 
     # --- what subclasses define ------------------------------------------------------------------------------------
 
-    def freeze_before_training(self, pl_module: nn.Module) -> None:
+    def freeze_before_training(self, pl_module: AnyModule) -> None:
         """Freeze what is not to be trained at first; called at the beginning of fit, before optimizers are built."""
         raise NotImplementedError(f"{type(self).__name__} has to define freeze_before_training(pl_module)")
 
-    def finetune_function(self, pl_module: nn.Module, epoch: int, optimizer: Optimizer) -> None:
+    def finetune_function(self, pl_module: AnyModule, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze what is due; called at the start of each epoch, counted from 0, with each optimizer."""
         raise NotImplementedError(f"{type(self).__name__} has to define finetune_function(pl_module, epoch, optimizer)")
 
@@ -191,7 +191,7 @@ class BaseFinetuning(Callback):
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Freeze at the beginning of fit."""
         if stage != "fit":
             return
@@ -218,7 +218,7 @@ class BaseFinetuning(Callback):
             "untracked_norms": list(self._lw_untracked),
         }
 
-    def restore_param_groups(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def restore_param_groups(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Add the groups that a checkpoint has more than configure_optimizers made."""
         known = dict(pl_module.named_parameters())
         for index, optimizer in enumerate(trainer.optimizers):
@@ -232,7 +232,7 @@ class BaseFinetuning(Callback):
                 )
             _restore_groups(optimizer, self._apply_mapping_to_param_groups(saved, known))
 
-    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Freeze running statistics of batch norms as in the checkpoint."""
         self._restarting = False
         if self._lw_loaded_untracked is not None:
@@ -241,7 +241,7 @@ class BaseFinetuning(Callback):
                     module.track_running_stats = path not in self._lw_loaded_untracked
             self._lw_loaded_untracked = None
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Let the subclass unfreeze, and note which groups there are now."""
         for index, optimizer in enumerate(trainer.optimizers):
             count = len(optimizer.param_groups)
@@ -251,7 +251,7 @@ class BaseFinetuning(Callback):
 
     def _store(
         self,
-        pl_module: nn.Module,
+        pl_module: AnyModule,
         opt_idx: int,
         num_param_groups: int,
         current_param_groups: Sequence[Mapping[str, Any]],
@@ -331,7 +331,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.rounding = rounding
         self.previous_backbone_lr: float | None = None
 
-    def freeze_before_training(self, pl_module: nn.Module) -> None:
+    def freeze_before_training(self, pl_module: AnyModule) -> None:
         """Freeze the backbone."""
         backbone = getattr(pl_module, "backbone", None)
         if not isinstance(backbone, nn.Module):
@@ -343,11 +343,11 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr = None
         self.freeze(backbone, train_bn=self.train_bn)
 
-    def finetune_function(self, pl_module: nn.Module, epoch: int, optimizer: Optimizer) -> None:
+    def finetune_function(self, pl_module: AnyModule, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze the backbone when it is time, and raise its rate in later epochs."""
         if epoch < self.unfreeze_backbone_at_epoch:
             return
-        backbone: nn.Module = pl_module.backbone  # type: ignore[assignment]  # freeze_before_training has checked it
+        backbone: nn.Module = pl_module.backbone
         head_lr = float(optimizer.param_groups[0]["lr"])
         if self.previous_backbone_lr is None:
             rate = self.backbone_initial_lr

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..errors import ArgumentTypeError, ConfigError
-from .base import Callback
+from .base import AnyModule, Callback
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ..trainer import Trainer
 
 __all__ = ["GradientAccumulationScheduler"]
@@ -58,7 +56,7 @@ class GradientAccumulationScheduler(Callback):
         """Return the micro-batches per step in this epoch (from 0)."""
         return self.scheduling[self.epochs[bisect_right(self.epochs, epoch) - 1]]
 
-    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Refuse invalid combinations before anything runs."""
         if stage != "fit":
             return
@@ -80,11 +78,11 @@ class GradientAccumulationScheduler(Callback):
                 fix="keep one of the two.",
             )
 
-    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Set the number for the epoch that the run starts or resumes in."""
         self._lw_set(trainer)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Set the number for this epoch."""
         self._lw_set(trainer)
 

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..messages import warn
-from .base import Callback, find_state
+from .base import AnyModule, Callback, find_state
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ..protocols import StateDict
     from ..trainer import Trainer
     from ..tuner.lr_curve import LearningRateCurve
@@ -92,7 +90,7 @@ class LearningRateFinder(Callback):
         found = state_dict["found"]
         self._lw_found = None if found is None else (found[0], found[1])
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
         """Set the rate that the saved run found, before optimizers are made."""
         states = checkpoint.get("callbacks", {})
         state = states.get(find_state(states, self.state_key))
@@ -112,7 +110,7 @@ class LearningRateFinder(Callback):
         if self._lw_found is not None and self._update_attr:
             write_setting(owners, *self._lw_found)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Search, unless training is under way already."""
         if trainer.fast_dev_run:
             warn("LearningRateFinder does nothing with fast_dev_run")
@@ -123,7 +121,7 @@ class LearningRateFinder(Callback):
             return
         self.lr_find(trainer, pl_module)
 
-    def lr_find(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def lr_find(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Search now, and train with what is found; on every rank, between two epochs or before the first."""
         from ..tuner.lr_curve import LearningRateCurve
         from ..tuner.lr_find import find_learning_rate, name_of_rate, set_learning_rate

@@ -7,11 +7,9 @@ import os
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, ConfigError
-from .base import Checkpoint
+from .base import AnyModule, Checkpoint
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ..trainer import Trainer
 
 __all__ = ["OnExceptionCheckpoint"]
@@ -48,7 +46,7 @@ class OnExceptionCheckpoint(Checkpoint):
         """Path of the checkpoint, whether it exists or not."""
         return os.path.join(self.dirpath, self.filename + self.FILE_EXTENSION)
 
-    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Save the current state. A failure to save is logged, so that the first error is raised."""
         if trainer.state.fn != "fit" or trainer.fast_dev_run or isinstance(exception, CheckpointError):
             return
@@ -62,7 +60,7 @@ class OnExceptionCheckpoint(Checkpoint):
             return
         _log.warning("OnExceptionCheckpoint: saved %s on %s.", self.ckpt_path, type(exception).__name__)
 
-    def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Remove the checkpoint of an earlier failure: the training has succeeded."""
         if stage == "fit" and trainer.is_global_zero and not trainer.fast_dev_run:
             trainer.fabric.checkpoint_io.remove_checkpoint(self.ckpt_path)

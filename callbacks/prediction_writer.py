@@ -12,8 +12,6 @@ from ..errors import ConfigError, ModuleError
 from .base import AnyModule, Callback
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ..protocols import AnyBatch, AnyOutput
     from ..trainer import Trainer
 
@@ -94,7 +92,7 @@ class BasePredictionWriter(Callback):
         """
         raise NotImplementedError
 
-    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Refuse a writer that would write nothing."""
         if stage != "predict":
             return
@@ -110,7 +108,7 @@ class BasePredictionWriter(Callback):
                 fix=f"define {missing[0]}, or choose another write_interval.",
             )
 
-    def on_predict_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Begin to note which samples the loaders read."""
         ranks = trainer.strategy.reporting_ranks
         self._lw_is_first = ranks is None or trainer.global_rank in ranks
@@ -125,7 +123,7 @@ class BasePredictionWriter(Callback):
     def on_predict_batch_end(
         self,
         trainer: Trainer,
-        pl_module: nn.Module,
+        pl_module: AnyModule,
         outputs: AnyOutput,
         batch: AnyBatch,
         batch_idx: int,
@@ -142,7 +140,7 @@ class BasePredictionWriter(Callback):
             self._lw_predictions[dataloader_idx].append(move_to_device(outputs, torch.device("cpu")))
             self._lw_indices[dataloader_idx].append(indices)
 
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Write all batches."""
         if self._lw_on_epoch and self._lw_is_first:
             predictions: list[Any] = self._lw_predictions

@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 
 from ..errors import CheckpointError, ConfigError, ModuleError, nearest
 from .averaging.weights import clean_name, refuse_shards
-from .base import Callback, from_rank_zero
+from .base import AnyModule, Callback, from_rank_zero
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -188,7 +188,7 @@ class ModelPruning(Callback):
 
     @staticmethod
     def sanitize_parameters_to_prune(
-        pl_module: nn.Module,
+        pl_module: AnyModule,
         parameters_to_prune: Sequence[Pair] | None = (),
         parameter_names: Sequence[str] | None = (),
     ) -> list[Pair]:
@@ -235,7 +235,7 @@ class ModelPruning(Callback):
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 
-    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Find the parameters, put masks back, keep the first weights, and listen to the optimizers."""
         refuse_shards(trainer, pl_module, owner="ModelPruning")
         if self._lw_source is not None and self._lw_source is not pl_module:
@@ -262,7 +262,7 @@ class ModelPruning(Callback):
             optimizer.register_step_post_hook(lambda *_: self._lw_mask_weights()) for optimizer in trainer.optimizers
         ]
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Rewind the weights that are left, if the last pruning requested it."""
         if self._lw_is_rewind_due:
             self._lw_is_rewind_due = False
@@ -273,7 +273,7 @@ class ModelPruning(Callback):
                     for parameter, value in zip(self._lw_parameters, received, strict=True):
                         parameter.copy_(value)
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: nn.Module, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Leave pruned weights out of the gradients, before these are clipped."""
         pairs = zip(self._lw_parameters, self._lw_masks, strict=False)  # no masks before the first pruning
         found = [(parameter.grad, mask) for parameter, mask in pairs if parameter.grad is not None]
@@ -281,26 +281,26 @@ class ModelPruning(Callback):
             gradients, masks = zip(*found, strict=True)
             torch._foreach_mul_(list(gradients), list(masks))
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Prune at the end of an epoch, not where a limit only interrupts it."""
         if self._lw_is_due or (self._lw_at_epoch_end and not trainer.progress.epoch_paused):
             self._lw_prune(trainer)
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Prune after a validation inside fit, if requested, and after a checkpoint with its score."""
         if not self._lw_at_epoch_end and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._lw_is_due = True
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: AnyModule, batch: AnyBatch, batch_idx: int) -> None:
         """Prune, if it is due since the latest validation."""
         if self._lw_is_due:
             self._lw_prune(trainer)
 
-    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Take the hooks off the optimizers."""
         self._lw_forget_hooks()
 
-    def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Take the hooks off the optimizers; hand the masks to torch, if pruning is not to be permanent."""
         if stage != "fit":
             return
@@ -309,7 +309,7 @@ class ModelPruning(Callback):
             for (module, name), mask in zip(self._parameters_to_prune, self._lw_masks, strict=True):
                 prune.custom_from_mask(module, name, mask)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
         """Fold torch's masks into the weights, in a checkpoint that is saved after fit."""
         weights = checkpoint["state_dict"]
         for name in self._lw_names:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError
-from ..base import Callback, from_rank_zero
+from ..base import AnyModule, Callback, from_rank_zero
 from .weights import (
     check_fit,
     clean_name,
@@ -53,11 +53,11 @@ class Averaging(Callback):
         self._lw_source: nn.Module | None = None
         self._lw_aliases: dict[str, str] = {}
 
-    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Restore the trained weights."""
         self._lw_swap_out(pl_module)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
         """Keep the trained weights in the checkpoint if the module holds the average."""
         keep_trained(checkpoint, self._lw_raw, self._lw_aliases)
 
@@ -141,24 +141,24 @@ class StepAveraging(Averaging):
 
     # --- hooks -------------------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Continue from the checkpoint: if it was saved before its step's update, update now."""
         if self._lw_seen_step is not None and self._lw_seen_step < trainer.global_step:
             self._lw_note_step(trainer, pl_module)
         self._lw_seen_step = trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Request an update after a step that was not skipped."""
         if trainer.global_step != self._lw_seen_step:
             self._lw_note_step(trainer, pl_module)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Evaluate with the average."""
         self._lw_swap_in(trainer, pl_module)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Restore the trained weights."""
         self._lw_swap_out(pl_module)
 

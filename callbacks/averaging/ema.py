@@ -20,6 +20,7 @@ from .weights import as_whole, clones_of, in_memory, tensors_of, write
 if TYPE_CHECKING:
     from ...protocols import StateDict
     from ...trainer import Trainer
+    from ..base import AnyModule
 
 __all__ = ["EMA"]
 
@@ -119,7 +120,7 @@ class EMA(StepAveraging):
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 
-    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Find the module's tensors; a loaded average is checked against them and moved beside them."""
         self._lw_bind(pl_module)
         self._lw_has_stepped = False

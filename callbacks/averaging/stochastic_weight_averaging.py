@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from ...protocols import StateDict
     from ...trainer import Trainer
+    from ..base import AnyModule
 
 __all__ = ["StochasticWeightAveraging"]
 
@@ -125,13 +126,13 @@ class StochasticWeightAveraging(Averaging):
         return averaged_model_parameter + (model_parameter - averaged_model_parameter) / (num_averaged + 1)
 
     @staticmethod
-    def pl_module_contains_batch_norm(pl_module: nn.Module) -> bool:
+    def pl_module_contains_batch_norm(pl_module: AnyModule) -> bool:
         """Whether the module has a batch norm that keeps running statistics."""
         return bool(_running_norms(pl_module))
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 
-    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Check the run; a loaded average is checked against the module and moved to its device."""
         limit = trainer.fit_loop.epoch_limit
         self._max_epochs = None if limit == -1 else limit
@@ -142,7 +143,7 @@ class StochasticWeightAveraging(Averaging):
         if self._lw_began_at >= 0:
             self._lw_rest_schedules(trainer)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Begin when it is time, and set the epoch's learning rates."""
         epoch = trainer.current_epoch
         # Averaging that has begun continues, although a later fit with more epochs would begin later.
@@ -163,7 +164,7 @@ class StochasticWeightAveraging(Averaging):
             self._lw_update(pl_module)
         self._lw_set_rates(optimizer, epoch - self._lw_began_at)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Average the weights at the end of an epoch, not where a limit only interrupts it."""
         epoch = trainer.current_epoch
         if self._lw_began_at < 0 or trainer.progress.epoch_paused or not self._lw_latest_epoch < epoch <= self.swa_end:
@@ -171,7 +172,7 @@ class StochasticWeightAveraging(Averaging):
         self._lw_latest_epoch = epoch
         self._lw_update(pl_module)
 
-    def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Write the average into the module. Checkpoints that are still due in this run hold the trained weights."""
         if not self.n_averaged:
             return
@@ -181,7 +182,7 @@ class StochasticWeightAveraging(Averaging):
         if norms:
             renew_running_statistics(trainer, pl_module, norms)
 
-    def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Release the trained weights: the module now holds the average."""
         self._lw_raw = None
 

@@ -20,6 +20,7 @@ from .weights import clones_of, in_memory, refuse_engines, tensors_of
 if TYPE_CHECKING:
     from ...protocols import StateDict
     from ...trainer import Trainer
+    from ..base import AnyModule
 
 __all__ = ["EMAWeightAveraging", "WeightAveraging"]
 
@@ -97,7 +98,7 @@ class WeightAveraging(StepAveraging):
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 
-    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Find the module's tensors; a loaded average is checked against them and moved beside them."""
         refuse_engines(trainer, owner=type(self).__name__)
         if self._lw_source is not None and self._lw_source is not pl_module:
@@ -106,7 +107,7 @@ class WeightAveraging(StepAveraging):
         self._lw_is_final = False
         self._lw_bind(pl_module)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Request an update at the end of an epoch, unless a limit only interrupts it.
 
         It comes after the checkpoints, which bear the score of a validation that has seen the average as it is now.
@@ -119,21 +120,21 @@ class WeightAveraging(StepAveraging):
             self._lw_is_due = True
             trainer.after_epoch_end(lambda: self._lw_update_if_due(pl_module))
 
-    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Continue from the checkpoint; an update that was due is made now."""
         super().on_train_start(trainer, pl_module)
         self._lw_update_if_due(pl_module)
 
-    def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Write the average into the module. Checkpoints that are still due in this run hold the trained weights."""
         self._lw_swap_in(trainer, pl_module)
 
-    def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Release the trained weights: the module now holds the average."""
         if stage == "fit" and self._lw_raw is not None:
             self._lw_raw, self._lw_is_final = None, True
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
         """Take the average out of a checkpoint of Lightning, whose "state_dict" it is."""
         if "averaging_state" not in checkpoint or "current_model_state" not in checkpoint:
             return

@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...console import ONLY_LOGS
 from ...errors import CheckpointError, StopBySignal
-from ..base import Checkpoint, from_rank_zero
+from ..base import AnyModule, Checkpoint, from_rank_zero
 from . import files as files
 from .arguments import check_arguments
 from .interval import TimeInterval
@@ -307,11 +307,11 @@ class ModelCheckpoint(Checkpoint):
         self.checkpoint_state = CheckpointState(self.rules.top_k_type(self.save_top_k, self.mode))
         self._lw_loaded_dirpath = None
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
         """Record the purpose for which the state is loaded."""
         self._lw_loading_in = trainer.state.fn
 
-    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Determine the directory; the loggers know their version by now."""
 
         def decide() -> tuple[str, CheckpointState]:
@@ -326,7 +326,7 @@ class ModelCheckpoint(Checkpoint):
         self._lw_compare_folders(dirpath)
         self._lw_dirpath = dirpath
 
-    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Check the settings, remove what a killed run left over, start the clock."""
         self.saves_at_epoch_end = self._lw_resolve_at_epoch_end(trainer)
         self._lw_is_training = True
@@ -355,7 +355,7 @@ class ModelCheckpoint(Checkpoint):
         return removal.find_passed_over(self.FILE_EXTENSION)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Save if a step or time interval has passed."""
         interval = self._lw_interval
@@ -373,7 +373,7 @@ class ModelCheckpoint(Checkpoint):
             interval.begin(trainer)
         self.rules.trigger(self, trainer, strict=False)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Save if saves follow validations, or if a save waits for this validation's metrics."""
         if self._lw_is_inert(trainer):
             return
@@ -387,7 +387,7 @@ class ModelCheckpoint(Checkpoint):
         elif self.saves_at_epoch_end and self._lw_is_epoch_due(trainer) and self._lw_is_scored_by(trainer):
             trainer._lw_saving.keep_validated()
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Save if saves follow epochs, or if a save waits for metrics of the epoch."""
         if self._lw_is_inert(trainer):
             return
@@ -397,7 +397,7 @@ class ModelCheckpoint(Checkpoint):
         elif self.checkpoint_state.is_waiting:
             self._lw_save_if_fresh(trainer, strict=strict)
 
-    def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Update `last` at the end of training."""
         self._lw_is_training = False
         # A resumed run that had no step left may have been killed right before it wrote `last`.
@@ -416,7 +416,7 @@ class ModelCheckpoint(Checkpoint):
             self.write_last_alone(trainer)
         self._lw_finish_before(trainer)
 
-    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Save the current state; no other checkpoint is removed or overwritten."""
         was_training, self._lw_is_training = self._lw_is_training, False
         if not self.save_on_exception or not was_training or self._lw_is_inert(trainer):

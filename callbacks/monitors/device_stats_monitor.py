@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...accelerators.cpu import CPUAccelerator
-from ..base import Callback, as_hook
+from ..base import AnyModule, Callback, as_hook
 from .measuring import is_evaluation_due, require_logger
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ...protocols import AnyBatch, AnyOutput
     from ...trainer import Trainer
 
@@ -40,7 +38,7 @@ class DeviceStatsMonitor(Callback):
         self._lw_noted_step = -1
         self._lw_is_on = False
 
-    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Refuse a run without a logger; read everything once, so that what is missing is found now."""
         require_logger(trainer, self)
         self._lw_is_on = stage != "predict" and trainer.is_global_zero and bool(trainer.log_every_n_steps)
@@ -58,7 +56,7 @@ class DeviceStatsMonitor(Callback):
         separator = getattr(trainer.logger, "group_separator", "/")
         return {f"{type(self).__qualname__}.{hook}{separator}{name}": value for name, value in stats.items()}
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: AnyModule, batch: AnyBatch, batch_idx: int) -> None:
         """Note the statistics before the first batch of a step that is logged."""
         if self._lw_is_on and trainer.should_log and self._lw_noted_step != trainer.global_step:
             # Sent when the step is done: one that is skipped is tried again under the same number.
@@ -66,7 +64,7 @@ class DeviceStatsMonitor(Callback):
             self._lw_noted_step = trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Send what was noted, and the statistics after the step."""
         if not self._lw_noted or not trainer.at_step_boundary:

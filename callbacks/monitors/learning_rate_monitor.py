@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.optim import Optimizer
 
 from ...errors import ConfigError
-from ..base import Callback
+from ..base import AnyModule, Callback
 from .measuring import require_logger
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ...protocols import AnyBatch, AnyOutput
     from ...trainer import Trainer
 
@@ -69,7 +67,7 @@ class LearningRateMonitor(Callback):
         self._lw_noted_step = -1
         self._lw_has_warned = False
 
-    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Find optimizers, schedules and their names."""
         require_logger(trainer, self)
         self._lw_watched = {"step": [], "epoch": []}
@@ -81,19 +79,19 @@ class LearningRateMonitor(Callback):
         if not trainer.optimizers and trainer.is_global_zero:
             _log.warning("LearningRateMonitor: configure_optimizers returned no optimizer: there is nothing to log.")
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Log what is counted by epochs: the rates that the epoch begins with."""
         if self._lw_watched["epoch"]:
             self._lw_send(trainer, self._lw_values(self._lw_watched["epoch"]), trainer.global_step)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: AnyModule, batch: AnyBatch, batch_idx: int) -> None:
         """Note the rates before the step, if this step is logged."""
         if trainer.should_log and self._lw_watched["step"]:
             self._lw_noted = self._lw_values(self._lw_watched["step"])
             self._lw_noted_step = trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Log what was noted, once the step has been taken."""
         if self._lw_noted and trainer.at_step_boundary:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ...accelerators.out_of_memory import is_out_of_memory
 from ...accelerators.usage import process_peak_bytes
 from ...errors import ConfigError
-from ..base import Callback
+from ..base import AnyModule, Callback
 
 if TYPE_CHECKING:
     from ...trainer import Trainer
@@ -124,17 +124,17 @@ class MemorySnapshot(Callback):
         self.report: MemoryReport | None = None
         self._lw_is_recording = False
 
-    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Let CUDA's allocator remember what it does."""
         if trainer.fabric.device.type == "cuda" and self.max_entries:
             torch.cuda.memory._record_memory_history(max_entries=self.max_entries)
             self._lw_is_recording = True
 
-    def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Let it forget."""
         self._lw_stop()
 
-    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Write the report, if memory ran out."""
         try:
             if is_out_of_memory(exception):
@@ -142,7 +142,7 @@ class MemorySnapshot(Callback):
         finally:
             self._lw_stop()
 
-    def _lw_write(self, trainer: Trainer, pl_module: nn.Module, error: BaseException) -> None:
+    def _lw_write(self, trainer: Trainer, pl_module: AnyModule, error: BaseException) -> None:
         optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in trainer.optimizers]
         self.report = report = memory_report(pl_module, optimizers, device=trainer.fabric.device, error=error)
         folder = self.dirpath or Path(trainer.local_root_dir, "memory")

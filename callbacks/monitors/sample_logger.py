@@ -10,12 +10,10 @@ import torch
 
 from ...data.rng import capture_rng, restore_rng
 from ...errors import ConfigError
-from ..base import Callback, as_hook
+from ..base import AnyModule, Callback, as_hook
 from .measuring import LogSteps
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ...protocols import AnyBatch, AnyOutput
     from ...trainer import Trainer
 
@@ -73,12 +71,12 @@ class SampleLogger(Callback):
         self.num_samples, self.name = num_samples, name
         self._lw_log_steps = LogSteps()
 
-    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Record the first step: a resumed run logged it already."""
         self._lw_log_steps.start(trainer)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Make samples of a step that is due."""
         every = self.every_n_steps or trainer.log_every_n_steps
@@ -89,7 +87,7 @@ class SampleLogger(Callback):
         self,
         stage: str,
         trainer: Trainer,
-        pl_module: nn.Module,
+        pl_module: AnyModule,
         outputs: AnyOutput,
         batch: AnyBatch,
         batch_idx: int,
@@ -102,7 +100,7 @@ class SampleLogger(Callback):
     on_validation_batch_end = as_hook(_lw_evaluated, "validation")
     on_test_batch_end = as_hook(_lw_evaluated, "test")
 
-    def _lw_log(self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch) -> None:
+    def _lw_log(self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch) -> None:
         with _undisturbed(pl_module):
             images = self.images(pl_module, outputs, batch) if self.images is not None else None
             text = self.text(pl_module, outputs, batch) if self.text is not None else None

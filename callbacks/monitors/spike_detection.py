@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...errors import ConfigError, LoopwrightError
 from ...files import only_describes, replace_file
-from ..base import Callback, from_rank_zero
+from ..base import AnyModule, Callback, from_rank_zero
 
 if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput, StateDict
@@ -189,7 +189,7 @@ class SpikeDetection(Callback):
         """One name per set of arguments."""
         return self._generate_state_key(**self._lw_arguments)
 
-    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Read what earlier runs have found."""
         self._lw_every = min(self.check_every_n_steps or trainer.log_every_n_steps or 50, _MOST_KEPT)
         self._lw_own = []
@@ -203,7 +203,7 @@ class SpikeDetection(Callback):
         return path if path.suffix == ".json" else path / "skip_batches.json"
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Keep the loss, without reading it; judge all that were kept when it is time."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
@@ -213,20 +213,20 @@ class SpikeDetection(Callback):
         if trainer.at_step_boundary and (trainer.progress.steps + trainer.progress.skipped_steps) % self._lw_every == 0:
             self._lw_look(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Judge what is left: the numbers of batches start again."""
         self._lw_look(trainer)
 
-    def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Stop communicating with other ranks."""
         self._lw_trainer = None
 
-    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Communicate with other ranks only if they are at the same place."""
         if not trainer.ranks_answer:
             self._lw_trainer = None
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
         """Judge what is left: no checkpoint is to follow a spike. One of a run that ends holds what is not judged."""
         if not trainer.interrupted:
             self._lw_judge_known(trainer)

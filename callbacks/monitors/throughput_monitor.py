@@ -9,12 +9,10 @@ from ...errors import ModuleError
 from ...fabric.peak_flops import get_available_flops
 from ...fabric.throughput import Counts, Throughput
 from ...messages import warn
-from ..base import Callback, as_hook
+from ..base import AnyModule, Callback, as_hook
 from .measuring import LogSteps, is_evaluation_due
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ...protocols import AnyBatch, AnyOutput, StateDict
     from ...trainer import Trainer
 
@@ -66,7 +64,7 @@ class ThroughputMonitor(Callback):
         """One name per set of arguments."""
         return self._generate_state_key(window_size=self.window_size, separator=self.separator)
 
-    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Find the device's peak; warn of a run without a logger."""
         if not trainer.loggers and not trainer.fast_dev_run:
             warn("ThroughputMonitor has no logger to write to, and does nothing: pass Trainer(logger=...)")
@@ -94,7 +92,7 @@ class ThroughputMonitor(Callback):
         return _checked("length_fn", self.length_fn(batch))
 
     def _lw_count(
-        self, trainer: Trainer, pl_module: nn.Module, stage: str, batch: AnyBatch, *, is_logged: bool
+        self, trainer: Trainer, pl_module: AnyModule, stage: str, batch: AnyBatch, *, is_logged: bool
     ) -> None:
         throughput, counts = self._lw_stages[stage]
         counts.add(batch)
@@ -106,7 +104,7 @@ class ThroughputMonitor(Callback):
             flops=self._lw_flops(pl_module),
         )
 
-    def _lw_flops(self, pl_module: nn.Module) -> float | None:
+    def _lw_flops(self, pl_module: AnyModule) -> float | None:
         flops: float | None = getattr(pl_module, "flops_per_batch", None)
         if flops is None and not self._lw_has_warned:
             self._lw_has_warned = True
@@ -119,7 +117,7 @@ class ThroughputMonitor(Callback):
 
     # --- training ----------------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Start the clock, with what earlier runs have counted."""
         self._lw_start(trainer, "train", self._lw_resumed.get("time", 0.0))
         self._lw_log_steps.start(trainer)
@@ -130,7 +128,7 @@ class ThroughputMonitor(Callback):
         self._lw_resumed = {}
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Count the batch; log where the trainer logs."""
         if not self._lw_is_on:
@@ -140,7 +138,7 @@ class ThroughputMonitor(Callback):
         if is_logged:
             self._lw_log(trainer, "train", None)
 
-    def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Keep the totals for a later fit."""
         self._lw_resumed = self._lw_totals()
 
@@ -157,19 +155,19 @@ class ThroughputMonitor(Callback):
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
-    def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Pause the clock of training."""
         if "train" in self._lw_stages:
             self._lw_stages["train"][1].clock.pause()
         if not trainer.sanity_checking:
             self._lw_start(trainer, "validate")
 
-    def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Continue with the clock of training."""
         if "train" in self._lw_stages:
             self._lw_stages["train"][1].clock.resume()
 
-    def _lw_begin(self, stage: str, trainer: Trainer, pl_module: nn.Module) -> None:
+    def _lw_begin(self, stage: str, trainer: Trainer, pl_module: AnyModule) -> None:
         """Start the clock of a stage."""
         self._lw_start(trainer, stage)
 
@@ -177,7 +175,7 @@ class ThroughputMonitor(Callback):
         self,
         stage: str,
         trainer: Trainer,
-        pl_module: nn.Module,
+        pl_module: AnyModule,
         outputs: AnyOutput,
         batch: AnyBatch,
         batch_idx: int,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...accelerators.usage import peak_memory_bytes, synchronize
@@ -14,7 +14,7 @@ from ...errors import ConfigError
 from ...fabric.compiling import compiled_parts
 from ...fabric.peak_flops import dense_flops_per_token, get_available_flops, measure_peak_flops, mfu
 from ...fabric.throughput import Counts, per_second
-from ..base import Callback
+from ..base import AnyModule, Callback
 from ..summary.summary import count_elements
 from .measuring import LogSteps
 
@@ -116,7 +116,7 @@ class TrainingEfficiency(Callback):
 
     # --- training ----------------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Find the peak, start the clock."""
         if not trainer.is_global_zero:
             return
@@ -141,7 +141,7 @@ class TrainingEfficiency(Callback):
             return measure_peak_flops(trainer.fabric.device, dtype)
         return get_available_flops(trainer.fabric.device, dtype)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: AnyModule, batch: AnyBatch, batch_idx: int) -> None:
         """Begin to count FLOPs, at the first micro-batch."""
         if self._lw_counts is not None and self._lw_is_to_count:
             self._lw_is_to_count = False
@@ -149,14 +149,14 @@ class TrainingEfficiency(Callback):
             self._lw_counter.__enter__()
             self._lw_is_counting = True
 
-    def on_after_backward(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """End the count. With manual optimization a step may have several passes: there it ends with the batch."""
         if self._lw_is_counting and getattr(pl_module, "automatic_optimization", True):
             self._lw_is_counting = False
             self._lw_counter.__exit__(None, None, None)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Count samples and tokens; log where the trainer logs."""
         if self._lw_counts is None:
@@ -234,17 +234,17 @@ class TrainingEfficiency(Callback):
 
     # --- around it ---------------------------------------------------------------------------------------------------
 
-    def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Stop the clock of training."""
         if self._lw_counts is not None and not trainer.sanity_checking:
             self._lw_counts.pause(trainer.fabric.device)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Continue with the clock of training."""
         if self._lw_counts is not None and not trainer.sanity_checking:
             self._lw_counts.resume(trainer.fabric.device)
 
-    def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Sum up."""
         if self._lw_counts is None:
             return
@@ -266,7 +266,7 @@ class TrainingEfficiency(Callback):
             rows = [f"  {name:<{width}}  {value:,.6g}" for name, value in self.summary.items()]
             trainer.print("\n".join(["Efficiency", *rows]))
 
-    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:
         """End a count that is under way."""
         if self._lw_counter is not None:
             self._lw_end_count(0)

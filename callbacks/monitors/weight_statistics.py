@@ -7,14 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ...errors import ConfigError
 from ...strategies.distributed.clipping import over_shards
 from ...strategies.distributed.shards import is_sharded
 from ..averaging.weights import part_of
-from ..base import Callback
+from ..base import AnyModule, Callback
 from .measuring import require_logger
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class WeightStatistics(Callback):
         self._lw_before: list[tuple[str, Tensor, Tensor]] = []
         self._lw_step = -1
 
-    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Learn the parameters' names."""
         require_logger(trainer, self)
         self._lw_names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
@@ -85,7 +85,7 @@ class WeightStatistics(Callback):
     def _lw_forget(self) -> None:
         self._lw_norms, self._lw_histograms, self._lw_before = [], [], []
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: nn.Module, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Compute on the device, if this step is logged; nothing is read."""
         if not trainer.should_log:
             return
@@ -108,7 +108,7 @@ class WeightStatistics(Callback):
             self._lw_histograms += [(kind, name, row) for name, row in _histograms(named, self.histogram_bins)]
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Read everything with one copy and log it, once the step has been taken."""
         if self._lw_step < 0 or not trainer.at_step_boundary:

@@ -8,11 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
-from ..base import Callback
+from ..base import AnyModule, Callback
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ...protocols import AnyBatch, AnyOutput
     from ...trainer import Trainer
 
@@ -45,7 +43,7 @@ class XLAStatsMonitor(Callback):
         self._lw_began = 0.0
         self._lw_compiled = 0.0
 
-    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Refuse a run without a logger, or on another device."""
         problems = []
         if not trainer.loggers and not trainer.fast_dev_run:
@@ -74,13 +72,13 @@ class XLAStatsMonitor(Callback):
             "fallbacks": float(sum(metrics.counter_value(name) or 0 for name in fallbacks)),
         }
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Note the time."""
         self._lw_began = time.monotonic()
         self._lw_compiled = self.read()["compiled_graphs"]
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Send the counters after a step that is logged."""
         if not (trainer.is_global_zero and trainer.at_step_boundary and trainer.log_every_n_steps):
@@ -90,7 +88,7 @@ class XLAStatsMonitor(Callback):
         stats = {**self.read(), **trainer.accelerator.get_device_stats(trainer.fabric.device)}
         trainer.log_metrics({f"XLAStatsMonitor/{name}": value for name, value in stats.items()}, trainer.global_step)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Write the epoch's time and compilations to the log. The device may not have finished the epoch's work."""
         if self.verbose and trainer.is_global_zero:
             compiled = self.read()["compiled_graphs"] - self._lw_compiled

@@ -9,11 +9,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ModuleError
-from ..base import Callback
+from ..base import AnyModule, Callback
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ...trainer import Trainer
 
 __all__ = ["ProgressBar", "format_metrics", "printed"]
@@ -139,7 +137,7 @@ class ProgressBar(Callback):
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Keep the trainer; only rank zero draws."""
         self._trainer = trainer
         if not trainer.is_global_zero:
@@ -150,7 +148,7 @@ class ProgressBar(Callback):
         if self._trainer is not None and not isinstance(self._trainer, weakref.ProxyType):
             self._trainer = weakref.proxy(self._trainer)
 
-    def get_metrics(self, trainer: Trainer, pl_module: nn.Module) -> dict[str, float | int | str]:
+    def get_metrics(self, trainer: Trainer, pl_module: AnyModule) -> dict[str, float | int | str]:
         """Return what is shown beside the bar: what was logged with prog_bar. May be overridden.
 
         Host values of the latest step where reading them waits for nothing, else as of the last log boundary.

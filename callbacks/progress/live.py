@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ...console import LINES, is_notebook
 from ...errors import ConfigError
 from ...lazy import is_core
-from ..base import as_hook
+from ..base import AnyModule, as_hook
 from .base import ProgressBar, format_metrics, printed
 from .plain import PlainLines
 from .terminal import can_draw
@@ -136,7 +136,7 @@ class LiveProgressBar(ProgressBar):
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Keep the trainer, and look where the output goes."""
         super().setup(trainer, pl_module, stage)
         self._lw_lines = None if can_draw(sys.stdout) else PlainLines(self._lw_write)
@@ -175,7 +175,7 @@ class LiveProgressBar(ProgressBar):
         self._lw_begin("train")
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Draw if it is time."""
         if time.monotonic() >= self._lw_next_draw_s:
@@ -236,7 +236,7 @@ class LiveProgressBar(ProgressBar):
         self,
         stage: str,
         trainer: Trainer,
-        pl_module: nn.Module,
+        pl_module: AnyModule,
         outputs: AnyOutput,
         batch: AnyBatch,
         batch_idx: int,
@@ -257,11 +257,11 @@ class LiveProgressBar(ProgressBar):
     on_test_batch_end, on_predict_batch_end = as_hook(_lw_evaluated, "test"), as_hook(_lw_evaluated, "predict")
     on_test_end, on_predict_end = as_hook(_lw_complete, "test"), as_hook(_lw_complete, "predict")
 
-    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Leave the screen as the exception's text needs it."""
         self._lw_finish_all()
 
-    def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Take down what is still open."""
         self._lw_finish_all()
 

@@ -11,11 +11,11 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...errors import ConfigError, MissingMetric, nearest
 from ...messages import counted
-from ..base import Callback
+from ..base import AnyModule, Callback
 
 if TYPE_CHECKING:
     from ...protocols import StateDict
@@ -143,7 +143,7 @@ class EarlyStopping(Callback):
         """`a` is better than `b`, by the mode."""
         return self.mode_dict[self.mode]
 
-    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Decide when to check; a resumed run that was stopped stops again."""
         at_epoch_end = self._check_on_train_epoch_end
         if at_epoch_end is None:
@@ -167,12 +167,12 @@ class EarlyStopping(Callback):
         is_stopped = self.stopping_reason != EarlyStoppingReason.NOT_STOPPED
         return self.stopping_reason_message if is_stopped else None
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Check, if checks follow epochs."""
         if self._lw_at_epoch_end:
             self._run_early_stopping_check(trainer)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Check, if checks follow validations."""
         if not self._lw_at_epoch_end:
             self._run_early_stopping_check(trainer)

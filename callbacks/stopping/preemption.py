@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import CheckpointError, ConfigError, ModuleError, StopBySignal, nearest
-from ..base import Callback, from_rank_zero
+from ..base import AnyModule, Callback, from_rank_zero
 from ..model_checkpoint import files as files
 from ..model_checkpoint.callback import ModelCheckpoint
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ...trainer import Trainer
     from ...trainer.loop.run_signals import RunSignals
 
@@ -82,7 +80,7 @@ class Preemption(Callback):
         self.grace_s = grace_s
         self._lw_poll: _Poll | None = None
 
-    def setup(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Start listening."""
         if stage != "fit":
             return
@@ -95,7 +93,7 @@ class Preemption(Callback):
             self._lw_poll = _Poll(self, run_signals)
             self._lw_poll.start()
 
-    def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Save, if the run ends because of a notice."""
         self._lw_end_poll()
         run_signals = trainer.run_signals
@@ -125,7 +123,7 @@ class Preemption(Callback):
         late = " That was too long: take shorter steps, or a faster disk." if took_s > (self.grace_s or took_s) else ""
         _log.warning("Preemption: saved %s at step %d, %.1f s%s after the notice.%s", path, step, took_s, grace, late)
 
-    def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Stop listening."""
         self._lw_end_poll()
 

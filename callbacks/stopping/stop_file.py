@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
-from ..base import Callback
+from ..base import AnyModule, Callback
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ...protocols import AnyBatch, AnyOutput
     from ...trainer import Trainer
 
@@ -47,7 +45,7 @@ class StopFile(Callback):
         self._lw_file: Path | None = None
         self._lw_look_at_s = float("inf")
 
-    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Remove a file that an earlier run left behind."""
         self._lw_look_at_s = float("inf")
         if not trainer.is_global_zero:
@@ -59,7 +57,7 @@ class StopFile(Callback):
         self._lw_look_at_s = time.monotonic()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Check for the file."""
         now_s = time.monotonic()

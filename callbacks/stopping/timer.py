@@ -9,12 +9,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
-from ..base import Callback, from_rank_zero
+from ..base import AnyModule, Callback, from_rank_zero
 from ..rank_zero import SharedDeadline
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ...protocols import AnyBatch, AnyOutput, StateDict
     from ...trainer import Trainer
 
@@ -106,7 +104,7 @@ class Timer(Callback):
             return None
         return max(0.0, self._lw_duration_s - self.time_elapsed(stage))
 
-    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Stop at once if no time is left for a resumed run."""
         self.stop_reason = None
         self._lw_offset_s = from_rank_zero(trainer, self.time_elapsed)
@@ -114,7 +112,7 @@ class Timer(Callback):
         if self._lw_duration_s is not None and self._lw_offset_s >= self._lw_duration_s:
             self._lw_stop(trainer)
 
-    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Start the clock of training."""
         self._lw_start("train")
         if self._lw_duration_s is not None:
@@ -123,7 +121,7 @@ class Timer(Callback):
                 self._lw_shared = SharedDeadline(lambda: self._lw_deadline_s - time.monotonic())
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Check the clock; with several ranks, rank 0's, at some steps (see `SharedDeadline`)."""
         if self._lw_shared is not None:
@@ -133,31 +131,31 @@ class Timer(Callback):
         elif time.monotonic() >= self._lw_deadline_s and self._interval == "step" and not trainer.should_stop:
             self._lw_stop(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Check the clock, for interval="epoch"."""
         if self._lw_duration_s is None:
             return
         if from_rank_zero(trainer, lambda: time.monotonic() >= self._lw_deadline_s and not trainer.should_stop):
             self._lw_stop(trainer)
 
-    def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Stop the clock of training."""
         self._lw_ended["train"] = time.monotonic()
         self._lw_shared = None
 
-    def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Start the clock of validation."""
         self._lw_start("validate")
 
-    def on_validation_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Stop the clock of validation."""
         self._lw_ended["validate"] = time.monotonic()
 
-    def on_test_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Start the clock of the test."""
         self._lw_start("test")
 
-    def on_test_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_test_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Stop the clock of the test."""
         self._lw_ended["test"] = time.monotonic()
 

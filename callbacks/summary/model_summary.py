@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
-from ..base import Callback, from_rank_zero
+from ..base import AnyModule, Callback, from_rank_zero
 from .summary import Summary, format_table, summarize
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class ModelSummary(Callback):
         self._max_depth = max_depth
         self._summarize_kwargs = summarize_kwargs
 
-    def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Measure the module and show the table."""
         if not self._max_depth:
             return
@@ -44,7 +44,7 @@ class ModelSummary(Callback):
         summary = self._summary(trainer, pl_module) if trainer.strategy.shards_parameters else None
         from_rank_zero(trainer, lambda: self._lw_show(trainer, pl_module, summary))
 
-    def _lw_show(self, trainer: Trainer, pl_module: nn.Module, summary: Summary | None) -> None:
+    def _lw_show(self, trainer: Trainer, pl_module: AnyModule, summary: Summary | None) -> None:
         if not trainer.is_global_zero:
             return
         summary = summary or self._summary(trainer, pl_module)

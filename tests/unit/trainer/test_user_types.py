@@ -90,9 +90,24 @@ class Watch(lw.Callback):
 
 class Bar(lw.TQDMProgressBar):
     def on_train_batch_end(
-        self, trainer: lw.Trainer, pl_module: nn.Module, outputs: dict[str, Tensor], batch: Pair, batch_idx: int
+        self, trainer: lw.Trainer, pl_module: Net, outputs: dict[str, Tensor], batch: Pair, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+
+class Best(lw.ModelCheckpoint):
+    def on_validation_end(self, trainer: lw.Trainer, pl_module: Net) -> None:
+        print(pl_module.width, trainer.current_epoch)
+
+
+class Early(lw.EarlyStopping):
+    def on_validation_end(self, trainer: lw.Trainer, pl_module: lw.Module) -> None:
+        super().on_validation_end(trainer, pl_module)
+
+
+class Rates(lw.LearningRateMonitor):
+    def on_train_start(self, trainer: lw.Trainer, pl_module: Net) -> None:
+        super().on_train_start(trainer, pl_module)
 
 
 class Writer(lw.BasePredictionWriter):
