@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -23,35 +23,33 @@ from ...trainer.checkpointing import snapshot
 from ...trainer.session import assemble, begin
 from .attached import collect_attached
 from .imports.absent import refuse
-from .optimizers import replace_optimizers, replace_schedules
-from .patch import extend, patch
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.optim import Optimizer
 
     from ...accelerators import Accelerator
     from ...precision import Precision
     from ...protocols import Cluster, StateDict
     from ...strategies.fsdp.plan import ShardingPlan
-    from ...trainer.loop.schedule import LRSchedulerConfig
     from ...trainer.trainer import Trainer
+    from .trainer import Trainer as LightningTrainer
 
 _OUT_DICT = dict[str, Tensor]  # what a logger gets, where Lightning annotates
 
-__all__ = ["ResultsView", "bind_strategy"]
+__all__ = ["ResultsView", "of_trainer"]
 
 
-def bind_strategy(trainer: Trainer) -> None:
-    """Give a trainer's strategy the attributes that Lightning's strategies have, while the trainer uses it.
+def of_trainer(strategy: Strategy, name: str) -> Any:  # what the trainer has
+    """Return an attribute that Lightning's strategies have, of the trainer of a strategy or of its own.
 
-    Only attributes that the strategy does not define are added, and only to this strategy.
+    Args:
+        strategy: The strategy.
+        name: Lightning's name, which Loopwright's strategy does not have.
+
+    Raises:
+        AttributeError: There is none, or there is no trainer.
     """
-    trainer.fabric.strategy.__dict__["_lw_lightning_trainer"] = trainer
-
-
-def _of_trainer(strategy: Strategy, name: str) -> Any:  # what the trainer has
     trainer = strategy.__dict__.get("_lw_lightning_trainer")
     if trainer is not None and name in _OF_TRAINER:
         return getattr(trainer, _OF_TRAINER[name])
@@ -61,47 +59,6 @@ def _of_trainer(strategy: Strategy, name: str) -> Any:  # what the trainer has
     if make is not None and own in strategy.__dict__:
         return make(strategy.__dict__[own])
     raise AttributeError(f"{type(strategy).__name__!r} object has no attribute {name!r}")
-
-
-def _get_optimizers(strategy: Strategy) -> list[Optimizer]:
-    """The optimizers of the trainer whose strategy this is, where a program of Lightning made that trainer."""
-    own: list[Optimizer] | None = strategy.__dict__.get("optimizers")
-    found: list[Optimizer] = _of_trainer(strategy, "optimizers") if own is None else own
-    return found
-
-
-def _set_optimizers(strategy: Strategy, optimizers: list[Optimizer]) -> None:
-    trainer = strategy.__dict__.get("_lw_lightning_trainer")
-    if trainer is None:
-        strategy.__dict__["optimizers"] = optimizers
-    else:
-        replace_optimizers(trainer, optimizers)
-
-
-def _get_schedules(strategy: Strategy) -> list[LRSchedulerConfig]:
-    """The schedules of the trainer whose strategy this is, where a program of Lightning made that trainer."""
-    trainer = strategy.__dict__.get("_lw_lightning_trainer")
-    return [] if trainer is None else list(trainer.lr_scheduler_configs)
-
-
-def _set_schedules(strategy: Strategy, configs: list[LRSchedulerConfig]) -> None:
-    trainer = strategy.__dict__.get("_lw_lightning_trainer")
-    if trainer is not None:
-        replace_schedules(trainer, configs)
-
-
-def _set_module(strategy: Strategy, module: nn.Module | None) -> None:
-    trainer = strategy.__dict__.get("_lw_lightning_trainer")
-    if trainer is not None:
-        patch(trainer, "_lw_spawned_module", module)
-
-
-# In place, so that `trainer.strategy` is the strategy itself, and not a wrapper.
-extend(Strategy, "__getattr__", _of_trainer)
-extend(Strategy, "optimizers", property(_get_optimizers, _set_optimizers))
-extend(Strategy, "lr_scheduler_configs", property(_get_schedules, _set_schedules))
-_lightning_module = property(lambda strategy: _of_trainer(strategy, "lightning_module"), _set_module)
-extend(Strategy, "_lightning_module", _lightning_module)
 
 
 def _sharding_strategy(plan: ShardingPlan) -> object:
@@ -127,7 +84,7 @@ def _connect(trainer: Trainer) -> Callable[[nn.Module], None]:
     """Return a function that attaches a module to the trainer, outside of a run."""
 
     def connect(model: nn.Module) -> None:
-        patch(trainer, "_lw_spawned_module", model)
+        cast("LightningTrainer", trainer).attach_module(model)
 
     return connect
 

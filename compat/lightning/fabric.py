@@ -26,6 +26,7 @@ from .imports.served import Served
 from .objects import trust_objects, with_objects
 from .overrides import find_own
 from .parity import switches
+from .precision import serve_precision
 
 __all__ = ["Fabric", "FabricModule", "find_free_network_port", "unwrap_objects"]
 
@@ -58,6 +59,7 @@ class Fabric(fabric.Fabric):
         if len(args) < _NUM_BEFORE_CALLBACKS + 1:  # the names of a call may come by position
             kwargs["callbacks"] = with_external(kwargs.get("callbacks"), "fabric")
         super().__init__(*args, **kwargs)
+        serve_precision(self)
         for change in switches.functions("fabric"):
             change(self)
         show_paths()

@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ... import precision as precisions
 from ...errors import ConfigError
+from ...lazy import is_core
 from ...messages import warn
-from ...precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from ...precision.base import DefaultDtype, cast_floats, kept_buffers
 from ...strategies.deepspeed import precision as deepspeed
 from ...trainer.loop.optimizers import ManagedOptimizer
 from ...trainer.module import Module
-from .patch import extend, patch
+from .imports.served import Served, serve, served
+from .overrides import find_own
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as ShardedDtypes
+
+    from ...fabric import Fabric
 
 __all__ = [
     "DeepSpeedPrecision",
@@ -31,7 +35,11 @@ __all__ = [
     "HalfPrecision",
     "MixedPrecision",
     "Precision",
+    "serve_precision",
+    "served_precision",
 ]
+
+P = TypeVar("P", bound=precisions.Precision)
 
 # Any in this file: a precision, and what a program passes on.
 
@@ -58,10 +66,6 @@ def _with_model(core: Any) -> Any:
 
     del optimizer_step.__wrapped__  # its own signature is that of Lightning
     return optimizer_step
-
-
-for _class in (Precision, MixedPrecision):
-    patch(_class, "optimizer_step", _with_model(_class.__dict__["optimizer_step"]))
 
 
 def _main_params(self: Any, optimizer: Optimizer) -> Iterator[Tensor]:
@@ -147,11 +151,42 @@ _METHODS = {
     "clip_gradients": _clip_gradients,
     **{f"{stage}_step_context": _forward_context for stage in ("train", "val", "test", "predict")},
 }
-for _name, _method in _METHODS.items():
-    extend(Precision, _name, _method)
-extend(MixedPrecision, "autocast_context_manager", _forward_context)
 
 
+def served_precision(core: type[P]) -> type[P]:
+    """Return a class of precisions with Lightning's methods, and its arguments of `optimizer_step`.
+
+    Args:
+        core: A class of the core.
+    """
+    members: dict[str, object] = {**_METHODS, "optimizer_step": _with_model(core.optimizer_step)}
+    if issubclass(core, precisions.MixedPrecision):
+        members["autocast_context_manager"] = _forward_context
+    return served(core, members, __name__)
+
+
+def serve_precision(fabric: Fabric) -> None:
+    """Let the precision of a Fabric have Lightning's methods, and optimizers step by it where that does something.
+
+    Args:
+        fabric: Its precision is chosen.
+    """
+    precision = fabric.precision
+    serve(precision, served_precision)
+    core = next(cls for cls in type(precision).__mro__ if is_core(cls) and not isinstance(cls, Served))
+    if "optimizer_step" not in find_own(precision):
+        is_mixed = core.optimizer_step is precisions.MixedPrecision.optimizer_step  # type: ignore[attr-defined]
+        does = core.optimizer_step is not precisions.Precision.optimizer_step  # type: ignore[attr-defined]
+        fabric.steps_by_precision = precision.has_scaler if is_mixed else does
+
+
+Precision = served_precision(precisions.Precision)
+MixedPrecision = served_precision(precisions.MixedPrecision)
+HalfPrecision = served_precision(precisions.HalfPrecision)
+DoublePrecision = served_precision(precisions.DoublePrecision)
+
+
+@served_precision
 class DeepSpeedPrecision(deepspeed.DeepSpeedPrecision):
     """`DeepSpeedPrecision` that casts what Lightning's casts: a module in "bf16-true" and "16-true", and every input.
 
@@ -193,10 +228,10 @@ class FabricDeepSpeedPrecision(DeepSpeedPrecision):
 
 class _MadeBy(type):
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, Precision) and "mixed_precision_config" in dir(instance)
+        return isinstance(instance, precisions.Precision) and "mixed_precision_config" in dir(instance)
 
 
-class _HalfOfFSDP(HalfPrecision):
+class _HalfOfFSDP(precisions.HalfPrecision):
     @property
     def mixed_precision_config(self) -> ShardedDtypes:
         """The dtypes as FullyShardedDataParallel takes them."""
@@ -229,9 +264,9 @@ class FSDPPrecision(metaclass=_MadeBy):
         if precision.endswith("-mixed"):
             made = MixedPrecision(precision, "cuda" if torch.cuda.is_available() else "cpu", scaler)
         else:
-            made = _HalfOfFSDP(precision) if precision != "32-true" else Precision()
+            made = served_precision(_HalfOfFSDP)(precision) if precision != "32-true" else Precision()
             made.scaler = None
-        if not isinstance(made, HalfPrecision):
+        if not isinstance(made, precisions.HalfPrecision):
             made.mixed_precision_config = _sharded_dtypes(precision)
         return made
 

@@ -55,6 +55,7 @@ from .own_parts import call_strategy_hooks, serve_overrides, set_strategy_up
 from .parity import switches
 from .patch import patch
 from .profilers import PyTorchProfiler
+from .strategies import serve_parts
 from .utilities import combined  # noqa: F401  # changes which lists are lists of loaders
 from .utilities.rank_zero import rank_zero_only
 
@@ -95,7 +96,7 @@ class Trainer(trainer.Trainer):
         check_overrides(self.fabric.strategy, "strategy")
         check_overrides(self.fabric.precision, "precision")
         check_overrides(self.fabric.accelerator, "accelerator")
-        connectors.bind_strategy(self)
+        serve_parts(self)
         if isinstance(self.fabric.strategy, ParallelStrategy):
             rank_zero_only.rank = self.global_rank  # on several nodes, no variable says it before the processes start
         serve_overrides(self)
@@ -183,6 +184,10 @@ class Trainer(trainer.Trainer):
         limit = getattr(self, f"limit_{'val' if stage == 'validation' else stage}_batches")
         lengths = [find_length(member) for member in data.combined.flattened]
         return [math.inf if one is None else resolve_limit(limit, one, "limit") for one in lengths]
+
+    def attach_module(self, module: nn.Module | None) -> None:
+        """Let the Trainer have a module outside of a run, as `trainer.strategy.connect(module)` does."""
+        self._lw_spawned_module = module
 
     def num_loaders(self, stage: str) -> int:
         """Return how many loaders an evaluation has: "validation", "test" or "predict"."""
@@ -426,7 +431,7 @@ class _Metrics(Metrics):
         """Return the samples of the present batch, by its first tensor where its tensors disagree."""
         if self.batch is not None and self.sized is not self.batch:
             size = find_batch_size(self.batch)
-            self._size = _first_size(self.batch) if size is None else size
+            self.size = _first_size(self.batch) if size is None else size
             self.sized = self.batch
         return super().weight_of(accumulator)
 

@@ -33,8 +33,9 @@ _HOMES = {
     "precision": "XLAPrecision TPUPrecision=XLAPrecision "
     "TPUPrecisionPlugin=XLAPrecision XLAPrecisionPlugin=XLAPrecision",
     "profilers": "PassThroughProfiler XLAProfiler",
-    "strategies": "DDPStrategy DataParallelStrategy DeepSpeedStrategy FSDPStrategy LayerSync "
-    "ModelParallelStrategy ParallelStrategy SingleDeviceStrategy SingleDeviceXLAStrategy Strategy TorchSyncBatchNorm "
+    "strategies": "LayerSync TorchSyncBatchNorm",
+    f"{_OWN}.strategies": "DDPStrategy DataParallelStrategy DeepSpeedStrategy FSDPStrategy "
+    "ModelParallelStrategy ParallelStrategy SingleDeviceStrategy SingleDeviceXLAStrategy Strategy "
     "XLAFSDPStrategy XLAStrategy SingleTPUStrategy=SingleDeviceXLAStrategy",
     "trainer.loop.schedule": "LRSchedulerConfig",
     "tuner": "Tuner _LRFinder=LearningRateCurve",

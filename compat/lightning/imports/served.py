@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-__all__ = ["Served"]
+import sys
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from ....lazy import is_core
+from .finder import LightningFinder
+
+__all__ = ["Served", "serve", "served"]
+
+C = TypeVar("C", bound=type)
+P = TypeVar("P")
+_SERVED: dict[type, type] = {}
 
 
 class Served(type):
@@ -26,3 +37,34 @@ def _core_of(cls: type) -> type | tuple[()]:
     """Return the class that this one stands for, no class for one of a program."""
     base = cls.__base__
     return () if base is None or isinstance(base, Served) else base
+
+
+def served(core: C, members: Mapping[str, object], module: str) -> C:
+    """Return a class that stands for one of the core, and has these members besides.
+
+    Args:
+        core: The class.
+        members: Name -> method or attribute.
+        module: The module that has the result under the class's name.
+    """
+    made = _SERVED.get(core)
+    if made is not None:
+        return made  # type: ignore[return-value]
+    own = {"__module__": module, "__qualname__": core.__name__, "__doc__": core.__doc__, **members}
+    made = _SERVED[core] = Served(core.__name__, (core,), own)
+    vars(sys.modules[module])[core.__name__] = made
+    for finder in sys.meta_path:
+        if isinstance(finder, LightningFinder):
+            finder.show_path(made)
+    return made  # type: ignore[return-value]  # a subclass of it
+
+
+def serve(part: P, class_for: Callable[[type[P]], type[P]]) -> None:
+    """Let an object of the core be one of the class that stands for its class; leave one of a program.
+
+    Args:
+        part: A strategy or precision that the core made from a name, and that one Trainer or Fabric has.
+        class_for: Returns the class that stands for one of the core.
+    """
+    if is_core(type(part)) and not isinstance(type(part), Served):
+        part.__class__ = class_for(type(part))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ....fabric import Fabric
+from ....lazy import is_core
 from ....precision import MixedPrecision
 from ....trainer.trainer import Trainer
 
@@ -42,7 +43,7 @@ def run_without_autocast(fabric: Fabric, module: nn.Module, name: str) -> Callab
 def cast_inputs(fabric: Fabric) -> None:
     """Cast what modules of a Fabric get to the 16 bits of its mixed precision."""
     precision = fabric.precision
-    if type(precision) is MixedPrecision:
+    if isinstance(precision, MixedPrecision) and is_core(type(precision)):
         precision.converts_input = True
 
 
