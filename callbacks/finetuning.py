@@ -195,7 +195,7 @@ class BaseFinetuning(Callback):
         """Freeze at the beginning of fit."""
         if stage != "fit":
             return
-        if not trainer.strategy.adds_param_groups:
+        if trainer.strategy.traits.owns_optimizers:
             raise ConfigError(
                 f"{type(self).__name__}: DeepSpeed's optimizers take no parameter groups during training.",
                 fix="use another strategy, or freeze permanently with requires_grad=False.",

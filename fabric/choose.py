@@ -200,7 +200,7 @@ def choose_accelerator(accelerator: object, strategy: Strategy | None, given: Gi
             fix=f"use one of auto, gpu, {', '.join(ACCELERATOR_REGISTRY)}, or pass an Accelerator.",
         )
     elif accelerator.lower() == "auto":
-        kind = None if strategy is None else strategy.accelerator_kind
+        kind = None if strategy is None else strategy.traits.accelerator_kind
         if kind is not None:
             chosen = ACCELERATOR_REGISTRY.create(kind)
             _check_available(kind, chosen, asked=type(strategy).__name__)
@@ -304,7 +304,7 @@ def find_devices(
         if given.parallel_devices:
             return list(given.parallel_devices)
         count = accelerator.auto_device_count()
-        uses_one = strategy is not None and not strategy.has_several_devices
+        uses_one = strategy is not None and not strategy.traits.has_several_devices
         if count > 1 and (interactive or uses_one):
             # A default must work everywhere: several devices must not make strategy="single_device" an error.
             notes.append(

@@ -204,7 +204,7 @@ def _structure(module: nn.Module) -> tuple[object, ...]:
 
 def check_strategy(strategy: Strategy, given: Compiler | None, options: Mapping[str, object]) -> None:
     """Raise a ConfigError with a remedy if the strategy cannot run compiled code."""
-    refusal = strategy.compile_refusal
+    refusal = strategy.traits.compile_refusal
     if strategy.device.type == "xla" and given is None and options.get("backend") != "openxla":
         refusal = ("XLA compiles each step by itself", "leave compile= out, or pass compile={'backend': 'openxla'}")
     if refusal is not None:
@@ -234,10 +234,10 @@ def compile_for_fabric(module: nn.Module, strategy: Strategy, value: object, ste
     original, given = without_wrapper(module)
     check_strategy(strategy, given, options)
     compiler = given if given is not None else compiler_with(compiler_of(options), own.dynamic_dims)
-    blocks = find_blocks(original) if strategy.has_module_hooks or given is None else []
+    blocks = find_blocks(original) if strategy.traits.has_module_hooks or given is None else []
     for_good = ExitStack()
     use_cache_dir(own.cache_dir, for_good)
-    if strategy.has_module_hooks or blocks:
+    if strategy.traits.has_module_hooks or blocks:
         compile_in_place([*blocks, *find_parts(original, blocks)], compiler, for_good)
     else:
         compile_in_place([original], compiler, for_good)

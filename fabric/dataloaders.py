@@ -20,7 +20,7 @@ from ..data.sources.stateful import is_stateful
 from ..data.stream import BatchStream
 from ..data.tree import is_collection
 from ..errors import ConfigError, DataError, ModuleError, nearest
-from ..strategies.optional import EvaluatesWithoutData
+from ..strategies.optional import evaluation_of
 
 if TYPE_CHECKING:
     from .fabric import Fabric
@@ -170,7 +170,7 @@ class FabricDataLoader:
         # Every process's sampler draws the same order, using rank 0's random state.
         shared: dict[str, Any] = self._fabric.strategy.broadcast(capture_rng())
         # Copies of rank 0 that draw alike move their generators as it does.
-        rank = 0 if self._fabric.strategy.copies_draw_alike else topology.global_rank
+        rank = 0 if self._fabric.strategy.traits.copies_draw_alike else topology.global_rank
         with drawn_alike(rank, topology.data_rank, shared):
             self._stream.open(epoch, shared)
 
@@ -228,7 +228,8 @@ class FabricDataLoader:
                 yield fabric.to_device(batch) if self._moves else batch
             return
         strategy, count = fabric.strategy, self._count()
-        if strategy.shards_parameters and not strategy.helps_in_evaluation and (count is None or count < shard.size):
+        helper = evaluation_of(strategy)
+        if helper is not None and not helper.helps_in_evaluation and (count is None or count < shard.size):
             raise DataError(
                 f"Expected at least one batch for each of {shard.size} processes, which {type(strategy).__name__} "
                 "requires for evaluation, got "
@@ -241,8 +242,8 @@ class FabricDataLoader:
             for batch in _batches_of(shard_eval(self.loader, shard, share=fabric.strategy.broadcast)):
                 current.num_batches += 1
                 yield fabric.to_device(batch) if self._moves else batch
-            if isinstance(strategy, EvaluatesWithoutData) and strategy.shards_parameters and current.lacks_a_batch():
-                strategy.evaluate_without_data(None)
+            if helper is not None and current.lacks_a_batch():
+                helper.evaluate_without_data(None)
             current.finish(fabric)
         except GeneratorExit:
             # Left by `break`: other processes may have no batch in this round and wait for this one.

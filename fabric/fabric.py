@@ -1051,7 +1051,7 @@ class Fabric:
             path,
             Ranks(self.global_rank, self.world_size, self.strategy.gather_objects, self._run_on_all_ranks),
             is_safe=weights_only is not False,
-            by_parts=self.strategy.shards_parameters,
+            by_parts=self.strategy.traits.shards_parameters,
         )
 
     def _run_on_all_ranks(self, function: Callable[[], object]) -> Any:

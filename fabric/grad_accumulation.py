@@ -23,7 +23,11 @@ def set_grad_accumulation_dtype(strategy: Strategy, wanted: object) -> None:
             f"Expected grad_accumulation_dtype to be 'float32' or None, got grad_accumulation_dtype={wanted!r}.",
             fix="pass 'float32', or None for the dtype of the parameters.",
         )
-    refusal = strategy.accumulation_refusal(torch.float32)
+    traits = strategy.traits
+    refusal = traits.accumulation_refusal
+    can_sum = traits.sums_gradients_itself or traits.averages_after_backward or strategy.world_size == 1
+    if refusal is None and not can_sum:
+        refusal = ("it does not say how it sums gradients", "pass strategy='ddp', 'fsdp' or 'deepspeed'")
     if refusal is not None:
         reason, fix = refusal
         raise ConfigError(

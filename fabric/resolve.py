@@ -367,13 +367,13 @@ def _facts(
     world_size = environment.variables.get("WORLD_SIZE", "1")
     is_several = has_several_processes(strategy)
     is_one_process = strategy is not None and not is_several
-    is_of_xla = strategy is not None and strategy.accelerator_kind == "xla"
+    is_of_xla = strategy is not None and strategy.traits.accelerator_kind == "xla"
     claims = {
         f"precision={precision}": True,
         f"accelerator={accelerator.name() if accelerator else None}": True,
         "one process": is_one_process,
         # DataParallelStrategy also has one process, but several devices.
-        "one device": is_one_process and strategy is not None and not strategy.has_several_devices,
+        "one device": is_one_process and strategy is not None and not strategy.traits.has_several_devices,
         "several processes": is_several,
         "strategy of XLA": is_of_xla,
         # A user-defined strategy may handle XLA graphs itself.

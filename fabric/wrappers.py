@@ -311,7 +311,7 @@ class FabricOptimizer:
             return
         self._without_fabric.zero_grad(set_to_none)
         strategy = self._fabric.strategy
-        if strategy.shards_parameters:  # the optimizer has no access to gradients that are not reduced yet
+        if strategy.traits.shards_parameters:  # the optimizer has no access to gradients that are not reduced yet
             strategy.discard_gradients_of(self._without_fabric)
 
     def state_dict(self) -> dict[str, Any]:

@@ -107,7 +107,7 @@ class RecipeModule(Module):
             problems = strategy_problems(self.settings, strategy, packing=self.verify_packing)
             if problems:
                 raise ConfigError("\n".join(problems), fix="choose another strategy, or other settings of the model.")
-            self._sizes = strategy.model_axes
+            self._sizes = strategy.traits.model_axes
         self._is_checked = False
         if self.model is None:
             self.model = open_model(self.settings)

@@ -20,7 +20,7 @@ def strategy_problems(settings: ModelSettings, strategy: Strategy, *, packing: b
         strategy: The strategy.
         packing: Whether rows hold several samples.
     """
-    sizes = strategy.model_axes
+    sizes = strategy.traits.model_axes
     return [
         *_quantized(settings, strategy, sizes),
         *_adapted(settings, sizes),
@@ -35,10 +35,10 @@ def _quantized(settings: ModelSettings, strategy: Strategy, sizes: Mapping[str, 
     if sizes:
         axes = ", ".join(f"{name}={size}" for name, size in sizes.items())
         yield f"strategy: Expected only the axes fsdp and dp with quantize (4-bit weights are not split), got {axes}."
-    elif not strategy.keeps_packed_weights:
+    elif not strategy.traits.keeps_packed_weights:
         name = type(strategy).__name__
         yield f"strategy: Expected ddp, fsdp or one process with quantize, got {name}, which converts packed weights."
-    kind = strategy.accelerator_kind or strategy.device.type
+    kind = strategy.traits.accelerator_kind or strategy.device.type
     if kind not in ("cpu", "cuda"):
         yield f"quantize: Expected CUDA or a CPU, got {kind}."
 

@@ -137,7 +137,7 @@ def _strategy(settings: TrainSettings, name: str) -> Any:
 
 def _take_all_rows(strategy: Strategy, settings: TrainSettings) -> None:
     """Let ranks without a micro-batch take part in the last step of an epoch, unless the user made the strategy."""
-    if isinstance(settings.strategy, str) and "zero_weight" in strategy.uneven_choices:
+    if isinstance(settings.strategy, str) and "zero_weight" in strategy.traits.uneven_choices:
         strategy.uneven = "zero_weight"
 
 

@@ -5,9 +5,9 @@ A strategy receives no events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError, NonFiniteError
 from ..precision.base import Precision, clip_dense_norm, compute_gradients, take_step
-from .traits import Capabilities, Given, Launcher, TrainerConfig
+from .traits import Given, Launcher, TrainerConfig, Traits
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
     from torch.optim import Optimizer
 
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_TRAITS = {one.name for one in fields(Traits)}
 
 # torch.compile puts this into the names of a module that it wraps, at any depth. Files have plain names; those of other
 # programs may have either.
@@ -108,7 +110,7 @@ RunWindow = Callable[[Sequence[Any], Callable[..., Any], Callable[[Any], Tensor]
 """The type of `Strategy.run_window`."""
 
 
-class Strategy(Capabilities):
+class Strategy:
     """One process on one device, unless a subclass differs: every method has a default that works.
 
     A subclass that defines `reduce` has `all_reduce` too, and the reverse; the same holds for `root_device` and
@@ -120,6 +122,29 @@ class Strategy(Capabilities):
         precision_plugin: The precision; None lets Fabric choose.
         precision: Another name for `precision_plugin`.
     """
+
+    strategy_name: str = "custom"
+    """Name for logs and reports. Behavior depends on the traits, not on the name."""
+    traits: Traits = Traits()
+    """Facts about the strategy, with which its callers do as it needs."""
+    start_method: str | None = None
+    """How processes start: "popen", "spawn", "fork" or "forkserver"; None: there is one process."""
+    launcher: Launcher | None = None
+    """Starts the processes; None: Fabric chooses a launcher that fits `start_method` and the environment."""
+    uneven: str = "stop_all"
+    """Policy for ranks with unequal numbers of training batches: "stop_all", "cycle" or "zero_weight"."""
+    accumulate_dtype: torch.dtype | None = None
+    """Dtype of gradient sums over a window and over ranks; None: the parameters'. Set before `setup_module`."""
+    saves_optimizers: bool = False
+    """Whether the run saves states of optimizers: what cannot be saved is refused in the first step. The Trainer's."""
+    device_mesh: DeviceMesh | None = None
+    """The devices as a mesh with named axes, for `module.device_mesh`; None: there is no mesh."""
+    reporting_ranks: Sequence[int] | None = None
+    """Global ranks whose logged values, losses and samples count: one for each share of the data, in their order.
+    None: all ranks."""
+    batch_norm_group: ProcessGroup | None = None
+    """The ranks over which batch norms are synchronized: those with the same layers that read different data. None:
+    all ranks."""
 
     # On the class, so that a subclass whose __init__ does not call ours works.
     _accelerator: Accelerator | None = None
@@ -154,6 +179,10 @@ class Strategy(Capabilities):
                 setattr(cls, other, cls.__dict__[one])
             elif other in cls.__dict__ and one not in cls.__dict__:
                 setattr(cls, one, cls.__dict__[other])
+        declared = {name: vars(cls)[name] for name in _TRAITS & vars(cls).keys()}
+        if declared:
+            _check_traits(cls, [name for name, one in declared.items() if isinstance(one, property)])
+            cls.traits = replace(cls.traits, **declared)
 
     # -- read by anyone ------------------------------------------------------------------------------------------
 
@@ -262,17 +291,10 @@ class Strategy(Capabilities):
             choices: accelerator, device, precision, parallel_devices, cluster_environment, and checkpoint_io or, for
                 when there is none, make_checkpoint_io, a function that is called when one is needed.
         """
+        _check_traits(type(self), _TRAITS & vars(self).keys())
         self._lw_filled = choices
 
     # -- before the launch; called by Fabric and Trainer ---------------------------------------------------------
-
-    def accumulation_refusal(self, dtype: torch.dtype) -> tuple[str, str] | None:
-        """Return why gradients of parameters cannot be summed in this dtype, and the remedy; None if they can."""
-        if self.traces_lazily:
-            return "XLA's graphs sum gradients by themselves", "leave it out, or pass precision='bf16-mixed'"
-        if not self.sums_gradients_in(dtype):
-            return "it does not say how it sums gradients", "pass strategy='ddp', 'fsdp' or 'deepspeed'"
-        return None
 
     # -- processes; called by Fabric -----------------------------------------------------------------------------
 
@@ -386,10 +408,6 @@ class Strategy(Capabilities):
     def backward(self, tensor: Tensor, *args: object, **kwargs: object) -> None:
         """Compute gradients of a loss (shape (), already scaled by the precision)."""
         compute_gradients(tensor, *args, **kwargs)
-
-    def sums_gradients_in(self, dtype: torch.dtype) -> bool:
-        """Return whether gradients of narrower parameters can be summed in this dtype; asked before the launch."""
-        return self.sums_gradients_itself or self.world_size == 1
 
     def discard_gradients(self, module: nn.Module | None) -> None:
         """Discard gradients that wait for the end of a window that was broken off.
@@ -694,6 +712,15 @@ def non_finite_norm() -> NonFiniteError:
         fix="lower the learning rate, check the loss for a division by zero, or pass error_if_nonfinite=False to "
         "continue.",
     )
+
+
+def _check_traits(cls: type[Strategy], names: Iterable[str]) -> None:
+    """Refuse traits that follow from arguments and are not in `traits`, where they would have no effect."""
+    if listed := ", ".join(sorted(names)):
+        raise ConfigError(
+            f"Expected the traits of {cls.__name__} in its attribute traits, got {listed} as attributes of their own.",
+            fix="set them in the constructor: self.traits = dataclasses.replace(self.traits, ...).",
+        )
 
 
 ALONE = Topology()

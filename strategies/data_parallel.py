@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +55,12 @@ class DataParallelStrategy(ParallelStrategy):
     """
 
     strategy_name = "dp"
-    compile_refusal = (
-        "it copies the module at each step, but only the original is compiled",
-        "use strategy='ddp'",
+    traits = replace(
+        ParallelStrategy.traits,
+        uneven_choices=(),  # one process reads all data
+        accumulation_refusal=("torch adds up the gradients of its devices", "pass strategy='ddp'"),
+        compile_refusal=("it copies the module at each step, but only the original is compiled", "use strategy='ddp'"),
     )
-    uneven_choices = ()  # one process reads all data
 
     def __init__(
         self,
@@ -86,10 +88,6 @@ class DataParallelStrategy(ParallelStrategy):
     def devices(self) -> list[torch.device]:
         """The devices that a batch is split over."""
         return list(self.parallel_devices or [self.device])
-
-    def accumulation_refusal(self, dtype: torch.dtype) -> tuple[str, str] | None:
-        """Refuse: torch sums the gradients of the devices."""
-        return "torch adds up the gradients of its devices", "pass strategy='ddp'"
 
     def bind_step(self, module: nn.Module, name: str) -> StepFunction:
         """Return a function that runs `module.<name>`; "training_step" and "forward" run on all devices."""

@@ -36,6 +36,7 @@ __all__ = [
     "SharesMemory",
     "TakesTrainerConfig",
     "changing",
+    "evaluation_of",
     "every_weight",
     "memory_shares",
     "stages_of",
@@ -278,7 +279,7 @@ class HasStages(Protocol):
 
 def stages_of(strategy: Strategy) -> HasStages | None:
     """Return what knows the pipeline stages of a strategy; None where each rank has all layers."""
-    return strategy if strategy.has_stages and isinstance(strategy, HasStages) else None
+    return strategy if strategy.traits.has_stages and isinstance(strategy, HasStages) else None
 
 
 @runtime_checkable
@@ -302,7 +303,12 @@ class NotesAbsence(Protocol):
 
 @runtime_checkable
 class EvaluatesWithoutData(Protocol):
-    """Communicates in evaluation steps, in which ranks without a batch must take part."""
+    """Communicates in evaluation steps, in which ranks without a batch must take part: where parameters are sharded."""
+
+    @property
+    def helps_in_evaluation(self) -> bool:
+        """Whether this rank can call `evaluate_without_data` now; else it needs a batch first."""
+        ...
 
     def evaluate_without_data(self, module: nn.Module | None) -> None:
         """Take part in an evaluation step for which this rank has no batch, where others have one.
@@ -311,3 +317,8 @@ class EvaluatesWithoutData(Protocol):
             module: What `setup_module` or `place_module` returned; None for all that are evaluated.
         """
         ...
+
+
+def evaluation_of(strategy: Strategy) -> EvaluatesWithoutData | None:
+    """Return what lets ranks without a batch take part in evaluation steps; None where they need not."""
+    return strategy if strategy.traits.shards_parameters and isinstance(strategy, EvaluatesWithoutData) else None

@@ -66,10 +66,8 @@ class ParallelStrategy(Strategy):
         ConfigError: An argument is invalid; every problem is listed.
     """
 
-    has_several_devices = True
+    traits = replace(Strategy.traits, has_several_devices=True, uneven_choices=UNEVEN)
     start_method: str | None = "popen"
-    uneven_choices: tuple[str, ...] = UNEVEN
-    """Valid values of `uneven`."""
 
     # On the class, so that a subclass whose __init__ does not call ours works.
     timeout: timedelta = DEFAULT_TIMEOUT
@@ -102,8 +100,8 @@ class ParallelStrategy(Strategy):
         self.parallel_devices = parallel_devices
         self.cluster_environment = cluster_environment
         found = [*problems, *_wrong_choice("start_method", start_method, START_METHODS)]
-        if self.uneven_choices:
-            found += _wrong_choice("uneven", uneven, self.uneven_choices)
+        if self.traits.uneven_choices:
+            found += _wrong_choice("uneven", uneven, self.traits.uneven_choices)
         self.timeout = _duration(timeout, DEFAULT_TIMEOUT, "timeout", found)
         self.stall_timeout = _duration(stall_timeout, min(self.timeout, MOST_STALL), "stall_timeout", found)
         if found:

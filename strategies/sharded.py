@@ -32,7 +32,6 @@ from .parallel import ParallelStrategy
 from .tensor_subclasses import refuse_shards, unpack_subclasses
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
@@ -71,10 +70,15 @@ class ShardedStrategy(ParallelStrategy):
         ConfigError: An argument is unknown or cannot be honored; every problem is named.
     """
 
-    uneven_choices = ("stop_all", "cycle")  # a rank without a batch cannot take part in gathering
-    shards_parameters = True
-    sums_gradients_itself = True
-    has_module_hooks = True
+    traits = replace(
+        ParallelStrategy.traits,
+        uneven_choices=("stop_all", "cycle"),  # a rank without a batch cannot take part in gathering
+        shards_parameters=True,
+        sums_gradients_itself=True,
+        has_module_hooks=True,
+    )
+    helps_in_evaluation = True
+    """Whether this rank can call `evaluate_without_data`: also before its first batch."""
     axis_names: Mapping[str, str] = {axis: axis for axis in AXES}
     """Names of the axes in `device_mesh`, by those of `AXES`."""
 
@@ -98,6 +102,9 @@ class ShardedStrategy(ParallelStrategy):
         assert plan is not None
         # A stage needs its parameters for all micro-batches of a window.
         self.plan = plan if stages is None else replace(plan, reshard_after_forward=False)
+        if plan.mixed_precision is not None:
+            refusal = ("its mixed_precision= sets the dtypes", "pass reduce_dtype=torch.float32 there")
+            self.traits = replace(self.traits, accumulation_refusal=refusal)
         self.axes = axes
         self.context = context
         self.verify = verify
@@ -107,16 +114,39 @@ class ShardedStrategy(ParallelStrategy):
         self._lw_stages = stages
         self._lw_contexts: dict[nn.Module, ContextParallel] = {}  # by the user's modules
         self._lw_groups: MeshGroups | None = None
-        self._lw_expected_axes = axes  # resolved when the number of processes is known, before they start
         self._lw_resolved: tuple[int, MeshAxes, MeshAxes] | None = None  # number of processes, axes, and these resolved
+        self._lw_expect(axes)
 
     # -- processes -----------------------------------------------------------------------------------------------
 
     def check_processes(self, num_processes: int, num_nodes: int) -> None:
         """Compare the sizes of the axes with the number of processes; see `Strategy.check_processes`."""
-        axes = self._lw_expected_axes = self.axes.resolve(num_processes)
+        axes = self.axes.resolve(num_processes)
+        self._lw_expect(axes)
         if self._lw_stages is not None and axes.pp > 1:
             self._lw_stages.options.num_stages(axes.pp)
+
+    def _lw_expect(self, axes: MeshAxes) -> None:
+        """Set what follows from the axes; they are resolved when the number of processes is known."""
+        self._lw_expected_axes = axes
+        sizes = {name: getattr(axes, name) for name in ("pp", "cp", "tp", "ep")}
+        stages = None if axes.pp == 1 else self._lw_stages
+        refusal = None
+        if axes.cp > 1:
+            what = f"attention in compiled code cannot be replaced by attention over the parts of cp={axes.cp}"
+            refusal = (what, "leave compile= out, or train without cp")
+        elif stages is not None:
+            what = "a step of a pipeline stage leaves the module in the middle"
+            refusal = (what, "leave compile= out, or train without pp")
+        self.traits = replace(
+            self.traits,
+            model_axes={name: size for name, size in sizes.items() if size != 1},
+            has_stages=stages is not None,
+            runs_windows=stages is not None,
+            parts_per_batch=1 if stages is None else stages.options.micro_batches,
+            holds_parameters=stages is not None,  # those of other stages are on other ranks
+            compile_refusal=refusal,
+        )
 
     @property
     def resolved_axes(self) -> MeshAxes:
@@ -125,12 +155,6 @@ class ShardedStrategy(ParallelStrategy):
         if known is None or known[0] != size or known[1] is not self.axes:  # asked several times in a step
             known = self._lw_resolved = (size, self.axes, self.axes.resolve(size))
         return known[2]
-
-    @property
-    def model_axes(self) -> Mapping[str, int]:  # type: ignore[override]  # it is not set, but follows from the axes
-        """Sizes of the axes that split one copy of a module, without those of size 1; -1 before it is known."""
-        sizes = {name: getattr(self.axes, name) for name in ("pp", "cp", "tp", "ep")}
-        return {name: size for name, size in sizes.items() if size != 1}
 
     @property
     def topology(self) -> Topology:
@@ -170,6 +194,7 @@ class ShardedStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Connect the processes and make their groups. Called once in every process."""
         super().setup_environment()
+        self._lw_expect(self.resolved_axes)
         self._lw_groups = None
         # Here, where all ranks are: a first collective may be that of a few.
         if self.is_connected and self.groups.full is not None:
@@ -241,12 +266,6 @@ class ShardedStrategy(ParallelStrategy):
         Called once, on every rank, before the module is sharded.
         """
         return self.plan.auto_wrap_policy
-
-    def accumulation_refusal(self, dtype: torch.dtype) -> tuple[str, str] | None:
-        """Return why gradients cannot be summed in this dtype, and the remedy; see `Strategy.accumulation_refusal`."""
-        if self.plan.mixed_precision is not None:
-            return "its mixed_precision= sets the dtypes", "pass reduce_dtype=torch.float32 there"
-        return super().accumulation_refusal(dtype)
 
     def check_layers(self, module: nn.Module) -> None:
         """Refuse a module that cannot be sharded or split along these axes; see `Strategy.check_layers`."""
@@ -345,7 +364,7 @@ class ShardedStrategy(ParallelStrategy):
             from .mesh.experts.sharding import preparing
 
             prepare = preparing(module, groups.experts, prepare)
-        if self._lw_stages is not None and self.has_stages:
+        if self._lw_stages is not None and self.traits.has_stages:
             from .mesh.experts.stages import leave_results
 
             self._lw_stages.split(
@@ -439,7 +458,7 @@ class ShardedStrategy(ParallelStrategy):
         step: StepFunction = original if name == "forward" else getattr(original, name)
         if self._lw_tensor is not None:
             # With stages no rank runs all layers in one step.
-            is_whole = name == "training_step" and not self.has_stages
+            is_whole = name == "training_step" and not self.traits.has_stages
             step = self._lw_tensor.bind(step, original, name, self._lw_take_verification if is_whole else None)
         if self._lw_stages is not None:
             step = self._lw_stages.bind(step, original, name)
@@ -570,39 +589,9 @@ class ShardedStrategy(ParallelStrategy):
     # -- pipeline stages -----------------------------------------------------------------------------------------
 
     @property
-    def has_stages(self) -> bool:  # type: ignore[override]  # it is not set, but follows from the axes
-        """Whether ranks hold different layers."""
-        return self._lw_stages is not None and (self.resolved_axes if self.is_connected else self.axes).pp != 1
-
-    @property
-    def runs_windows(self) -> bool:  # type: ignore[override]  # it is not set, but follows from the axes
-        """Whether windows are run through pipeline stages."""
-        return self.has_stages
-
-    @property
-    def parts_per_batch(self) -> int:  # type: ignore[override]  # it is not set, but follows from the options
-        """Number of parts into which each batch is split for the stages."""
-        return self._lw_stages.options.micro_batches if self._lw_stages is not None and self.has_stages else 1
-
-    @property
-    def holds_parameters(self) -> bool:  # type: ignore[override]  # it is not set, but follows from the axes
-        """Whether parameters are on other ranks, so that callbacks cannot average or prune the model here."""
-        return self.has_stages
-
-    @property
-    def compile_refusal(self) -> tuple[str, str] | None:  # type: ignore[override]  # it follows from the axes
-        """Why `compile=` cannot be used with pipeline stages or parts of sequences; None without them."""
-        if (size := self._lw_expected_axes.cp) > 1:
-            what = f"attention in compiled code cannot be replaced by attention over the parts of cp={size}"
-            return (what, "leave compile= out, or train without cp")
-        if not self.has_stages:
-            return None
-        return ("a step of a pipeline stage leaves the module in the middle", "leave compile= out, or train without pp")
-
-    @property
     def has_last_stage(self) -> bool:
         """Whether steps run to their end on this rank."""
-        return not (self.is_connected and self.has_stages) or self.last_stage_rank == self.topology.stage
+        return not (self.is_connected and self.traits.has_stages) or self.last_stage_rank == self.topology.stage
 
     @property
     def last_stage_rank(self) -> int:
@@ -633,7 +622,7 @@ class ShardedStrategy(ParallelStrategy):
 
     def from_last_stage(self, tensor: Tensor) -> Tensor:
         """Return the last stage's tensor, on every rank of its pipeline; see `Strategy.from_last_stage`."""
-        if self.has_stages and self.is_connected:
+        if self.traits.has_stages and self.is_connected:
             dist.broadcast(tensor, group=self._lw_stage_group, group_src=self.last_stage_rank)
         return tensor
 

@@ -1,22 +1,19 @@
-"""Declared capabilities: what Trainer, Fabric, callbacks and tuner may ask of any strategy, with defaults."""
+"""`Traits`, the facts in which strategies differ, and the records that go between a strategy and its callers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypedDict, TypeVar
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
     from ..accelerators import Accelerator
     from ..precision import Precision
     from ..protocols import CheckpointPlugin, Cluster
 
-__all__ = ["Capabilities", "Given", "Launcher", "MemoryShares", "TrainerConfig"]
+__all__ = ["Given", "Launcher", "MemoryShares", "Refusal", "TrainerConfig", "Traits"]
 
 T = TypeVar("T")
 
@@ -100,87 +97,60 @@ class MemoryShares:
     formula: str = "16 P"
 
 
-class Capabilities:
-    """Attributes with defaults that hold for one process on one device; a strategy overrides what differs."""
+Refusal = tuple[str, str]
+"""Why something cannot be done, and the remedy."""
 
-    strategy_name: str = "custom"
-    """Name for logs and reports. Behavior depends on the capabilities below, not on the name."""
 
-    # -- devices and processes -----------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """Facts about a strategy that Trainer, Fabric, callbacks, recipes and tuner read; by default of one device.
+
+    A class has its own in the attribute `traits`; an instance sets others where they follow from arguments.
+
+    Attributes:
+        accelerator_kind: Name of the only accelerator that the strategy runs on, such as "xla"; None: any.
+        has_several_devices: Whether all devices of `devices=` are used; if False, `devices="auto"` is one device.
+        uneven_choices: Values of `uneven` that the strategy can follow; empty if it has no ranks.
+        copies_draw_alike: Whether ranks that read the same data draw the same random numbers.
+        has_stages: Whether ranks hold different layers (pipeline stages), so that parameters and their groups differ.
+        runs_windows: Whether `run_window`, where it is defined, takes over the inside of accumulation windows.
+        parts_per_batch: Number of parts into which each batch is split for `run_window`: the micro-batches it gets.
+        shards_parameters: Whether each rank holds a shard of every parameter. Evaluation steps then communicate, all
+            ranks must run equally many of them, and checkpoints are read in shards.
+        holds_parameters: Whether an engine owns the parameters, so that their tensors must not be replaced or averaged
+            in place.
+        keeps_packed_weights: Whether weights that are packed to fewer bits than their dtype says stay as they are.
+        model_axes: Sizes of the axes of a mesh that split one copy of a module ("pp", "cp", "tp", "ep"), without those
+            of size 1; -1: known when the number of processes is.
+        owns_optimizers: Whether an engine steps: it holds gradients, in place of the `grad` of parameters, takes no
+            further parameter groups, and is made again by each fit, so that optimizer states start from zero.
+        traces_lazily: Whether operations are traced into graphs (lazy tensors) in which the gradients of a window lie.
+            Evaluation then runs under `torch.no_grad` instead of `torch.inference_mode`.
+        reduces_every_step: Whether each window ends with a reduction of gradients over all ranks, in which they wait
+            for each other.
+        sums_gradients_itself: Whether the engine sums gradients in `accumulate_dtype`; else the training loop does.
+        averages_after_backward: Whether gradients can be averaged over ranks after all backward passes of a window.
+        accumulation_refusal: Why gradients cannot be summed in float32; None where they can.
+        has_module_hooks: Whether hooks of submodules communicate: `compile=` then compiles submodules instead of steps.
+        compile_refusal: Why `compile=` cannot be used; None where it can.
+    """
 
     accelerator_kind: str | None = None
-    """Name of the only accelerator that the strategy runs on, such as "xla"; None: any."""
     has_several_devices: bool = False
-    """Whether the strategy uses all devices of `devices=`; if False, `devices="auto"` is one device."""
-    start_method: str | None = None
-    """How processes start: "popen", "spawn", "fork" or "forkserver"; None: there is one process."""
-    launcher: Launcher | None = None
-    """Starts the processes; None: Fabric chooses a launcher that fits `start_method` and the environment."""
-    device_mesh: DeviceMesh | None = None
-    """The devices as a mesh with named axes, for `module.device_mesh`; None: there is no mesh."""
-
-    # -- data ----------------------------------------------------------------------------------------------------
-
     uneven_choices: tuple[str, ...] = ()
-    """Values of `uneven` that this strategy can follow; empty if it has no ranks."""
-
-    uneven: str = "stop_all"
-    """Policy for ranks with unequal numbers of training batches: "stop_all", "cycle" or "zero_weight"."""
-    reporting_ranks: Sequence[int] | None = None
-    """Global ranks whose logged values, losses and samples count: one for each share of the data, in their order.
-    None: all ranks."""
-    batch_norm_group: ProcessGroup | None = None
-    """The ranks over which batch norms are synchronized: those with the same layers that read different data. None:
-    all ranks."""
     copies_draw_alike: bool = False
-    """Whether ranks that read the same data draw the same random numbers."""
     has_stages: bool = False
-    """Whether ranks hold different layers (pipeline stages), so that parameters and their groups differ over ranks."""
     runs_windows: bool = True
-    """Whether `run_window`, where a strategy defines it, takes over the inside of accumulation windows."""
     parts_per_batch: int = 1
-    """Number of parts into which each batch is split for `run_window`: the micro-batches that it gets."""
-
-    # -- parameters ----------------------------------------------------------------------------------------------
-
     shards_parameters: bool = False
-    """Whether each rank holds a shard of every parameter. Evaluation steps then communicate, all ranks must run
-    equally many of them, and checkpoints are read in shards."""
     holds_parameters: bool = False
-    """Whether an engine owns the parameters, so that their tensors must not be replaced or averaged in place."""
-    helps_in_evaluation: bool = True
-    """Whether this rank can run `evaluate_without_data` where `shards_parameters`; else it needs a batch first."""
-    has_inference_mode: bool = True
-    """Whether evaluation may run under `torch.inference_mode`; else it runs under `torch.no_grad`."""
-
-    model_axes: Mapping[str, int] = MappingProxyType({})
-    """Sizes of the axes of a mesh that split one copy of a module ("pp", "cp", "tp", "ep"), without those of size 1;
-    -1: known when the number of processes is."""
     keeps_packed_weights: bool = True
-    """Whether weights that are packed to fewer bits than their dtype says stay as they are."""
-
-    # -- gradients -----------------------------------------------------------------------------------------------
-
-    holds_gradients: bool = False
-    """Whether an engine holds the gradients, instead of the `grad` of an optimizer's parameters."""
+    model_axes: Mapping[str, int] = field(default_factory=dict)
+    owns_optimizers: bool = False
     traces_lazily: bool = False
-    """Whether operations are traced into graphs (lazy tensors) in which the gradients of a window lie."""
     reduces_every_step: bool = True
-    """Whether each window ends with a reduction of gradients over all ranks, in which they wait for each other."""
     sums_gradients_itself: bool = False
-    """Whether the engine sums gradients in `accumulate_dtype`; else the training loop does."""
-    accumulate_dtype: torch.dtype | None = None
-    """Dtype of gradient sums over a window and over ranks; None: the parameters'. Set before `setup_module`."""
-    saves_optimizers: bool = False
-    """Whether the run saves states of optimizers: what cannot be saved is refused in the first step. The Trainer's."""
-
-    # -- optimizers and compilation ------------------------------------------------------------------------------
-
-    rebuilds_optimizers: bool = False
-    """Whether each fit builds a new engine, whose optimizer states start from zero."""
-    adds_param_groups: bool = True
-    """Whether parameter groups can be added to optimizers during training."""
+    averages_after_backward: bool = False
+    accumulation_refusal: Refusal | None = None
     has_module_hooks: bool = False
-    """Whether hooks of submodules communicate: `compile=` then compiles submodules instead of steps."""
-    compile_refusal: tuple[str, str] | None = None
-    """Why `compile=` cannot be used, and the remedy; None where it can."""
+    compile_refusal: Refusal | None = None

@@ -723,7 +723,7 @@ class Trainer(TrainerAttributes):
             from .fit_lines import tell_beginning
 
             tell_beginning(self)
-            rank_drawn_as = self.strategy.topology.data_rank if self.strategy.copies_draw_alike else None
+            rank_drawn_as = self.strategy.topology.data_rank if self.strategy.traits.copies_draw_alike else None
             self.training_rng.begin_training(self.global_rank, self.world_size, rank_drawn_as)
         self._lw_attachment.callback(begin.attach(plan, module, datamodule))
         begin.take_callbacks(plan, module)
@@ -1128,8 +1128,8 @@ class Trainer(TrainerAttributes):
         # compiled module keeps, gathered parameters. So training's own validations do without.
         keeps_tensors = (
             self.state.fn == "fit"
-            or self.strategy.shards_parameters
-            or not self.strategy.has_inference_mode
+            or self.strategy.traits.shards_parameters
+            or self.strategy.traits.traces_lazily
             or self._lw_compiling is not None
             or any(getattr(m, "_compiled_call_impl", None) is not None for m in run.module.modules())
         )
@@ -1145,7 +1145,7 @@ class Trainer(TrainerAttributes):
         """Return the micro-batches of a window in this epoch."""
         scheduler = self.accumulation_scheduler
         size = scheduler.get_accumulate_grad_batches(epoch) if scheduler is not None else self.accumulate_grad_batches
-        self._lw_metrics.is_weighing_steps = size > 1 or self.strategy.parts_per_batch > 1
+        self._lw_metrics.is_weighing_steps = size > 1 or self.strategy.traits.parts_per_batch > 1
         return size
 
     # --- what the trainer does at events, between the hooks and the checkpoints -------------------------------

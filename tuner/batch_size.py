@@ -120,7 +120,7 @@ def find_batch_size_that_fits(subject: Subject, method: str, search: Search) -> 
 
 def _refuse(subject: Subject, method: str, search: Search) -> None:
     trainer = subject.trainer
-    if trainer.strategy.shards_parameters:
+    if trainer.strategy.traits.shards_parameters:
         raise ConfigError(
             f"the batch-size search tries each size on every device by itself, and {type(trainer.strategy).__name__} "
             "shards the model over them.",

@@ -239,7 +239,7 @@ class _Trials:
         if kind == "fused" and not self._fuses:
             return "the optimizer is fused, or torch has no fused one for it"
         if kind == "compile":
-            if trainer._lw_arguments.compile is not False or trainer.fabric.strategy.compile_refusal is not None:
+            if trainer._lw_arguments.compile is not False or trainer.fabric.strategy.traits.compile_refusal is not None:
                 return (
                     "the run is compiled" if trainer._lw_arguments.compile is not False else "the strategy refuses it"
                 )

@@ -170,13 +170,14 @@ def refuse_engines(trainer: Trainer, *, owner: str) -> None:
     Raises:
         ConfigError: DeepSpeed, or FSDP of XLA.
     """
-    if trainer.strategy.holds_parameters:
-        if trainer.strategy.has_stages:
+    if trainer.strategy.traits.holds_parameters:
+        if trainer.strategy.traits.has_stages:
             raise ConfigError(
                 f"{owner} reads and writes the weights, and each pipeline stage has only some of them.",
                 fix="train without pp, or leave the callback out.",
             )
-        others = "strategy='xla'" if trainer.strategy.accelerator_kind == "xla" else "strategy='fsdp', strategy='ddp'"
+        is_of_xla = trainer.strategy.traits.accelerator_kind == "xla"
+        others = "strategy='xla'" if is_of_xla else "strategy='fsdp', strategy='ddp'"
         raise ConfigError(
             f"{owner} reads and writes the weights, and under {type(trainer.strategy).__name__} the engine holds "
             "them, in shards.",
@@ -192,7 +193,7 @@ def refuse_shards(trainer: Trainer, module: nn.Module, *, owner: str) -> None:
     """
     refuse_engines(trainer, owner=owner)
     is_spread = any(is_sharded(parameter) for parameter in module.parameters())
-    if is_spread or trainer.strategy.shards_parameters:
+    if is_spread or trainer.strategy.traits.shards_parameters:
         raise ConfigError(
             f"{owner} needs the full module on each rank, and {type(trainer.strategy).__name__} shards it.",
             fix="use strategy='ddp' or one device, or leave the callback out.",

@@ -426,7 +426,7 @@ class ModelCheckpoint(Checkpoint):
         step = trainer.global_step
         if step in (self._lw_start_step, self.written_step) or isinstance(exception, CheckpointError):
             return
-        if trainer.strategy.shards_parameters and trainer.world_size > 1 and not trainer.ranks_answer:
+        if trainer.strategy.traits.shards_parameters and trainer.world_size > 1 and not trainer.ranks_answer:
             _log.warning(
                 "ModelCheckpoint: nothing is saved on %s of this rank: the model is sharded, and the others do not "
                 "respond. Resume from the last checkpoint.",

@@ -128,7 +128,7 @@ class WeightStatistics(Callback):
             rows = rows + [("updates", name, pair) for name, pair in _norms(change)]
             rows = rows + [("before", name, pair) for name, pair in _norms(old)]
         measured = [*rows, *self._lw_histograms]
-        has_stages = trainer.strategy.has_stages
+        has_stages = trainer.strategy.traits.has_stages
         if not (trainer.is_global_zero or has_stages):
             return
         numbers: dict[tuple[str, str, int], list[float]] = {}

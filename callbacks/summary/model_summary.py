@@ -41,7 +41,7 @@ class ModelSummary(Callback):
         if not self._max_depth:
             return
         # A forward pass of a sharded module takes all ranks.
-        summary = self._summary(trainer, pl_module) if trainer.strategy.shards_parameters else None
+        summary = self._summary(trainer, pl_module) if trainer.strategy.traits.shards_parameters else None
         from_rank_zero(trainer, lambda: self._lw_show(trainer, pl_module, summary))
 
     def _lw_show(self, trainer: Trainer, pl_module: AnyModule, summary: Summary | None) -> None:

@@ -99,7 +99,7 @@ def _state_of_module(trainer: Trainer) -> Callable[[], StateDict]:
                 raise ModuleError("There is no module yet.", fix="call trainer.fit first.")
             return trainer.lightning_module.state_dict()
         strategy = trainer.fabric.strategy
-        if strategy.shards_parameters or strategy.has_stages:
+        if strategy.traits.shards_parameters or strategy.traits.has_stages:
             return trainer.full_state_dict()
         return strategy.module_state_dict(run.model)
 

@@ -80,7 +80,7 @@ def _obstacle(run: Run, optimizers: list[Optimizer]) -> str:
     strategy = run.fabric.strategy
     if not run.is_automatic:
         return "in manual optimization"
-    if strategy.holds_gradients or strategy.shards_parameters or strategy.has_stages:
+    if strategy.traits.owns_optimizers or strategy.traits.shards_parameters or strategy.traits.has_stages:
         return f"with {type(strategy).__name__}"
     if strategy.accumulate_dtype is not None or run.carried is not None:
         return "with gradients that are kept beside the parameters"

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,7 @@ class DDPStrategy(ParallelStrategy):
     """
 
     strategy_name = "ddp"
+    traits = replace(ParallelStrategy.traits, averages_after_backward=True)
 
     def __init__(
         self,
@@ -105,6 +107,12 @@ class DDPStrategy(ParallelStrategy):
         )  # fmt: skip
         self.ddp_comm_state = ddp_comm_state
         self.ddp_comm_hook = ddp_comm_hook
+        if ddp_comm_hook is not None:
+            self.traits = replace(
+                self.traits,
+                reduces_every_step=ddp_comm_hook not in ("noop", "post_local_sgd"),
+                accumulation_refusal=("its ddp_comm_hook communicates the gradients", "leave out one of the two"),
+            )
         self.ddp_comm_wrapper = ddp_comm_wrapper
         self.model_averaging_period = model_averaging_period
         self.ddp_kwargs = kwargs
@@ -290,11 +298,6 @@ class DDPStrategy(ParallelStrategy):
         empty: NoLoss = self._lw_bound_training(module, _no_step)()
         return empty
 
-    @property
-    def reduces_every_step(self) -> bool:  # type: ignore[override]  # it depends on the hook
-        """Whether the communication hook lets all ranks take part in each reduction."""
-        return self.ddp_comm_hook not in ("noop", "post_local_sgd")
-
     def note_absence(self, window: str) -> Callable[[], int] | None:
         """Note in the store that this rank had no loss; see `Strategy.note_absence`."""
         return absence.note_absence(window, self.device)
@@ -347,16 +350,6 @@ class DDPStrategy(ParallelStrategy):
         if self._lw_averaging is not None:
             self._lw_averaging.after_step(optimizer)
         return has_stepped
-
-    def sums_gradients_in(self, dtype: torch.dtype) -> bool:
-        """Return True: without torch's wrapper, sums are averaged after the backward passes."""
-        return True
-
-    def accumulation_refusal(self, dtype: torch.dtype) -> tuple[str, str] | None:
-        """Return why gradients cannot be summed in this dtype, and the remedy; see `Strategy.accumulation_refusal`."""
-        if self.ddp_comm_hook is not None:
-            return "its ddp_comm_hook communicates the gradients", "leave out one of the two"
-        return super().accumulation_refusal(dtype)
 
     # -- state ---------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ def _bind(strategy: DeepSpeedStrategy, root: EngineRoot, step: Step, *, is_train
     call, reference = Call(step, is_training=is_training), weakref.ref(root)
 
     def evaluate(*args: object, **kwargs: object) -> StepOutput:
-        if not strategy.shards_parameters:
+        if strategy.stage < 3:
             output = step(*args, **kwargs)
         else:
             output = (root.run if strategy.world_size == 1 else root.evaluate)(call, args, kwargs)

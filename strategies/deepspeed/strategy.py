@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -100,14 +101,16 @@ class DeepSpeedStrategy(ParallelStrategy):
         ConfigError: An argument is invalid, or differs from `config`; every problem is listed.
     """
 
-    holds_gradients = True
-    holds_parameters = True
-    rebuilds_optimizers = True
-    adds_param_groups = False
-    sums_gradients_itself = True
     strategy_name = "deepspeed"
-    keeps_packed_weights = False  # the engine casts parameters
-    uneven_choices = ("stop_all", "cycle")  # a rank without a batch cannot take part in the engine's backward pass
+    traits = replace(
+        ParallelStrategy.traits,
+        owns_optimizers=True,
+        holds_parameters=True,
+        sums_gradients_itself=True,
+        keeps_packed_weights=False,  # the engine casts parameters
+        uneven_choices=("stop_all", "cycle"),  # a rank without a batch cannot take part in the engine's backward pass
+        has_module_hooks=True,
+    )
 
     def __init__(
         self,
@@ -194,6 +197,10 @@ class DeepSpeedStrategy(ParallelStrategy):
         self.arguments = read.arguments
         self.where = read.where
         self.stage = configs.stage_of(read.config)
+        if self.stage == 3:
+            what = "ZeRO stage 3 replaces functions of linear layers with ones that torch.compile cannot trace"
+            refusal = (what, "leave it out, use stage=2, or strategy='fsdp'")
+            self.traits = replace(self.traits, shards_parameters=True, compile_refusal=refusal)
         self.remote_device = remote_device
         self.logging_level = logging_level
         self.exclude_frozen_parameters = exclude_frozen_parameters
@@ -216,25 +223,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         return MemoryShares(shared, num_processes, num_processes, has_float32_copies=True, formula=formula)
 
     @property
-    def has_module_hooks(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
-        """Whether hooks of submodules communicate: those of the engine do."""
-        return True
-
-    @property
-    def compile_refusal(self) -> tuple[str, str] | None:  # type: ignore[override]  # a class attribute elsewhere
-        """Why `compile=` cannot be used: torch cannot trace stage 3's own arithmetic."""
-        if self.stage < 3:
-            return None
-        what = "ZeRO stage 3 replaces functions of linear layers with ones that torch.compile cannot trace"
-        return what, "leave it out, use stage=2, or strategy='fsdp'"
-
-    @property
-    def shards_parameters(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
-        """Whether each rank holds a shard of every parameter: in stage 3."""
-        return self.stage == 3
-
-    @property
-    def helps_in_evaluation(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
+    def helps_in_evaluation(self) -> bool:
         """Whether `evaluate_without_data` knows what is gathered: once this rank has evaluated a batch."""
         return any(root.evaluated is not None for root in self._lw_roots)
 

@@ -155,10 +155,10 @@ class Sharder:
             )
         if tensors and strategy.world_size > 1:
             shown = f"{', '.join([*new][:5])}{' ...' if len(new) > 5 else ''}" if new else "buffers"
-            if strategy.model_axes:
+            if strategy.traits.model_axes:
                 raise ModuleError(
                     f"Expected the parameters of {type(module).__name__} as they were split over "
-                    f"{_shown(strategy.model_axes)}, got new ones on rank {strategy.global_rank}: {shown}.",
+                    f"{_shown(strategy.traits.model_axes)}, got new ones on rank {strategy.global_rank}: {shown}.",
                     fix="create all parameters before the first run, or in configure_model.",
                 )
             agree_on_changes(shown, strategy.global_rank, strategy.world_size, strategy.stall_timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
     strategy_name = "model_parallel"
     axis_names = {"fsdp": "data_parallel", "tp": _TENSOR}
-    copies_draw_alike = True
+    traits = replace(ShardedStrategy.traits, copies_draw_alike=True)
 
     def __init__(
         self,

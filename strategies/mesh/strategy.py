@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ...errors import ConfigError
@@ -50,7 +51,7 @@ class MeshStrategy(ShardedStrategy):
     """
 
     strategy_name = "mesh"
-    copies_draw_alike = True
+    traits = replace(ShardedStrategy.traits, copies_draw_alike=True)
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ wrap every unit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ class XLAFSDPStrategy(XLAStrategy):
     """
 
     strategy_name = "xla_fsdp"
-    holds_parameters = True
+    traits = replace(XLAStrategy.traits, holds_parameters=True)
     data_axis = "fsdp"
 
     def __init__(

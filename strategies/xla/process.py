@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from ...protocols import Batch, CheckpointPlugin, StateDict, StepOutput
 from ..base import Strategy
 from ..constructors import inherit_descriptions
 from ..skip_init import SkipInit
+from ..traits import Traits
 from ..tree import leaves, map_leaves
 from .slowdowns import StepWatch
 
@@ -34,6 +36,12 @@ __all__ = ["XLAProcessStrategy"]
 Step = Callable[..., StepOutput]
 _DEBUG = ("PT_XLA_DEBUG", "XLA_IR_DEBUG", "XLA_HLO_DEBUG")
 EVALUATIONS = ("validation_step", "test_step", "predict_step")
+
+
+def of_xla(traits: Traits) -> Traits:
+    """Return the traits of a strategy whose tensors are computed by XLA."""
+    refusal = ("XLA's graphs sum gradients by themselves", "leave it out, or pass precision='bf16-mixed'")
+    return replace(traits, accelerator_kind="xla", traces_lazily=True, accumulation_refusal=refusal)
 
 
 class XLAProcessStrategy(Strategy):
@@ -53,13 +61,9 @@ class XLAProcessStrategy(Strategy):
         options: Further arguments of the next base class: of ParallelStrategy, for several processes.
     """
 
-    accelerator_kind = "xla"
-    traces_lazily = True
-
+    traits = of_xla(Strategy.traits)
     exchanges_in_backward: bool = False
     """Whether a backward pass executes graphs, to average gradients over ranks."""
-
-    has_inference_mode = False  # torch_xla 2.9: views of inference tensors fail ("Cannot set version_counter")
 
     def __init__(
         self,

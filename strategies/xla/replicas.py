@@ -27,7 +27,7 @@ from ..distributed.collectives import op_name
 from ..parallel import DEFAULT_TIMEOUT, ParallelStrategy
 from ..tree import map_leaves
 from .collectives import Collectives, HostCollectives, RuntimeCollectives, gather_with_gradient, reduce_as
-from .process import EVALUATIONS, Step, XLAProcessStrategy
+from .process import EVALUATIONS, Step, XLAProcessStrategy, of_xla
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -60,6 +60,7 @@ class XLAReplicasStrategy(XLAProcessStrategy, ParallelStrategy):
     """
 
     strategy_name = "xla_replicas"
+    traits = of_xla(ParallelStrategy.traits)
     exchanges_in_backward = True
 
     def __init__(

@@ -57,7 +57,7 @@ class XLAStrategy(XLAProcessStrategy):
     """
 
     strategy_name = "xla"
-    has_several_devices = True
+    traits = replace(XLAProcessStrategy.traits, has_several_devices=True)
     data_axis = "data"
     """Name of the mesh axis that batches are sharded over."""
 

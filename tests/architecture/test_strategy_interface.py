@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TypeGuard
 import pytest
 
 from loopwright.strategies import Strategy, optional
+from loopwright.strategies.traits import Traits
 
 from .sources import ROOT, package_files, place, tree_of
 
@@ -99,27 +101,6 @@ def test_a_declared_request_is_accepted(source: str) -> None:
     assert not list(problems_in(ast.parse(source)))
 
 
-def _capabilities() -> ast.ClassDef:
-    tree = tree_of(ROOT / "strategies" / "traits.py")
-    (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Capabilities")
-    return cls
-
-
-def test_the_documentation_lists_every_capability_with_type_and_default() -> None:
-    page = (ROOT / "docs" / "write-a-strategy.md").read_text()
-    listed = set(re.findall(r"^\| `(\w+)` \| `(.+?)` \| `(.+?)` \| ", page.replace("\\|", "|"), re.MULTILINE))
-    declared = {
-        tuple(ast.unparse(part) for part in (node.target, node.annotation, node.value))
-        for node in _capabilities().body
-        if isinstance(node, ast.AnnAssign) and node.value is not None
-    }
-    assert listed == declared - {("strategy_name", "str", "'custom'")}
-
-
-def test_every_capability_has_a_docstring() -> None:
-    cls = _capabilities()
-    declared = [index for index, node in enumerate(cls.body) if isinstance(node, ast.AnnAssign)]
-    assert declared
-    for index in declared:
-        after = cls.body[index + 1] if index + 1 < len(cls.body) else None
-        assert isinstance(after, ast.Expr), ast.unparse(cls.body[index])
+def test_every_trait_is_described() -> None:
+    described = re.findall(r"^        (\w+): ", Traits.__doc__ or "", re.MULTILINE)
+    assert described == [one.name for one in dataclasses.fields(Traits)]

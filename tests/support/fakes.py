@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from loopwright.callbacks import Callback, Checkpoint
 from loopwright.checkpoint import TorchCheckpointIO
 from loopwright.errors import CheckpointError
+from loopwright.strategies.traits import Traits
 
 Metrics = Callable[[int], dict[str, float]]
 
@@ -24,7 +25,7 @@ class FakeStrategy:
     """One process: collectives hand back what they get."""
 
     world_size = 1
-    shards_parameters = False
+    traits = Traits()
     checkpoint_io = None
 
     def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:

@@ -110,7 +110,7 @@ def _last(trainer: Trainer) -> str | None:
     def ordered() -> list[str]:
         return newest_first(paths) if len(trainer.checkpoint_callbacks) > 1 else paths
 
-    if trainer.ranks_answer and trainer.strategy.shards_parameters:
+    if trainer.ranks_answer and trainer.strategy.traits.shards_parameters:
         found = _newest_valid(trainer, from_rank_zero(trainer, ordered), skip)
     else:
         found = from_rank_zero(trainer, lambda: storage.newest_valid(ordered(), skip))

@@ -147,14 +147,14 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
             own_hook(checkpoint)
     else:
         run.lifecycle.on_save_checkpoint(checkpoint)
-    if ranks_answer and fabric.strategy.has_stages:
+    if ranks_answer and fabric.strategy.traits.has_stages:
         _take_from_last_stage(run, checkpoint, before)
     return checkpoint
 
 
 def mark_callbacks(run: Run) -> None:
     """Remember the states of the user's callbacks, where ranks have different stages: see `_take_from_last_stage`."""
-    if run.fabric.strategy.has_stages:
+    if run.fabric.strategy.traits.has_stages:
         run.callback_marks = _marks_of_callbacks(run)
 
 
@@ -370,7 +370,7 @@ def read(fabric: Fabric, path: str, *, is_trusted: bool) -> Content:
         path,
         Ranks(fabric.global_rank, fabric.world_size, strategy.gather_objects, on_all_ranks),
         is_safe=not is_trusted,
-        by_parts=strategy.shards_parameters,
+        by_parts=strategy.traits.shards_parameters,
     )
     hparams.put_back(checkpoint)
     content = contents.read(checkpoint, source=path)
@@ -546,7 +546,7 @@ def restore_frozen(run: Run, content: Content) -> None:
 
 def parameter_names(run: Run) -> list[list[list[str]] | None]:
     """Return the names of each optimizer's parameters by group; None where they are not all known here."""
-    if run.fabric.strategy.has_stages:
+    if run.fabric.strategy.traits.has_stages:
         return [None for _ in run.optimizers]
     return [names_of(run.module, optimizer) for optimizer in run.optimizers]
 
@@ -574,7 +574,7 @@ def _load_optimizer(
     order = list(range(len(state["param_groups"])))
     strategy = run.fabric.strategy
     sizes = [len(group["params"]) for group in state["param_groups"]]
-    if saved is not None and strategy.has_stages and [len(names) for names in saved] == sizes:
+    if saved is not None and strategy.traits.has_stages and [len(names) for names in saved] == sizes:
         # Each stage takes its own parameters by name.
         named = [{**group, contents.PARAM_NAMES: n} for group, n in zip(state["param_groups"], saved, strict=True)]
         state, saved = {**state, "param_groups": named}, None

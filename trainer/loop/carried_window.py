@@ -171,9 +171,9 @@ def _refuse(trainer: TrainerView, run: Run) -> None:
         reason = "a GradientAccumulationScheduler, which changes the size of windows between epochs"
     elif run.skips_bad_steps:
         reason = "nonfinite_loss='skip', which decides on a window as a whole"
-    elif strategy.has_stages:
+    elif strategy.traits.has_stages:
         reason = "pipeline stages, which save no gradients and add those of shared parameters at the end of an epoch"
-    elif strategy.holds_gradients or strategy.traces_lazily:
+    elif strategy.traits.owns_optimizers or strategy.traits.traces_lazily:
         reason = f"{type(strategy).__name__}, whose engine keeps the gradients of a window to itself"
     if reason is not None:
         raise ConfigError(f"accumulate_across_epochs=True with {reason}.", fix="leave out one of the two.")

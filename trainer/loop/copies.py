@@ -24,7 +24,7 @@ def watch_batches(stream: BatchStream, strategy: Strategy) -> None:
     Nothing is done where all ranks read different data.
     """
     topology = strategy.topology
-    if strategy.copies_draw_alike and topology.data_size < topology.world_size:
+    if strategy.traits.copies_draw_alike and topology.data_size < topology.world_size:
         stream.next_batch = _ComparedBatches(stream.next_batch, strategy, type(stream.loader).__name__)
 
 

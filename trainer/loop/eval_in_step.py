@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from ...errors import DataError
-from ...strategies.optional import EvaluatesWithoutData
+from ...strategies.optional import evaluation_of
 from ..run import Run
 
 __all__ = ["in_step"]
@@ -28,7 +28,9 @@ def in_step(batches: Iterator[object], run: Run, global_batches: int | None) -> 
         global_batches: Batches that the rank with the most has, as far as this rank knows; None if it does not.
     """
     strategy = run.fabric.strategy
-    known = strategy.gather_objects(global_batches if strategy.helps_in_evaluation else None)
+    helper = evaluation_of(strategy)
+    can_help = helper is None or helper.helps_in_evaluation
+    known = strategy.gather_objects(global_batches if can_help else None)
     counts = [count for count in known if count is not None]
     if len(counts) < len(known):
         yield from _asking(batches, run)
@@ -37,18 +39,19 @@ def in_step(batches: Iterator[object], run: Run, global_batches: int | None) -> 
     for batch in batches:
         yield batch
         done += 1
-    if isinstance(strategy, EvaluatesWithoutData):
+    if helper is not None:
         for _ in range(max(counts) - done):
-            strategy.evaluate_without_data(run.model)
+            helper.evaluate_without_data(run.model)
 
 
 def _asking(batches: Iterator[object], run: Run) -> Iterator[object]:
     """Yield batches, and before each global batch ask whether any rank has one left."""
     strategy = run.fabric.strategy
+    helper = evaluation_of(strategy)
     while True:
         batch = next(batches, _DONE)
         has_batch = batch is not _DONE
-        is_stuck = not has_batch and not strategy.helps_in_evaluation
+        is_stuck = not has_batch and helper is not None and not helper.helps_in_evaluation
         answer = strategy.all_reduce(torch.tensor([int(has_batch), int(is_stuck)]), reduce_op="sum")
         count, stuck = answer.tolist()
         if not count:
@@ -62,5 +65,5 @@ def _asking(batches: Iterator[object], run: Run) -> Iterator[object]:
             )
         if has_batch:
             yield batch
-        elif isinstance(strategy, EvaluatesWithoutData):
-            strategy.evaluate_without_data(run.model)
+        elif helper is not None:
+            helper.evaluate_without_data(run.model)

@@ -114,7 +114,7 @@ class EvalLoop:
         strategy = run.fabric.strategy
         windows_before = metrics.window
         sizes_of_training = metrics.sizes
-        is_together = run.has_ranks and strategy.shards_parameters
+        is_together = run.has_ranks and strategy.traits.shards_parameters
         stages = stages_of(strategy)
         is_muted = stages is not None and not stages.has_last_stage
         metrics.step = progress.steps

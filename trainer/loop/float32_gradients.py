@@ -114,7 +114,7 @@ class Float32Gradients:
 
 def bind_float32_gradients(trainer: TrainerView, run: Run) -> Callable[[], None] | None:
     """Let a run sum its gradients in float32, where its strategy does not do so itself; return what undoes it."""
-    if trainer.strategy.accumulate_dtype is None or trainer.strategy.sums_gradients_itself:
+    if trainer.strategy.accumulate_dtype is None or trainer.strategy.traits.sums_gradients_itself:
         return None
     return Float32Gradients(trainer, run).close
 

@@ -155,7 +155,7 @@ class _HeldWindow:
         Raises:
             DataError: It cannot be split.
         """
-        offset, num_parts = len(self.batches), self._run.fabric.strategy.parts_per_batch
+        offset, num_parts = len(self.batches), self._run.fabric.strategy.traits.parts_per_batch
         self.batches.append(batch)
         sizes = self._run.metrics.sizes
         size = None if sizes is None or batch is NO_BATCH else sizes.of(batch)  # now: it is the stream's latest batch

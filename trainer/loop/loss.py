@@ -234,7 +234,7 @@ class RanksWindowLoss(WindowLoss):
         self._counts = counts
         self._note_absence = strategy.note_absence if isinstance(strategy, NotesAbsence) else None
         # Where gradients are not reduced at each step, ranks count all the same: to know whether any had a loss.
-        self._is_counted = counts or not strategy.reduces_every_step
+        self._is_counted = counts or not strategy.traits.reduces_every_step
         self._scale = 1.0
         self._finish: Callable[[], Tensor] | None = None
         self._absent: Callable[[], int] | None = None

@@ -102,8 +102,8 @@ def count_step(run: Run) -> None:
             fix="set self.automatic_optimization = False in __init__, or return None from configure_optimizers.",
         )
     strategy, precision = run.fabric.strategy, run.fabric.precision
-    if strategy.holds_gradients or precision.has_scaler:
-        name = type(strategy).__name__ if strategy.holds_gradients else f"precision={precision.precision!r}"
+    if strategy.traits.owns_optimizers or precision.has_scaler:
+        name = type(strategy).__name__ if strategy.traits.owns_optimizers else f"precision={precision.precision!r}"
         raise ModuleError(
             f"count_step was called with {name}, where only the step of an optimizer sees the gradients as they are.",
             fix="use another strategy and precision for updates that no optimizer makes, such as 'bf16-mixed'.",
@@ -121,7 +121,7 @@ def give_back(run: Run) -> None:
     The next pass would run on it, as it is: with values from before a step, and with the `requires_grad` of parameters
     from before an optimizer was toggled. A graph that still needs it gathers it again.
     """
-    if not run.fabric.strategy.shards_parameters:
+    if not run.fabric.strategy.traits.shards_parameters:
         return
     from ...strategies.fsdp.root import ShardedRoot, reshard
 
@@ -154,7 +154,7 @@ def waiting_gradients(run: Run) -> list[list[Tensor | None]]:
     Returns:
         A list for each optimizer, empty where nothing waits: the gradients of its parameters, in order.
     """
-    if run.fabric.strategy.holds_gradients:
+    if run.fabric.strategy.traits.owns_optimizers:
         return [[] for _ in run.optimizers]
     waiting = []
     for optimizer in run.optimizers:
@@ -169,7 +169,7 @@ def waiting_gradients(run: Run) -> list[list[Tensor | None]]:
 def restore_gradients(run: Run, waiting: list[list[Tensor | StoredTensor | None]]) -> None:
     """Restore the gradients that `waiting_gradients` returned."""
     strategy = run.fabric.strategy
-    if strategy.holds_gradients:
+    if strategy.traits.owns_optimizers:
         if any(waiting) and strategy.is_global_zero:
             warn(
                 f"{type(strategy).__name__} cannot load gradients: what had been accumulated since the last step is "

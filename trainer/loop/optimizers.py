@@ -121,7 +121,7 @@ class ManagedOptimizer:
         An engine's optimizer takes no arguments: its step is the engine's.
         """
         optimizer = self.optimizer
-        is_of_engine = self._trainer is not None and self._trainer.strategy.holds_gradients
+        is_of_engine = self._trainer is not None and self._trainer.strategy.traits.owns_optimizers
         if is_of_engine or (not kwargs and type(optimizer).step.__module__.startswith("torch.")):
             yield
             return
@@ -146,7 +146,7 @@ class ManagedOptimizer:
         """Clear gradients, also those that were left unsynchronized between ranks."""
         self.optimizer.zero_grad(set_to_none)
         strategy = None if self._trainer is None else self._trainer.strategy
-        if strategy is not None and strategy.shards_parameters:
+        if strategy is not None and strategy.traits.shards_parameters:
             strategy.discard_gradients_of(self.optimizer)
 
     @contextmanager

@@ -73,7 +73,7 @@ T = TypeVar("T")
 def facts_of(fabric: Fabric, verb: str, module: nn.Module, arguments: Mapping[str, object]) -> dict[str, str]:
     """Return what must be the same on every rank, each fact as a short text."""
     # Where ranks have different layers, the strategy compares modules.
-    same = {} if fabric.strategy.has_stages else dict(module.named_parameters())
+    same = {} if fabric.strategy.traits.has_stages else dict(module.named_parameters())
     parameters = [f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for name, p in same.items()]
     count = sum(parameter.numel() for parameter in same.values())
     script = getattr(sys.modules.get("__main__"), "__spec__", None)
@@ -180,7 +180,7 @@ def open_epoch(run: Run) -> None:
     check_copies(strategy)
     rng = run.fabric.broadcast(capture_rng())
     # Copies of rank 0 that draw alike move their generators as it does.
-    rank = 0 if strategy.copies_draw_alike else topology.global_rank
+    rank = 0 if strategy.traits.copies_draw_alike else topology.global_rank
     with drawn_alike(rank, topology.data_rank, rng):
         run.stream.open(run.progress.epochs, rng)
 
@@ -197,9 +197,9 @@ def _compare_steps(run: Run) -> None:
     for number, optimizer in enumerate(run.optimizers if run.compares_rates else ()):
         for index, group in enumerate(optimizer.param_groups):
             facts[f"learning rate of group {index} of optimizer {number}"] = repr(float(group.get("lr", 0.0)))
-            if strategy.has_stages:  # schedules and checkpoints have one setting for all stages
+            if strategy.traits.has_stages:  # schedules and checkpoints have one setting for all stages
                 facts[f"weight decay of group {index} of optimizer {number}"] = repr(group.get("weight_decay"))
-    if strategy.has_stages:  # which have other parameters
+    if strategy.traits.has_stages:  # which have other parameters
         compare(strategy, facts, where=where, fix=_SAME_GROUPS)
         return
     names = [name for name, parameter in run.module.named_parameters() if parameter.requires_grad]

@@ -31,7 +31,7 @@ def align_copies(strategy: Strategy) -> None:
     Nothing is done where all ranks read different data, or copies need not draw alike.
     """
     topology = strategy.topology
-    if not strategy.copies_draw_alike or topology.data_size == topology.world_size:
+    if not strategy.traits.copies_draw_alike or topology.data_size == topology.world_size:
         return
     everywhere = strategy.gather_objects((topology.data_rank, _portable(capture_rng(), strategy.device)))
     first = next(state for data_rank, state in everywhere if data_rank == topology.data_rank)
@@ -56,7 +56,7 @@ def check_copies(strategy: Strategy) -> None:
         ModuleError: On every rank: some of them have drawn what their copies have not; names them.
     """
     topology = strategy.topology
-    if not strategy.copies_draw_alike or topology.data_size == topology.world_size:
+    if not strategy.traits.copies_draw_alike or topology.data_size == topology.world_size:
         return
     state = _portable(capture_rng(), strategy.device)
     cuda = state["cuda"][0].numpy().tobytes() if state.get("cuda") else b""
@@ -80,7 +80,7 @@ def check_copies(strategy: Strategy) -> None:
 
 def collect(strategy: Strategy, own: StateDict) -> StateDict:
     """Return the generators of all ranks for a checkpoint, and which shares of the data these read. On every rank."""
-    if not strategy.copies_draw_alike:
+    if not strategy.traits.copies_draw_alike:
         return {"rng_of_ranks": strategy.gather_objects(own)}
     topology = strategy.topology
     place = (topology.data_rank, topology.stage)
@@ -133,7 +133,7 @@ def resumed(strategy: Strategy, states: Sequence[StateDict], places: Places | No
 def _drawn_as(strategy: Strategy) -> tuple[int, int]:
     """Return this rank's number among those that draw different numbers, and how many these are."""
     topology = strategy.topology
-    if strategy.copies_draw_alike:
+    if strategy.traits.copies_draw_alike:
         return topology.data_rank, topology.data_size
     return topology.global_rank, topology.world_size
 

@@ -41,7 +41,7 @@ class StagesWindowLoss(RanksWindowLoss):
     def begin(self, planned: int) -> None:
         """Start a window that is planned to have `planned` micro-batches on every rank."""
         super().begin(planned)
-        self._joins = self.form != "mean" or self._counts or not self._strategy.reduces_every_step
+        self._joins = self.form != "mean" or self._counts or not self._strategy.traits.reduces_every_step
         self._is_counted = self._joins  # the other stages find out by the counts alone whether there was a loss
 
     @property

@@ -212,7 +212,7 @@ def make_plan(run: Run, trainer: TrainerView) -> StepPlan:
         step_by_module=_step_by_module(run),
         # An engine accumulates by itself, also alone: it has to know which backward pass ends a window.
         deferred=(lambda: fabric.no_backward_sync(run.model))
-        if fabric.world_size > 1 or fabric.strategy.holds_gradients
+        if fabric.world_size > 1 or fabric.strategy.traits.owns_optimizers
         else None,
         optimizer=optimizer,
         hears_batch_end=hears_batch_end,
@@ -262,7 +262,7 @@ def _zeroes_early(run: Run) -> bool:
     """Return whether nothing can tell that gradients are zeroed before the forward pass: no hook, no engine."""
     strategy, life = run.fabric.strategy, run.lifecycle
     is_heard = life.own("optimizer_zero_grad") is not None or life.is_heard("on_before_zero_grad")
-    has_engine = strategy.holds_gradients or strategy.traces_lazily
+    has_engine = strategy.traits.owns_optimizers or strategy.traits.traces_lazily
     return not is_heard and not has_engine
 
 
@@ -302,7 +302,7 @@ def _step_by_module(run: Run) -> Callable[[Callable[[], Tensor | None]], bool] |
 def _run_window(run: Run) -> RunWindow | None:
     """Return the strategy's own `run_window`; None where it leaves the inside of windows to the Trainer."""
     strategy = run.fabric.strategy
-    if not (strategy.runs_windows and isinstance(strategy, RunsWindows)):
+    if not (strategy.traits.runs_windows and isinstance(strategy, RunsWindows)):
         return None
     return run.lifecycle.bracketed(strategy.run_window, f"[Strategy]{type(strategy).__name__}.run_window")
 

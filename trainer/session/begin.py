@@ -367,7 +367,7 @@ def make_run(plan: Plan, module: nn.Module, datamodule: DataModule | None) -> Ru
         rank=rank,
         size=size,
         module=module,
-        has_silent_ranks=strategy.has_stages,
+        has_silent_ranks=strategy.traits.has_stages,
     )
     plan.watch.gather = strategy.gather_objects if has_ranks else None
     window_loss, stop_coordination = WindowLoss(fabric.device), None
@@ -420,7 +420,7 @@ def set_up(plan: Plan, run: Run) -> None:
         with run.fabric.init_module():
             for name in builders:
                 getattr(module, name)()
-    if strategy.has_stages and getattr(module, "exclude_frozen_parameters", False):
+    if strategy.traits.has_stages and getattr(module, "exclude_frozen_parameters", False):
         raise ConfigError(
             f"{type(module).__name__} sets exclude_frozen_parameters, which pipeline stages do not support.",
             fix="set exclude_frozen_parameters = False, or train without pipeline stages.",
@@ -443,7 +443,7 @@ def _builders(module: nn.Module) -> list[str]:
 def place(run: Run, verb: str) -> None:
     """Set the module up on its device, as the strategy runs it."""
     strategy = run.fabric.strategy
-    sums_after_backward = strategy.accumulate_dtype is not None and not strategy.sums_gradients_itself
+    sums_after_backward = strategy.accumulate_dtype is not None and not strategy.traits.sums_gradients_itself
     if run.has_ranks and (verb != "fit" or not run.is_automatic or sums_after_backward):
         run.model = _place(run.fabric, run.module)
     else:

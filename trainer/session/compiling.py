@@ -54,7 +54,7 @@ def begin_compiling(run: Run, given: Compiler | None, options: dict[str, object]
     check_strategy(strategy, given, options)
     compiler = given if given is not None else compiler_with(compiler_of(options), own.dynamic_dims)
     # torch.compile(module) asks for one graph of the whole step; hooks that communicate cannot be a part of one.
-    is_by_parts = strategy.has_module_hooks or not run.is_automatic
+    is_by_parts = strategy.traits.has_module_hooks or not run.is_automatic
     blocks = find_blocks(module) if is_by_parts or given is None else []
     stack = ExitStack()
     try:
@@ -68,7 +68,7 @@ def begin_compiling(run: Run, given: Compiler | None, options: dict[str, object]
         order_ranks(strategy, options.get("backend", "inductor") if given is None else None, stack)
         if is_by_parts or blocks:
             parts = [*blocks, *find_parts(module, blocks)]
-            if not parts and not strategy.has_module_hooks:
+            if not parts and not strategy.traits.has_module_hooks:
                 parts = [module]  # its forward computes with parameters of its own
             if not parts and not compiled_parts(module) and run.trainer.is_global_zero:
                 warn(

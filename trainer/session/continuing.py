@@ -48,7 +48,7 @@ def take(trainer: Trainer, module: nn.Module) -> Before | None:
     last, strategy = trainer._lw_last_fit, trainer.strategy
     if last is None or last.module is not module:
         return {}
-    if strategy.rebuilds_optimizers:
+    if strategy.traits.owns_optimizers:
         return {"engine": type(strategy).__name__}
     own = strategy.state_dict()
     return {

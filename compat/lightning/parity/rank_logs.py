@@ -59,7 +59,7 @@ def averaged(accumulator: ScalarAccumulator, pairs: list[tuple[float, float]]) -
 def keep_own_values(run: Run) -> None:
     """Let each rank have the epoch values that it logged itself."""
     metrics = run.metrics
-    if metrics.ranks is None or run.fabric.strategy.has_stages:
+    if metrics.ranks is None or run.fabric.strategy.traits.has_stages:
         return
     rank, size = metrics.place
     metrics.ranks = OwnRanksMetrics(metrics, metrics.ranks.gather, rank=rank, size=size, module=run.module)
@@ -67,7 +67,7 @@ def keep_own_values(run: Run) -> None:
 
 def reduce_each_step(run: Run) -> None:
     """Reduce step values with `sync_dist=True` over ranks at each batch."""
-    if not run.has_ranks or run.fabric.strategy.has_stages:
+    if not run.has_ranks or run.fabric.strategy.traits.has_stages:
         return
     metrics, reduce = run.metrics, run.fabric.strategy.all_reduce
 

@@ -55,7 +55,7 @@ def decide_on_own_values(run: Run) -> None:
     Schedules, also those that a module steps itself, get the rank's own value.
     """
     trainer = trainer_of(run)
-    if not run.has_ranks or run.fabric.strategy.has_stages:
+    if not run.has_ranks or run.fabric.strategy.traits.has_stages:
         return
     run.compares_rates = False
     patch(trainer, "synchronize_metrics", _synchronize_nothing)

@@ -28,13 +28,14 @@ from loopwright.callbacks.model_checkpoint import files as checkpoint_files
 from loopwright.callbacks.rank_zero import SharedDeadline, decided_on_rank_zero
 from loopwright.errors import ConfigError, ModuleError, RankFailure
 from loopwright.loggers import CSVLogger
+from loopwright.strategies.traits import Traits
 from loopwright.trainer.metrics.log_output import LogOutput
 
 
 class GlooStrategy:
     """The collectives that callbacks use, over the group that `run_ranks` has made; counts them."""
 
-    shards_parameters = False
+    traits = Traits()
     checkpoint_io = None
 
     def local_shards(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from loopwright.errors import CheckpointError, ConfigError, NonFiniteError
 from loopwright.precision import HalfPrecision, Precision
 from loopwright.strategies import Strategy, Topology
+from loopwright.strategies.traits import Traits
 
 
 class Custom(Strategy):
@@ -96,6 +98,30 @@ def test_teardown_reaches_every_part_that_was_used() -> None:
     strategy.fill(precision=precision, accelerator=accelerator, checkpoint_io=io)
     strategy.teardown()
     assert (io.ended, precision.ended, accelerator.ended) == (1, 2, 2)
+
+
+def test_traits_are_attributes_of_a_class_or_set_by_an_instance() -> None:
+    class Own(Strategy):
+        shards_parameters = True
+
+    class Further(Own):
+        has_several_devices = True
+
+        def __init__(self, parts: int) -> None:
+            super().__init__()
+            self.traits = replace(self.traits, parts_per_batch=parts)
+
+    assert Further(3).traits == Traits(shards_parameters=True, has_several_devices=True, parts_per_batch=3)
+    assert Strategy().traits == Traits()
+
+
+def test_traits_that_would_have_no_effect_are_refused() -> None:
+    own = Strategy()
+    own.shards_parameters = True  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"got shards_parameters as[\s\S]*self.traits = dataclasses.replace"):
+        own.fill()
+    with pytest.raises(ConfigError, match="traits of Own in its attribute traits, got has_stages"):
+        type("Own", (Strategy,), {"has_stages": property(lambda self: True)})
 
 
 def test_two_precisions_are_an_error() -> None:

@@ -39,9 +39,9 @@ def test_each_engine_says_what_eight_processes_share(strategy: Strategy, nodes: 
 
 
 def test_a_mesh_names_the_axes_that_split_a_module() -> None:
-    assert DDPStrategy().model_axes == {}
-    assert MeshStrategy(dp=2, fsdp=2).model_axes == {}
-    assert MeshStrategy(dp=2, pp=2, tp=-1).model_axes == {"pp": 2, "tp": -1}
+    assert DDPStrategy().traits.model_axes == {}
+    assert MeshStrategy(dp=2, fsdp=2).traits.model_axes == {}
+    assert MeshStrategy(dp=2, pp=2, tp=-1).traits.model_axes == {"pp": 2, "tp": -1}
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

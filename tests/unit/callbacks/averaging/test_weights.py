@@ -11,6 +11,7 @@ from loopwright.callbacks import ModelPruning, StochasticWeightAveraging, Weight
 from loopwright.callbacks.averaging.weights import check_fit, kept_dtype, refuse_shards, tensors_of, tied_names, write
 from loopwright.errors import CheckpointError, ConfigError
 from loopwright.strategies import DeepSpeedStrategy, Strategy, XLAFSDPStrategy
+from loopwright.strategies.traits import Traits
 
 
 def tied() -> nn.ModuleDict:
@@ -59,13 +60,13 @@ def test_everything_that_does_not_fit_is_named() -> None:
 @pytest.mark.parametrize("engine", [DeepSpeedStrategy, XLAFSDPStrategy])
 def test_engines_are_refused_before_training(engine: type[Strategy]) -> None:
     strategy = Strategy()
-    strategy.holds_parameters = engine.holds_parameters
+    strategy.traits = engine.traits
     trainer: Any = SimpleNamespace(strategy=strategy, fit_loop=SimpleNamespace(epoch_limit=9))
     for callback in (WeightAveraging(), StochasticWeightAveraging(0.1), ModelPruning("l1_unstructured")):
         with pytest.raises(ConfigError, match=f"{type(callback).__name__} reads and writes the weights, and under"):
             callback.on_fit_start(trainer, nn.Linear(2, 2))
-    strategy.holds_parameters = False
+    strategy.traits = Traits()
     refuse_shards(trainer, nn.Linear(2, 2), owner="X")
-    strategy.shards_parameters = True
+    strategy.traits = Traits(shards_parameters=True)
     with pytest.raises(ConfigError, match="X needs the full module"):
         refuse_shards(trainer, nn.Linear(2, 2), owner="X")

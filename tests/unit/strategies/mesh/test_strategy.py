@@ -56,8 +56,8 @@ def test_arguments_that_contradict_the_axes_are_refused(arguments: dict[str, Any
 
 def test_batches_are_split_for_stages_only() -> None:
     options = Pipeline(micro_batches=4)
-    assert MeshStrategy(pp=2, pipeline=options).parts_per_batch == 4
-    assert MeshStrategy(tp=2, pipeline=options).parts_per_batch == 1
+    assert MeshStrategy(pp=2, pipeline=options).traits.parts_per_batch == 4
+    assert MeshStrategy(tp=2, pipeline=options).traits.parts_per_batch == 1
 
 
 class Stacked(lw.Module):

@@ -14,7 +14,7 @@ from loopwright.strategies import STRATEGY_REGISTRY, XLAReplicasStrategy
 def test_its_name_makes_several_processes_of_xla() -> None:
     made = STRATEGY_REGISTRY.create("xla_replicas")
     assert type(made) is XLAReplicasStrategy
-    assert made.accelerator_kind == "xla"
+    assert made.traits.accelerator_kind == "xla"
     assert (made.start_method, made.device) == ("popen", torch.device("xla", 0))
 
 

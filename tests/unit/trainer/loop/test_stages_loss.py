@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import loopwright as lw
 from loopwright.errors import ModuleError
@@ -33,6 +33,9 @@ class Stage(SingleDeviceStrategy):
             return tensor
         assert tensor.shape == self.wire[-1].shape
         return self.wire.pop()
+
+    def of_stages(self, module: nn.Module, facts: dict[str, Any]) -> dict[str, Any]:
+        return facts
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Tensor:
         rows = [tensor, tensor if self.others is None else self.others]
