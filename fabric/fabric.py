@@ -32,6 +32,7 @@ from ..messages import warn
 from ..precision import MixedPrecision, Precision
 from ..precision.base import compute_gradients
 from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
+from ..strategies.distributed.shards import is_sharded
 from ..strategies.optional import PlacesBatches, changing
 from ..tracebacks import show_trimmed
 from .launch import InProcessLauncher
@@ -1107,8 +1108,18 @@ class Fabric:
             step: Step on the x-axis; None for the logger's default.
 
         Raises:
-            ConfigError: Tensors have several elements; all are named.
+            ConfigError: Tensors have several elements, or each rank has a part of their value; all are named.
         """
+        partial = [
+            name
+            for name, value in metrics.items()
+            if is_sharded(value) and any(one.is_partial() for one in value.placements)
+        ]
+        if partial:
+            raise ConfigError(
+                f"Expected numbers for Fabric.log_dict, got sharded tensors, whose parts differ by rank: {partial}.",
+                fix="call .full_tensor() before, on every rank.",
+            )
         wrong = [name for name, value in metrics.items() if isinstance(value, Tensor) and value.numel() != 1]
         if wrong:
             raise ConfigError(

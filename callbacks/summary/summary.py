@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import ConfigError
 from ...fabric.seed import isolate_rng
+from ...strategies.distributed.shards import all_parameters
 from ..sharded_pass import gathered, root_around
 
 __all__ = ["LayerSummary", "Summary", "count_elements", "format_table", "human_count", "size_hook", "summarize"]
@@ -134,14 +135,14 @@ def summarize(
         raise ConfigError(f"max_depth={max_depth!r}, expected -1, 0 or more.", fix="pass how many levels to list.")
     listed = _listed(module, max_depth)
     summary = Summary(layers=[_row(name, layer) for name, layer in listed])
-    counted = {id(parameter) for _, layer in listed for parameter in layer.parameters()}
-    for parameter in module.parameters():
+    counted = {id(parameter) for _, layer in listed for parameter in all_parameters(layer)}
+    for parameter in all_parameters(module):
         count = count_elements(parameter)
         summary.num_lazy += is_lazy(parameter)
         summary.total_parameters += count
         summary.trainable_parameters += count if parameter.requires_grad else 0
         summary.model_size += count * parameter.dtype.itemsize / 1e6
-    others = sum(count_elements(parameter) for parameter in module.parameters() if id(parameter) not in counted)
+    others = sum(count_elements(parameter) for parameter in all_parameters(module) if id(parameter) not in counted)
     for submodule in module.modules():
         if submodule is not module:
             summary.total_training_modes["train" if submodule.training else "eval"] += 1
@@ -162,8 +163,8 @@ def _listed(module: nn.Module, max_depth: int) -> list[tuple[str, nn.Module]]:
 
 
 def _row(name: str, layer: nn.Module) -> LayerSummary:
-    count = sum(count_elements(parameter) for parameter in layer.parameters())
-    has_lazy = any(is_lazy(parameter) for parameter in layer.parameters())
+    count = sum(count_elements(parameter) for parameter in all_parameters(layer))
+    has_lazy = any(is_lazy(parameter) for parameter in all_parameters(layer))
     return LayerSummary(name, _class_name(layer), count, layer.training, has_lazy=has_lazy)
 
 

@@ -1,22 +1,47 @@
-"""Averaging of gradients over ranks, without hooks in backward passes."""
+"""Averaging of gradients over ranks, without hooks in backward passes; and gradients within a step that are lost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from ...errors import ModuleError
 from .shards import local
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["average_gradients", "average_tensors"]
+__all__ = ["LostGradients", "average_gradients", "average_tensors"]
 
 _BUCKET_BYTES = 25 * 2**20
+
+
+class LostGradients(TorchFunctionMode):
+    """Refuses None as a gradient for which a step asks with `allow_unused=True`: it would be left out in silence.
+
+    Args:
+        error: Makes the error.
+        of: Whether a tensor must have a gradient.
+    """
+
+    def __init__(self, error: Callable[[], ModuleError], of: Callable[[object], bool]) -> None:
+        super().__init__()
+        self._error, self._of = error, of
+
+    # Any: the arguments and results of torch's functions.
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.autograd.grad:
+            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+            inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
+            if any(got is None and self._of(one) for one, got in zip(inputs, result, strict=True)):
+                raise self._error()
+        return result
 
 
 def average_gradients(parameters: Sequence[Tensor], group: ProcessGroup | None = None) -> None:

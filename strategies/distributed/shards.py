@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from ...messages import warn
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FULL_STATE",
     "RemoteShards",
+    "all_parameters",
     "as_shards",
     "fits",
     "full_tensor",
@@ -91,6 +92,15 @@ def is_sharded(value: object) -> TypeGuard[DTensor]:
     """Return whether this is a sharded tensor (a DTensor). Imports nothing."""
     module = sys.modules.get("torch.distributed.tensor")  # not imported yet means that there is none
     return module is not None and isinstance(value, module.DTensor)
+
+
+def all_parameters(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters of a module; on pipeline stages what stands for those of other stages, too, with shapes."""
+    yield from module.parameters()
+    for one in module.modules():
+        yield from (
+            value for value in vars(one).values() if isinstance(value, Tensor) and getattr(value, "is_parameter", False)
+        )
 
 
 def has_shards(tree: object) -> bool:

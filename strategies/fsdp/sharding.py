@@ -33,7 +33,7 @@ from ..construction.materialize import (
     modules_of_unit,
 )
 from ..construction.wrap_policy import choose_units
-from ..distributed.shards import as_shards, is_sharded, refuse_in_files, watch_numbers
+from ..distributed.shards import all_parameters, as_shards, is_sharded, refuse_in_files, watch_numbers
 from .root import ROOT, ShardedRoot, groups_of, units_of
 
 if TYPE_CHECKING:
@@ -162,12 +162,13 @@ def shard(
     root.settle()
     module.__dict__[ROOT] = root
     if is_rank_zero:
+        here, total = (sum(one.numel() for one in ones) for ones in (module.parameters(), all_parameters(module)))
         logger.info(
-            "%s: %s parameters in %s, sharded over %s processes",
+            "%s: %s parameters in %s, sharded over %s",
             type(module).__name__,
-            f"{sum(one.numel() for one in module.parameters()):,}",
+            f"{here:,} of {total:,}" if here < total else f"{total:,}",  # the others are on other pipeline stages
             counted(len([unit for unit in units_of(root) if unit is not root or groups_of(root)]), "unit"),
-            " x ".join(map(str, target.mesh.shape)),
+            " x ".join([*map(str, target.mesh.shape[:-1]), counted(target.mesh.shape[-1], "process")]),
         )
     return root
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...errors import ModuleError
 from ..ddp.replica import Call, loss_tensor
+from ..distributed.gradients import LostGradients
 from ..distributed.shards import FULL_STATE, is_sharded
 from .root import STORAGE_OF, ShardedRoot, reshard
 
@@ -29,15 +30,22 @@ def bound_training(
     """Return a function that runs a training step in the forward of the root and returns the step's output."""
     call = Call(step, is_training=True)
     root.is_trained_by_step = strategy.world_size > 1
+    has_run = False
 
     def run(*args: object, **kwargs: object) -> object:
+        nonlocal has_run
         # One pass in C: nothing is called when `parameter.data` is assigned.
         if root.changes.is_set or [*map(STORAGE_OF, root.shards)] != root.storages:
             adopt_changes(root)
         if root.unfilled:
             root.check_values()
         try:
-            output = root.take_output(root(call, *args, **kwargs))
+            if has_run:
+                output = root.take_output(root(call, *args, **kwargs))
+            else:
+                with LostGradients(_lost, of=is_sharded):
+                    output = root.take_output(root(call, *args, **kwargs))
+                has_run = True
         except RuntimeError as error:
             explain(error)
             raise
@@ -100,6 +108,8 @@ def explain(error: RuntimeError, loss: Tensor | None = None, roots: Iterable[Sha
     """
     if "invalid python storage" in str(error):  # safetensors, which save_pretrained() writes
         error.add_note(f"This rank has parts of the tensors (DTensors), which cannot be saved. Call {FULL_STATE}.")
+    if "not have been used in the graph" in str(error):
+        error.add_note(f"It may be a parameter of a unit. {_lost()}")
     if not any(text in str(error) for text in ("mixed torch.Tensor and DTensor", "inputs with different meshes")):
         return
     if _READ_OUTSIDE in getattr(error, "__notes__", ()):
@@ -131,3 +141,12 @@ _READ_OUTSIDE = (
     "auto_wrap_policy= leave it outside of all units. In a hook or callback, call the module, a layer of it, or "
     "trainer.model(...), on every rank: they gather what they need."
 )
+
+
+def _lost() -> ModuleError:
+    return ModuleError(
+        "Expected a step without gradients of sharded parameters (torch.autograd.grad), got one: the forward of a unit "
+        "computes with gathered copies of them.",
+        fix="train with ddp or tp, or let auto_wrap_policy= leave these parameters outside of all units. Gradients of "
+        "inputs are right.",
+    )

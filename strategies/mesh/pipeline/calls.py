@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .unsplit import UnsplitRun
     from .verify import Comparison
 
-__all__ = ["BlockCall", "ChildCall", "Cut", "Position"]
+__all__ = ["BlockCall", "ChildCall", "Cut", "Position", "gradient_ends_here"]
 
 # Any in this file: arguments and results of the user's modules.
 
@@ -305,6 +305,11 @@ def _differentiated(what: str) -> ModuleError:
         fix="train with fsdp or tp, where gradients in a step (torch.autograd.grad, penalties, forces) are right; or "
         "compute them from what follows the blocks.",
     )
+
+
+def gradient_ends_here() -> ModuleError:
+    """Return the error of a gradient within a step that does not reach what it is computed for."""
+    return _differentiated("a gradient within the step of a tensor that no block of this stage computes from")
 
 
 def _called_twice(at: Position) -> ModuleError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from ....errors import ModuleError, NonFiniteError
 from ...distributed.collectives import gather_objects
+from ...distributed.gradients import LostGradients
 from ...tree import map_leaves
 from ..random_numbers import StepNumbers
+from .calls import gradient_ends_here
 from .copies import StageCopies
 from .exchange import Exchange
 from .options import Pipeline
@@ -383,7 +385,8 @@ class PipelineRunner:
                 if self._expected is not None:
                     check_shapes(stage, passed, self._expected[stage].returned)
                 return tuple(one if one.requires_grad else _leaf(one) for one in passed)
-            loss = self._losses[number] = self._step(batch, number)
+            with LostGradients(gradient_ends_here, of=lambda _: True) if self.split.at.describes else nullcontext():
+                loss = self._losses[number] = self._step(batch, number)
             share = self._share(loss)
             if not share.requires_grad:
                 raise ModuleError(
@@ -393,13 +396,11 @@ class PipelineRunner:
                 )
             return (share,)
         except Exception as error:
-            if "not have been used in the graph" in str(error):
-                error.add_note(
-                    "With pipeline stages, a gradient within training_step ends at this stage's first block: it does "
-                    "not reach the batch, nor what earlier stages have."
-                )
             self._failure = error
-            raise
+            if "not have been used in the graph" not in str(error):
+                raise
+            self._failure = gradient_ends_here().with_traceback(error.__traceback__)
+            raise self._failure from None
 
     def _batch_of(self, number: int) -> Any:
         """Return a micro-batch for a step; with containers of its own where several stages of this rank run on it."""

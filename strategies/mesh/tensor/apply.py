@@ -215,8 +215,13 @@ def running(plan: TensorPlan, root: nn.Module) -> Iterator[None]:
             around.enter_context(PlainLoss(plan.mesh))
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             _leave_all(root)
+            if isinstance(error, RuntimeError) and "functorch" in str(error):
+                error.add_note(
+                    "Layers that are split over tp do not run in transforms of torch.func: take "
+                    "torch.autograd.grad(..., create_graph=True) in their place, or train with fsdp."
+                )
             raise
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import loopwright as lw
+from loopwright.callbacks.summary.summary import summarize
 from loopwright.checkpoint import storage
 from loopwright.strategies import MeshStrategy
 from loopwright.strategies.mesh.pipeline import Pipeline
@@ -253,3 +254,14 @@ def refused(rank: int, size: int) -> str:
     with pytest.raises(lw.ConfigError) as caught:
         fit(size, LAYOUTS["pp2"], STEPS, accumulate_across_epochs=True)
     return str(caught.value)
+
+
+def count(rank: int, size: int) -> list[int]:
+    summary = summarize(fit(size, LAYOUTS["pp2"], 0)[1])
+    return [summary.total_parameters, *(row.num_parameters for row in summary.layers)]
+
+
+def test_a_summary_counts_the_parameters_of_all_stages() -> None:
+    net = Net()
+    counts = [sum(one.numel() for one in part.parameters()) for part in (net, net.net, net.head)]
+    assert run_ranks(count, 2, connect=False) == [counts, counts]

@@ -80,19 +80,24 @@ class PenaltyOfBlock(Net):
 class Forces(Net):
     """Differentiates within a step with respect to the batch, from which each block computes, too, or none."""
 
-    is_reached = True
+    is_reached, allow_unused = True, False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         places = batch[0].clone().requires_grad_()
         x = self.first(places)
         for block in self.blocks:
             x = block(x + places.cos() if self.is_reached else x)
-        (force,) = torch.autograd.grad(self.last(x).sum(), places, create_graph=True)
-        return force.square().mean()
+        energy = self.last(x).sum()
+        (force,) = torch.autograd.grad(energy, places, create_graph=True, allow_unused=self.allow_unused)
+        return energy if force is None else force.square().mean()
 
 
 class NoForces(Forces):
     is_reached = False
+
+
+class LostForces(NoForces):
+    allow_unused = True
 
 
 class Transformed(Net):
@@ -176,7 +181,8 @@ def fit(rank: int, size: int, make: Callable[[], Net]) -> str:
         (Penalty, r"read first.weight \(square\), which stage 0 .* let the optimizer .*weight_decay="),
         (PenaltyOfBlock, r"read blocks.0.0.weight \(abs\), which stage 0"),
         (Forces, "gradients through the blocks of a pipeline to the backward pass, got a gradient within the step"),
-        (NoForces, "a gradient within training_step ends at this stage's first block"),
+        (NoForces, "a gradient within the step of a tensor that no block of this stage computes from"),
+        (LostForces, "a gradient within the step of a tensor that no block of this stage computes from"),
         (Transformed, "got a transform of torch.func"),
         (Checkpointed, "got torch.utils.checkpoint around blocks.0: .* activation_checkpointing=True"),
         (Reentrant, "got torch.utils.checkpoint around blocks.0"),

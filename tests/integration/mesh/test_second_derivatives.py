@@ -270,3 +270,37 @@ def test_what_does_not_compute_second_derivatives_says_so() -> None:
     for found in run_ranks(refuse, 2, connect=False):
         assert list(found) == ["styles of torch", "logits", "own"]
         assert all("DTensors over tp, got a second one" in one for one in found.values())
+
+
+class OfParameters(Penalized):
+    """Penalizes gradients of its parameters, of which units compute with gathered copies."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.net(batch[0]).square().mean()
+        parameters = list(self.net.blocks.parameters())
+        found = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+        return loss + sum(one.square().sum() for one in found if one is not None)
+
+
+class Transformed(Penalized):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return torch.func.vmap(torch.func.grad(lambda x: self.net(x).sum()))(batch[0]).square().mean()
+
+
+def fail(rank: int, size: int) -> list[str]:
+    """Return what errors of gradients within a step say, with their notes."""
+    found = []
+    for module, strategy in (
+        (OfParameters(), FSDPStrategy(auto_wrap_policy={"Block"})),
+        (Transformed(), MeshStrategy(fsdp=1, tp=2, tensor_plan={f"net.{name}": style for name, style in PLAN.items()})),
+    ):
+        with pytest.raises((ModuleError, RuntimeError)) as caught:
+            fit(module, strategy, size, size)
+        found.append("\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())]))
+    return found
+
+
+def test_gradients_in_a_step_that_would_be_lost_are_refused() -> None:
+    for of_parameters, transformed in run_ranks(fail, 2, connect=False):
+        assert "Expected a step without gradients of sharded parameters" in of_parameters
+        assert "split over tp do not run in transforms of torch.func: take torch.autograd.grad" in transformed

@@ -160,3 +160,23 @@ def test_a_penalty_of_sharded_parameters_is_an_error_that_names_them() -> None:
         assert "depends on the DTensors blocks.0.mlp.up.weight, blocks.0.mlp.up.bias, blocks.0.mlp.down" in found["tp"]
         assert "depends on the DTensors" in found["sequence"]
         assert "parameter.full_tensor()" in found["tp"]
+
+
+def log_with_fabric(rank: int, size: int) -> list[float]:
+    """Log the norm of a sharded gradient, as it is and in full."""
+    rows = Rows()
+    fabric = lw.Fabric(accelerator="cpu", devices=size, strategy="fsdp", loggers=rows)
+    fabric.launch()
+    model = fabric.setup(nn.Linear(4, 4))
+    fabric.backward(model(torch.ones(2, 4)).square().mean())
+    norm: Any = next(model.parameters()).grad.norm()
+    with pytest.raises(lw.ConfigError, match=r"whose parts differ by rank: \['norm'\](?s:.*)full_tensor"):
+        fabric.log("norm", norm)
+    fabric.log("norm", norm.full_tensor())
+    return [row["norm"] for row in rows.rows]
+
+
+def test_fabric_logs_no_part_of_a_norm() -> None:
+    first, second = run_ranks(log_with_fabric, 2, connect=False)
+    assert len(first) == 1
+    assert second == []
