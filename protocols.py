@@ -30,7 +30,7 @@ __all__ = [
     "StepFunction",
     "StepOutput",
     "StorageOptions",
-    "StoredTensor",
+    "TensorInFile",
     "Tree",
     "TrustedClasses",
 ]
@@ -91,7 +91,7 @@ class Gather(Protocol):
         ...
 
 
-class StoredTensor(Protocol):
+class TensorInFile(Protocol):
     """A tensor in a file; slices of it can be read."""
 
     @property

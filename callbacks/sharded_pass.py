@@ -28,11 +28,11 @@ def gathered(module: nn.Module, function: Callable[..., Any]) -> Callable[..., A
     root = root_around(module)
     if root is None:
         return function
-    from ..strategies.ddp.replica import Call
+    from ..strategies.ddp.replica import ReplicaCall
     from ..strategies.fsdp.root import ShardedRoot, reshard
 
     assert isinstance(root, ShardedRoot)
-    call = Call(function, is_training=False)
+    call = ReplicaCall(function, is_training=False)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:

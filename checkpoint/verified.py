@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, TypeVar
 
 from ..errors import CheckpointError, nearest
 from ..protocols import StorageOptions
-from .file.archive import LOCAL_SIGNATURE, Damaged, Record, payloads
+from .file.archive import LOCAL_SIGNATURE, ArchiveRecord, Damaged, payloads
 from .file.digest import FORMAT, FORMAT_VERSION, Verification, compare_checksums, has_digest
 from .file.remote import Remote, as_local
 from .formats import find_format
@@ -205,7 +205,7 @@ def _name_records(file: IO[bytes], result: Verification) -> str:
     return f"the content does not match its checksum in {', '.join(named)}{more}"
 
 
-def _name_record(record: Record, storages: dict[str, Storage]) -> str:
+def _name_record(record: ArchiveRecord, storages: dict[str, Storage]) -> str:
     storage = storages.get(record.name.removeprefix("data/"))
     if storage is not None and record.name.startswith("data/"):
         return f"{storage.path} (record {record.name!r})"

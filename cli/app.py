@@ -27,7 +27,7 @@ from .seeds import draw_seed
 from .settings import CLASS_KEYS, SettingsTree, escaped
 from .sources import gather, parse_command_line
 from .topics import help_on
-from .typed import Plan
+from .typed import ObjectPlan
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -288,7 +288,7 @@ class CLI:
         building = Building(self.settings, collects=self._lw_exits)
         for key in self._lw_declared.order(["data", "model", *self._lw_declared.classes]):
             plan = self._lw_plans.get(key)
-            if isinstance(plan, Plan):
+            if isinstance(plan, ObjectPlan):
                 linked = {} if building.problems else self._lw_declared.linked_values(key, built)
                 for name, value in linked.items():
                     plan.arguments[name] = value

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import ConfigError, LoopwrightError
 from .ending import where_raised
 from .settings import WRONG, Settings
-from .typed import Plan
+from .typed import ObjectPlan
 
 __all__ = ["Building"]
 
@@ -78,7 +78,7 @@ class _NotMade(Exception):
 
 def _built(value: object) -> Any:
     """Return a value whose plans are replaced by objects, innermost first."""
-    if isinstance(value, Plan):
+    if isinstance(value, ObjectPlan):
         arguments = {name: _built(one) for name, one in value.arguments.items()}
         if value.is_partial:
             return functools.partial(value.target, **arguments)

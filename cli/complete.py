@@ -15,7 +15,7 @@ from typing import Any
 from ..lazy import origin
 from .parameters import EMPTY, Parameter, parameters_of
 from .settings import Settings
-from .typed import Plan, Typed
+from .typed import ObjectPlan, Typed
 
 __all__ = ["complete", "is_plain", "public_path", "written_default"]
 
@@ -40,7 +40,7 @@ def complete(value: Any, raw: Any, *, names_class: bool = False, with_defaults: 
         names_class: Whether a plan is written with its class though the settings did not name it.
         with_defaults: Whether defaults are added, and classes written by their whole paths.
     """
-    if isinstance(value, Plan):
+    if isinstance(value, ObjectPlan):
         if isinstance(raw, str) and not with_defaults:
             return raw
         is_node = isinstance(raw, dict) and "class_path" in raw
@@ -89,7 +89,7 @@ def written_default(one: Parameter) -> Any:
     found = EMPTY if written is EMPTY else reading.value(written, one.annotation, one.name)
     if reading.problems:
         return EMPTY
-    if isinstance(found, Plan):
+    if isinstance(found, ObjectPlan):
         if found.target is one.default and not typing.get_args(one.annotation):
             return written  # a plain Callable, which need not be called without arguments
         return complete(found, written) if found.target in (one.default, type(one.default)) else EMPTY

@@ -12,7 +12,7 @@ from .build import Building
 from .names import ClassProblem, NotTrusted, Trust, find_class
 from .parameters import parameters_of
 from .settings import Settings
-from .typed import Plan, Typed
+from .typed import ObjectPlan, Typed
 
 __all__ = ["check", "make"]
 
@@ -64,7 +64,7 @@ def _planned(
     trusted_classes: TrustedClasses,
     *,
     is_whole: bool = True,
-) -> tuple[Plan, Settings]:
+) -> tuple[ObjectPlan, Settings]:
     values, overrides = dict(settings), dict(overrides)
     if _num_values(values, {}) > MOST_VALUES:
         raise ConfigError(

@@ -14,7 +14,7 @@ from .parameters import parameters_of
 from .program import Program
 from .settings import WRONG, Settings, SettingsTree, is_class_node, resolve
 from .trainer_types import TRAINER_TYPES
-from .typed import Plan, Typed
+from .typed import ObjectPlan, Typed
 
 __all__ = ["Plans", "plan_all", "plan_trainer"]
 
@@ -126,7 +126,7 @@ def plan_trainer(trainer_class: Callable[..., object], typed: Typed, values: obj
         if values is not WRONG:
             typed.problems.append(f"trainer{_from(typed.settings, 'trainer')}: expected its parameters, got {values!r}")
         return WRONG
-    plan = Plan(trainer_class, {}, "trainer")
+    plan = ObjectPlan(trainer_class, {}, "trainer")
     folder = values.get("default_root_dir")
     typed.log_folder = folder if isinstance(folder, str) else None
     known = parameters_of(trainer_class)

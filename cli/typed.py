@@ -1,6 +1,6 @@
 """Conversion of values to annotated types. Problems are collected, so that all are reported at once.
 
-Nothing is made here: a class with arguments becomes a `Plan`, which build.py carries out when everything is right.
+Nothing is made here: a class with arguments becomes an `ObjectPlan`, which build.py carries out if all is right.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .names import ClassProblem, NotTrusted, Trust, find_class, import_object
 from .parameters import EMPTY, Parameter, parameters_of
 from .settings import WRONG, Settings, SettingsTree, class_nodes, is_class_node
 
-__all__ = ["Plan", "Typed", "lazy_node", "show_type", "with_class_defaults"]
+__all__ = ["ObjectPlan", "Typed", "lazy_node", "show_type", "with_class_defaults"]
 
 # Any in this file: values of settings, and annotations.
 
@@ -43,7 +43,7 @@ _WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "fal
 
 
 @dataclass
-class Plan:
+class ObjectPlan:
     """An object to create: a class or function with its arguments.
 
     Attributes:
@@ -81,7 +81,7 @@ class Typed:
 
     def plan(
         self, target: Callable[..., object], values: SettingsTree, path: str, *, given: frozenset[str] = frozenset()
-    ) -> Plan:
+    ) -> ObjectPlan:
         """Return a plan for a class with these arguments.
 
         Args:
@@ -127,7 +127,7 @@ class Typed:
         if missing:
             name = getattr(target, "__name__", str(target))
             self._note(path, f"{name} needs {', '.join(missing)}")
-        return Plan(target, arguments, path)
+        return ObjectPlan(target, arguments, path)
 
     def value(self, value: Any, annotation: Any, path: str) -> Any:
         """Return a value converted to an annotated type, or WRONG; see `problems`."""
@@ -198,7 +198,7 @@ class Typed:
             return self._member(value, wanted, path)
         if wanted is timedelta:
             if isinstance(value, dict):
-                return Plan(timedelta, value, path)
+                return ObjectPlan(timedelta, value, path)
             return (
                 value
                 if isinstance(value, timedelta)
@@ -369,7 +369,7 @@ class Typed:
         ]
         return (
             kind(found)
-            if kind in (tuple, set, frozenset) and not any(isinstance(one, Plan) for one in found)
+            if kind in (tuple, set, frozenset) and not any(isinstance(one, ObjectPlan) for one in found)
             else found
         )
 

@@ -26,7 +26,7 @@ from .distributed.shard import NO_BATCH
 from .rng import RngStream, find_generators, moved_numpy, seed_generators
 from .sources.reread import is_one_shot
 
-__all__ = ["Collate", "IterableShare", "ShardedIterable"]
+__all__ = ["CollateShare", "IterableShare", "ShardedIterable"]
 
 
 class ShardedIterable(IterableDataset[Any]):
@@ -249,7 +249,7 @@ class _Course:
 
 
 @dataclass
-class Collate:
+class CollateShare:
     """Collates a batch of `IterableShare`, with random numbers that depend on the batch alone.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""`Pending`: a queue of unfinished writes in bounded memory; the rest waits in a file."""
+"""`PendingQueue`: a queue of unfinished writes in bounded memory; the rest waits in a file."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import tempfile
 from collections import deque
 from typing import IO, Any
 
-__all__ = ["Pending"]
+__all__ = ["PendingQueue"]
 
 
-class Pending:
+class PendingQueue:
     """First in, first out; at most `capacity` items that can be pickled are kept in memory.
 
     The file is temporary and has no name: it ends with the process. Items that cannot be pickled (functions), and all

@@ -15,7 +15,7 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from ..errors import ConfigError, LoopwrightError
-from .pending import Pending
+from .pending import PendingQueue
 
 __all__ = ["WriteBehind", "WriteInPlace", "WriteQueue"]
 
@@ -76,8 +76,8 @@ class WriteQueue(ABC):
         self._lw_reset()
 
     def _lw_reset(self) -> None:
-        self._lw_waiting = Pending(self.capacity)
-        self._lw_aside = Pending(self.capacity)
+        self._lw_waiting = PendingQueue(self.capacity)
+        self._lw_aside = PendingQueue(self.capacity)
         self._lw_news: list[tuple[bool, str]] = []
         self._lw_failures = 0  # of the first write
         self._lw_has_rejected = False

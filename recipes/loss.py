@@ -25,7 +25,7 @@ from ..trainer.loop.loss import Loss
 
 __all__ = [
     "IGNORED",
-    "Parts",
+    "ModelParts",
     "RouterLoss",
     "chunk_size",
     "find_parts",
@@ -45,7 +45,7 @@ _CHUNK_LOGITS = 2**26  # elements; 256 MiB in float32, and as much for their gra
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """A causal language model in two parts.
 
     Attributes:
@@ -121,7 +121,7 @@ def _base_of(model: nn.Module) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
-def find_parts(model: nn.Module) -> Parts | None:
+def find_parts(model: nn.Module) -> ModelParts | None:
     """Return the two parts of a model of transformers or peft; None where they cannot be told apart."""
     base = _base_of(model)
     head = base.get_output_embeddings()
@@ -129,7 +129,7 @@ def find_parts(model: nn.Module) -> Parts | None:
     if head is None or decoder is base:
         return None
     config = base.config.get_text_config()
-    return Parts(decoder, head, getattr(config, "final_logit_softcapping", None))
+    return ModelParts(decoder, head, getattr(config, "final_logit_softcapping", None))
 
 
 def chunk_size(vocab_size: int) -> int:
@@ -171,7 +171,12 @@ def full_loss(
 
 
 def selected_loss(
-    parts: Parts, batch: Mapping[str, Any], chunk: int, *, router: RouterLoss | None = None, calls_head: bool = False
+    parts: ModelParts,
+    batch: Mapping[str, Any],
+    chunk: int,
+    *,
+    router: RouterLoss | None = None,
+    calls_head: bool = False,
 ) -> tuple[Loss, Loss | None]:
     """Return what `full_loss` does, from the logits of trained tokens only, `chunk` of them at a time.
 
@@ -196,26 +201,26 @@ def selected_loss(
     return loss, None if router is None else router.of_batch(output.router_logits, batch, float(count))
 
 
-def hidden_states(parts: Parts, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+def hidden_states(parts: ModelParts, input_ids: Tensor, position_ids: Tensor) -> Tensor:
     """Return the hidden states that the head gets: shape (rows, length, width)."""
     output: Any = parts.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     states: Tensor = output[0]
     return states
 
 
-def part_logits(parts: Parts, states: Tensor) -> Tensor:
+def part_logits(parts: ModelParts, states: Tensor) -> Tensor:
     """Return the logits of hidden states."""
     return _capped(parts.head(states), parts.softcap)
 
 
-def _by_calls(parts: Parts, states: Tensor, labels: Tensor, chunk: int) -> Tensor:
+def _by_calls(parts: ModelParts, states: Tensor, labels: Tensor, chunk: int) -> Tensor:
     def one(some: Tensor, of: Tensor) -> Tensor:
         return _cross_entropy(part_logits(parts, some), of)
 
     return _over_chunks(one, states, labels, chunk, has_random=_has_dropout(parts.head))
 
 
-def _in_one_call(parts: Parts, states: Tensor, labels: Tensor, chunk: int) -> Tensor:
+def _in_one_call(parts: ModelParts, states: Tensor, labels: Tensor, chunk: int) -> Tensor:
     forward: Callable[[Tensor], Tensor] = parts.head.forward
     has_random = _has_dropout(parts.head)
 

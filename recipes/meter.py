@@ -21,7 +21,7 @@ from ..fabric.throughput import Counts, per_second
 if TYPE_CHECKING:
     from ..protocols import AnyBatch, AnyOutput, StateDict
     from ..trainer.trainer import Trainer
-    from .step_plan import StepPlan
+    from .step_plan import StepBudget
 
 __all__ = ["Meter"]
 
@@ -54,10 +54,10 @@ class Meter(Callback):
     """
 
     def __init__(
-        self, make_plan: Callable[[], StepPlan], describe_rows: Callable[[Iterable[int]], str], *, limits_steps: bool
+        self, make_plan: Callable[[], StepBudget], describe_rows: Callable[[Iterable[int]], str], *, limits_steps: bool
     ) -> None:
         self._make_plan, self._describe_rows, self._limits_steps = make_plan, describe_rows, limits_steps
-        self.plan: StepPlan | None = None
+        self.plan: StepBudget | None = None
         self.totals: dict[str, float] = {"trained": 0, "positions": 0, "steps": 0, "seconds": 0.0}
         self.memory_bytes: list[int] = []
         self.parameters = (0, 0)

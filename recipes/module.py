@@ -16,7 +16,7 @@ from ..errors import CheckpointError, ConfigError
 from ..trainer.loop.loss import Loss
 from ..trainer.module import Module
 from .loss import (
-    Parts,
+    ModelParts,
     RouterLoss,
     chunk_size,
     find_parts,
@@ -93,7 +93,7 @@ class RecipeModule(Module):
         self.recent: deque[tuple[int, Tensor | None, Tensor | None]] = deque(maxlen=_RECENT)
         self._fingerprint: dict[str, object] | None = None
         self._is_checked = False
-        self._parts: Parts | None = None  # not registered: its modules are those of `model`
+        self._parts: ModelParts | None = None  # not registered: its modules are those of `model`
         self._router: RouterLoss | None = None
         self._sizes: Mapping[str, int] = {}
         self._trained: Tensor | float = 0

@@ -13,7 +13,7 @@ from ..strategies.optional import memory_shares
 from .memory import MemoryPlan, Sizes, count_sizes, plan_memory
 from .report import describe_data, show_bytes
 from .settings import PretrainSettings, TrainSettings
-from .step_plan import StepPlan
+from .step_plan import StepBudget
 from .train import Prepared, prepare
 
 __all__ = ["PlanReport", "plan"]
@@ -43,7 +43,7 @@ class PlanReport:
     continues: bool
     strategy: str
     processes: int
-    steps: StepPlan
+    steps: StepBudget
     sizes: Sizes
     memory: MemoryPlan
     data: dict[str, Any]

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
     from .data import DataReport
     from .meter import Meter
-    from .run_folder import RunFolder
-    from .step_plan import StepPlan
+    from .run_folder import TrainingFolder
+    from .step_plan import StepBudget
 
 __all__ = ["RunReport", "describe_data", "make_report", "show_bytes"]
 
@@ -122,14 +122,14 @@ class RunReport:
         lines = [f"  {name:<{width}}  {value}" for name, value in rows.items() if value]
         return "\n".join([title, *lines, *(f"  {note}" for note in self.notes)])
 
-    def write(self, run: RunFolder) -> None:
+    def write(self, run: TrainingFolder) -> None:
         """Write report.json and report.txt."""
         with only_describes(f"The report {run.report}"):
             replace_file(run.report.with_suffix(".txt"), self.describe() + "\n")
             replace_file(run.report, json.dumps(self.as_dict(), indent=1) + "\n")
 
     @classmethod
-    def of_complete(cls, run: RunFolder) -> RunReport | None:
+    def of_complete(cls, run: TrainingFolder) -> RunReport | None:
         """Return the report of a run that is complete, with its model; None if it is not."""
         if not run.report.is_file() or not run.model.is_dir():
             return None
@@ -139,7 +139,7 @@ class RunReport:
 
 
 def make_report(
-    command: str, trainer: Trainer, meter: Meter, plan: StepPlan, data: DataReport, *, out: Path, notes: Sequence[str]
+    command: str, trainer: Trainer, meter: Meter, plan: StepBudget, data: DataReport, *, out: Path, notes: Sequence[str]
 ) -> RunReport:
     """Return the report of a training that ended; on rank 0.
 
@@ -190,7 +190,7 @@ def make_report(
     )
 
 
-def describe_data(data: DataReport, plan: StepPlan, *, in_color: bool) -> str:
+def describe_data(data: DataReport, plan: StepBudget, *, in_color: bool) -> str:
     """Return the text that a training begins with: counts, steps, and the first sample with its trained parts.
 
     Args:
@@ -220,7 +220,7 @@ def _marked(sample: list[tuple[str, bool]], *, in_color: bool) -> str:
     return text if len(text) <= 2000 else f"{text[:2000]}{_END if in_color else ''} ..."
 
 
-def _remainder(plan: StepPlan) -> list[str]:
+def _remainder(plan: StepBudget) -> list[str]:
     if not plan.left_out:
         return []
     return [

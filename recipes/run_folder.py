@@ -1,4 +1,4 @@
-"""`RunFolder`: the folder of a run, what is in it, and whether given settings continue the run."""
+"""`TrainingFolder`: the folder of a run, what is in it, and whether given settings continue the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..yaml_file import read, write
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RunFolder", "changed_settings"]
+__all__ = ["TrainingFolder", "changed_settings"]
 
 # Any in this file: settings are YAML values.
 
@@ -36,7 +36,7 @@ FREE_OF_TRAINER = {
 
 
 @dataclass(frozen=True)
-class RunFolder:
+class TrainingFolder:
     """The folder of a run.
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import ConfigError, DataError
-from .loss import Parts, RouterLoss, hidden_states, part_logits
+from .loss import ModelParts, RouterLoss, hidden_states, part_logits
 
 __all__ = [
     "OwnOutput",
@@ -180,7 +180,7 @@ def own_output(model: nn.Module, input_ids: Tensor) -> OwnOutput:
 
 
 @torch.no_grad()
-def is_head_alone(own: OwnOutput, parts: Parts) -> bool:
+def is_head_alone(own: OwnOutput, parts: ModelParts) -> bool:
     """Return whether the model's logits are those of its head, with nothing computed behind it that is not known."""
     expected: Tensor = own.output.logits.double()
     found = part_logits(parts, hidden_states(parts, own.ids, own.positions)).double()

@@ -1,4 +1,4 @@
-"""`StepPlan`: optimizer steps of a training, from rows, ranks, micro-batch and global batch."""
+"""`StepBudget`: optimizer steps of a training, from rows, ranks, micro-batch and global batch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ..errors import ConfigError
 from ..fabric.global_batch import accumulation_steps
 from ..messages import counted
 
-__all__ = ["StepPlan", "accumulation", "plan_steps"]
+__all__ = ["StepBudget", "accumulation", "plan_steps"]
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class StepBudget:
     """Optimizer steps of a training.
 
     Attributes:
@@ -83,7 +83,7 @@ def plan_steps(
     trained: int,
     takes_all: bool,
     limit: tuple[str, int],
-) -> StepPlan:
+) -> StepBudget:
     """Return the steps of a training.
 
     Args:
@@ -108,7 +108,7 @@ def plan_steps(
     else:
         num_steps = number * per_epoch if kind == "epochs" else number
     share = ranks * micro_batch * accumulate / rows if rows else 0.0
-    return StepPlan(
+    return StepBudget(
         ranks=ranks,
         micro_batch=micro_batch,
         accumulate=accumulate,

@@ -25,9 +25,9 @@ from .model.loading import base_dtype, meta_model, model_problems, open_tokenize
 from .module import RecipeModule, strategy_problems
 from .optimizer import make_optimizer, make_schedule
 from .report import RunReport, describe_data, make_report, show_bytes
-from .run_folder import RunFolder
+from .run_folder import TrainingFolder
 from .settings import FinetuneSettings, PretrainSettings, TrainSettings, default_settings, plain_settings
-from .step_plan import StepPlan, accumulation, plan_steps
+from .step_plan import StepBudget, accumulation, plan_steps
 from .trainer_arguments import INTERRUPTED, Machine, find_machine, make_trainer
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Prepared:
 
     command: str
     settings: TrainSettings
-    run: RunFolder
+    run: TrainingFolder
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     data: RecipeData
@@ -70,7 +70,7 @@ class Prepared:
     trainer: Trainer
     meter: Meter
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> StepBudget:
         """Return the steps of the training; the data must be set up."""
         return _plan(self.settings, self.data, self.machine, self.accumulate)
 
@@ -190,14 +190,14 @@ def _end(prepared: Prepared, notes: list[str], val_loss: float | None) -> RunRep
     return report
 
 
-def _remove_interrupted(run: RunFolder) -> None:
+def _remove_interrupted(run: TrainingFolder) -> None:
     """Remove the checkpoint of an interruption, after which the run came to its end."""
     path = run.checkpoints / f"{INTERRUPTED}.ckpt"
     if (run.checkpoints / LAST).exists() and path.exists():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _export(run: RunFolder) -> str:
+def _export(run: TrainingFolder) -> str:
     """Write the model from the last checkpoint, in place of one of an earlier training; return its folder."""
     folder = run.model.with_name("model.new")
     shutil.rmtree(folder, ignore_errors=True)
@@ -244,7 +244,7 @@ def _prepare(command: str, settings: TrainSettings, *, is_trial: bool = False) -
     """Return what a training needs, None with problems, and the problems; on trial, no data are tokenized."""
     if importlib.util.find_spec("transformers") is None:
         raise MissingDependency("transformers", needed_for=f"recipe {command}", extra="recipes")
-    run = RunFolder(settings.out.expanduser())
+    run = TrainingFolder(settings.out.expanduser())
     settings = _with_length_of_model(settings)
     problems = [*settings.problems(), *model_problems(settings.model_settings()), *run.problems()]
     if settings.resume != "force":
@@ -399,7 +399,7 @@ def _vocab_size(config: PretrainedConfig) -> int:
     return int(_text_config(config).vocab_size)
 
 
-def _global_batch(settings: TrainSettings, run: RunFolder, machine: Machine) -> int:
+def _global_batch(settings: TrainSettings, run: TrainingFolder, machine: Machine) -> int:
     """Return the rows per step; "auto" is what the run began with."""
     if isinstance(settings.global_batch, int):
         return settings.global_batch
@@ -410,7 +410,7 @@ def _global_batch(settings: TrainSettings, run: RunFolder, machine: Machine) -> 
     return stored if isinstance(stored, int) else machine.ranks * settings.micro_batch
 
 
-def _plan(settings: TrainSettings, data: RecipeData, machine: Machine, accumulate: int) -> StepPlan:
+def _plan(settings: TrainSettings, data: RecipeData, machine: Machine, accumulate: int) -> StepBudget:
     report: DataReport = data.report
     limit = next(
         ((name, number) for name in ("steps", "tokens") if (number := getattr(settings, name)) is not None),
@@ -429,7 +429,7 @@ def _plan(settings: TrainSettings, data: RecipeData, machine: Machine, accumulat
 
 
 def _rows_problems(
-    settings: TrainSettings, run: RunFolder, data: RecipeData, machine: Machine | None, accumulate: int
+    settings: TrainSettings, run: TrainingFolder, data: RecipeData, machine: Machine | None, accumulate: int
 ) -> list[str]:
     """Return what is wrong with the rows: too few for the ranks, or others than the run began with."""
     data.setup("fit")

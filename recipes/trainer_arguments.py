@@ -19,7 +19,7 @@ from ..strategies import Strategy
 from ..strategies.registry import STRATEGY_REGISTRY
 from ..trainer.trainer import Trainer
 from .module import block_classes
-from .run_folder import RunFolder
+from .run_folder import TrainingFolder
 from .settings import OWNED, TrainSettings
 
 __all__ = ["INTERRUPTED", "Machine", "find_machine", "make_trainer"]
@@ -48,7 +48,7 @@ class Machine:
     strategy: Strategy
 
 
-def find_machine(settings: TrainSettings, run: RunFolder) -> tuple[Machine | None, list[str]]:
+def find_machine(settings: TrainSettings, run: TrainingFolder) -> tuple[Machine | None, list[str]]:
     """Return where a training would run; None, and what is wrong, if it cannot.
 
     Args:
@@ -68,7 +68,7 @@ def find_machine(settings: TrainSettings, run: RunFolder) -> tuple[Machine | Non
 
 
 def make_trainer(
-    settings: TrainSettings, run: RunFolder, callbacks: list[Callback], *, accumulate: int
+    settings: TrainSettings, run: TrainingFolder, callbacks: list[Callback], *, accumulate: int
 ) -> tuple[Trainer | None, list[str]]:
     """Return the Trainer, without the limit of `tokens`, and what is wrong; None if it cannot be.
 
@@ -96,7 +96,7 @@ def make_trainer(
     return trainer, []
 
 
-def _typed(settings: TrainSettings, run: RunFolder) -> tuple[dict[str, Any], list[str]]:
+def _typed(settings: TrainSettings, run: TrainingFolder) -> tuple[dict[str, Any], list[str]]:
     """Return the Trainer's arguments that settings name, as objects, and what is wrong with them."""
     typed = Typed(Settings(), log_folder=str(run.path))
     known = parameters_of(Trainer).named
@@ -155,7 +155,7 @@ def _limits(settings: TrainSettings, accumulate: int) -> dict[str, Any]:
     return found
 
 
-def _checkpoints(settings: TrainSettings, run: RunFolder) -> list[Callback]:
+def _checkpoints(settings: TrainSettings, run: TrainingFolder) -> list[Callback]:
     """Return what writes `last` at intervals and at the end, and `best` after validations.
 
     Ctrl-C, SIGTERM and errors lose no step: the next run continues from `interrupted`, if it is the newest.

@@ -21,7 +21,7 @@ from .checkpoints import CheckpointFile, CheckpointReader
 from .environment import ENVIRONMENT_FILE
 from .media import Media
 from .names import natural
-from .sources import CSV_FILE, EVENT_FILES, JSON_LINES_FILE, Source, find_sources
+from .sources import CSV_FILE, EVENT_FILES, JSON_LINES_FILE, NumberSource, find_sources
 
 if TYPE_CHECKING:
     from ..remote.reader import RemoteReader
@@ -154,7 +154,7 @@ class RunReader:
                 fix="pass the directory of a run, as trainer.log_dir says it.",
             )
         self._checkpoints = CheckpointReader(self._is_closed) if checkpoints else None
-        self._sources: dict[tuple[Path, type], Source] = {}
+        self._sources: dict[tuple[Path, type], NumberSource] = {}
 
     def empty_directories(self) -> list[str]:
         """Return those of the directories in which nothing was found by the last `read`."""
@@ -188,10 +188,10 @@ class RunReader:
     def _is_closed(self, path: Path) -> bool:
         return any(remote.is_placeholder(path) for remote in self._remote.values())
 
-    def _groups(self, folders: list[Path]) -> list[list[Source]]:
-        groups: list[list[Source]] = []
+    def _groups(self, folders: list[Path]) -> list[list[NumberSource]]:
+        groups: list[list[NumberSource]] = []
         for folder in folders:
-            here: list[Source] = []
+            here: list[NumberSource] = []
             for source in find_sources(folder):
                 known = self._sources.setdefault((folder, type(source)), source)
                 known.refresh()
@@ -232,7 +232,7 @@ def _is_below(folder: Path, root: Path) -> bool:
     return folder == root or root in folder.parents
 
 
-def _is_same_run(one: Sequence[Source], other: Sequence[Source]) -> bool:
+def _is_same_run(one: Sequence[NumberSource], other: Sequence[NumberSource]) -> bool:
     """Whether two folders are of one run: no kind of file is in both, and values agree wherever both have one."""
     if {source.kind for source in one} & {source.kind for source in other}:
         return False
@@ -255,7 +255,7 @@ def _is_close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=_SAME, abs_tol=1e-37) or (math.isnan(a) and math.isnan(b))
 
 
-def _merge(sources: Sequence[Source]) -> LoggedRun:
+def _merge(sources: Sequence[NumberSource]) -> LoggedRun:
     points: dict[str, dict[int, float]] = {}
     clock: dict[int, float] = {}
     by_precision = sorted(sources, key=lambda source: source.precision)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from ..errors import MissingDependency
 from .media import Media, media_of_value
 
-__all__ = ["CSV_FILE", "EVENT_FILES", "JSON_LINES_FILE", "Source", "find_sources"]
+__all__ = ["CSV_FILE", "EVENT_FILES", "JSON_LINES_FILE", "NumberSource", "find_sources"]
 
 CSV_FILE = "metrics.csv"
 JSON_LINES_FILE = "metrics.jsonl"
@@ -28,7 +28,7 @@ _CLOCK = "wall_s"
 _UNIX_TIME = 1e8  # a clock above it counts from 1970, not from the start of the run: three years are 1e8 seconds
 
 
-class Source(ABC):
+class NumberSource(ABC):
     """The numbers of one folder in one format.
 
     Attributes:
@@ -60,7 +60,7 @@ class Source(ABC):
         self.points.setdefault(name, {})[step] = value
 
 
-class _LineSource(Source):
+class _LineSource(NumberSource):
     """A text file that grows by complete lines."""
 
     file_name: str
@@ -171,7 +171,7 @@ class JSONLinesSource(_LineSource):
         return True
 
 
-class EventSource(Source):
+class EventSource(NumberSource):
     """TensorBoard's event files: scalars with float32 precision, and the time of each."""
 
     kind, precision = "TensorBoard", 1
@@ -226,9 +226,9 @@ class EventSource(Source):
                 self.clock[event.step] = self._base + event.wall_time - begin
 
 
-def find_sources(folder: Path) -> list[Source]:
+def find_sources(folder: Path) -> list[NumberSource]:
     """Return what there is to read in a folder, and not in those below it."""
-    found: list[Source] = []
+    found: list[NumberSource] = []
     if (folder / JSON_LINES_FILE).is_file():
         found.append(JSONLinesSource(folder))
     if (folder / CSV_FILE).is_file():

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..strategies import Strategy
     from ..tuner.batch_size import Search, Trials
     from ..tuner.lr_curve import LearningRateCurve
-    from .behavior import Parts
+    from .behavior import BehaviorParts
     from .checkpointing.saving import Saving
     from .loop.fit_loop import FitLoop
     from .loop.run_signals import RunSignals
@@ -124,11 +124,11 @@ class TrainerAttributes:
     _lw_assigned_datamodule: DataModule | None
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> BehaviorParts:
         """What the arguments were made into, for layers on top of the Trainer; programs do not need it."""
-        from .behavior import Parts
+        from .behavior import BehaviorParts
 
-        return Parts(self._lw_arguments, self._lw_loaders, self._lw_metrics, self._lw_output, self._lw_saving)
+        return BehaviorParts(self._lw_arguments, self._lw_loaders, self._lw_metrics, self._lw_output, self._lw_saving)
 
     if TYPE_CHECKING:
         progress: Progress

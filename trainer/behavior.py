@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .metrics.metrics import Metrics
     from .session.loaders import StageLoaders
 
-__all__ = ["Behavior", "Parts"]
+__all__ = ["Behavior", "BehaviorParts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Behavior:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class BehaviorParts:
     """The objects of a Trainer whose public attributes a layer on top of it reads and sets.
 
     Attributes:

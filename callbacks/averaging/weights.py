@@ -13,7 +13,7 @@ from ...strategies.base import plain_name as clean_name
 from ...strategies.distributed.shards import as_shards, full_tensor, is_sharded, read_full
 
 if TYPE_CHECKING:
-    from ...protocols import StateDict, StoredTensor
+    from ...protocols import StateDict, TensorInFile
     from ...trainer import Trainer
 
 __all__ = [
@@ -65,7 +65,7 @@ def clones_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def placed(
-    value: Tensor | StoredTensor, like: Tensor, device: torch.device | None = None, *, copy: bool = False
+    value: Tensor | TensorInFile, like: Tensor, device: torch.device | None = None, *, copy: bool = False
 ) -> Tensor:
     """Return an average of a module's tensor, sharded as it is, in the dtype of averages. Does not communicate.
 
@@ -100,14 +100,14 @@ def in_memory(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: read_full(value) for name, value in values.items()}
 
 
-def as_whole(value: Tensor | StoredTensor) -> Tensor:
+def as_whole(value: Tensor | TensorInFile) -> Tensor:
     """Return a copy of an average as a full tensor. For a sharded one it communicates: call it on every rank."""
     with torch.no_grad():
         near: Tensor = read_full(value)
         return full_tensor(near) if is_sharded(near) else near.detach().clone()
 
 
-def write(values: Mapping[str, Tensor | StoredTensor], tensors: Mapping[str, Tensor], *, owner: str) -> None:
+def write(values: Mapping[str, Tensor | TensorInFile], tensors: Mapping[str, Tensor], *, owner: str) -> None:
     """Copy values into the module's own tensors: what holds a reference to them (optimizers, graphs) sees it.
 
     Args:
@@ -125,7 +125,7 @@ def write(values: Mapping[str, Tensor | StoredTensor], tensors: Mapping[str, Ten
             tensor.copy_(full_tensor(value) if is_sharded(value) and not is_sharded(tensor) else value)
 
 
-def check_fit(values: Mapping[str, Tensor | StoredTensor], tensors: Mapping[str, Tensor], *, owner: str) -> None:
+def check_fit(values: Mapping[str, Tensor | TensorInFile], tensors: Mapping[str, Tensor], *, owner: str) -> None:
     """Compare names and shapes.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...protocols import StateDict
 from ..to_plain import to_plain
-from .partitions import Flat, Layout, MergedTensor, Misfit
+from .partitions import Flat, MergedTensor, Misfit, PartitionLayout
 
 __all__ = ["RankSteps", "flats_of", "merged_steps", "names_of_groups", "numbered", "steps_of_rank", "without_zero"]
 
@@ -60,7 +60,7 @@ def flats_of(ranks: Sequence[RankSteps], is_partitioned: bool, part: Callable[[R
 
 
 def merged_steps(
-    ranks: Sequence[RankSteps], layouts: Mapping[str, Layout], *, is_partitioned: bool
+    ranks: Sequence[RankSteps], layouts: Mapping[str, PartitionLayout], *, is_partitioned: bool
 ) -> StateDict | None:
     """Return the optimizer's state in torch's layout."""
     first = ranks[0]

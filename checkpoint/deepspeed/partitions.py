@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..tensors import StoredTensor, narrow
 
-__all__ = ["Flat", "Layout", "MergedTensor", "Misfit", "group_layouts", "parameter_layouts"]
+__all__ = ["Flat", "MergedTensor", "Misfit", "PartitionLayout", "group_layouts", "parameter_layouts"]
 
 
 class Misfit(Exception):
@@ -66,7 +66,7 @@ class Flat:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PartitionLayout:
     """The location of a parameter.
 
     Attributes:
@@ -91,7 +91,7 @@ Shapes = Sequence[Mapping[str, Sequence[int]]]
 
 def group_layouts(
     shapes: Shapes, sizes: Sequence[int], paddings: Sequence[Sequence[int]] | None, num_ranks: int
-) -> dict[str, Layout]:
+) -> dict[str, PartitionLayout]:
     """Return the layouts in the flat tensors of the groups: stages 1 and 2.
 
     Args:
@@ -108,7 +108,7 @@ def group_layouts(
         at = 0
         for position, (name, shape) in enumerate(members.items()):
             size = math.prod(shape)
-            layouts[name] = Layout(torch.Size(shape), group, ((group, at, size),))
+            layouts[name] = PartitionLayout(torch.Size(shape), group, ((group, at, size),))
             at += size + (paddings[group][position] if paddings is not None else 0)
         step = 2 * num_ranks
         if math.ceil(at / step) != math.ceil(sizes[group] / step):
@@ -116,7 +116,7 @@ def group_layouts(
     return layouts
 
 
-def parameter_layouts(shapes: Shapes, sizes: Sequence[int]) -> dict[str, Layout]:
+def parameter_layouts(shapes: Shapes, sizes: Sequence[int]) -> dict[str, PartitionLayout]:
     """Return the layouts in the flat tensors of the ranks: stage 3.
 
     Args:
@@ -132,7 +132,7 @@ def parameter_layouts(shapes: Shapes, sizes: Sequence[int]) -> dict[str, Layout]
             size = math.prod(shape)
             share = math.ceil(size / num_ranks)
             slices = tuple((rank, at, max(0, min(share, size - rank * share))) for rank in range(num_ranks))
-            layouts[name] = Layout(torch.Size(shape), group, slices)
+            layouts[name] = PartitionLayout(torch.Size(shape), group, slices)
             at += share
     for rank, size in enumerate(sizes):
         if size != at:

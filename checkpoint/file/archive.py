@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator
 from typing import IO, NamedTuple
 
-__all__ = ["Damaged", "Directory", "Record", "payloads", "read_directory", "read_exactly"]
+__all__ = ["ArchiveRecord", "Damaged", "Directory", "payloads", "read_directory", "read_exactly"]
 
 LOCAL_SIGNATURE = b"PK\x03\x04"
 DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
@@ -39,7 +39,7 @@ class Damaged(Exception):
     """A problem of a file, as a clause for an error message; storage.verify turns it into a CheckpointError."""
 
 
-class Record(NamedTuple):
+class ArchiveRecord(NamedTuple):
     """One record, as the directory has it.
 
     Attributes:
@@ -66,7 +66,7 @@ class Directory(NamedTuple):
         comment: The archive's comment.
     """
 
-    records: list[Record]
+    records: list[ArchiveRecord]
     end: int
     comment: bytes
 
@@ -100,7 +100,7 @@ def read_directory(file: IO[bytes], size: int) -> Directory:
     return Directory(records, end, tail[at + END.size :])
 
 
-def payloads(file: IO[bytes], directory: Directory) -> Iterator[tuple[Record | None, bytes]]:
+def payloads(file: IO[bytes], directory: Directory) -> Iterator[tuple[ArchiveRecord | None, bytes]]:
     """Go through the file from its beginning and yield each record with the frame's bytes before its payload.
 
     The file stands at the payload when a record is given out; the caller may read it or not. The last pair has None
@@ -161,7 +161,7 @@ def _read_end(file: IO[bytes], raw: bytes, end: int) -> tuple[int, int, int]:
     return fields[-3], fields[-2], fields[-1]
 
 
-def _read_entries(raw: bytes, count: int) -> Iterator[Record]:
+def _read_entries(raw: bytes, count: int) -> Iterator[ArchiveRecord]:
     at = 0
     for _ in range(count):
         if at + ENTRY.size > len(raw):
@@ -177,7 +177,7 @@ def _read_entries(raw: bytes, count: int) -> Iterator[Record]:
             extra = raw[at + name_length : at + name_length + extra_length]
             size, header = _read_extra64(extra, size=size, full_size=full_size, header=header)
         at += name_length + extra_length + comment_length
-        yield Record(name.partition("/")[2], crc, size, header, method == 0)
+        yield ArchiveRecord(name.partition("/")[2], crc, size, header, method == 0)
     if at != len(raw):
         raise Damaged("its directory is too long")
 

@@ -18,7 +18,7 @@ from io import FileIO
 from typing import IO
 
 from ...messages import counted
-from .archive import END, Damaged, Directory, Record, payloads, read_directory
+from .archive import END, ArchiveRecord, Damaged, Directory, payloads, read_directory
 
 __all__ = [
     "FORMAT",
@@ -53,7 +53,7 @@ class Verification:
         self.directory = directory
         self.has_digest = False
         self.is_frame_intact = True
-        self.altered: list[Record] = []
+        self.altered: list[ArchiveRecord] = []
 
 
 def append_digest(archive: FileIO) -> int:
@@ -102,7 +102,7 @@ def compare_checksums(file: IO[bytes], size: int, advance: Callable[[int], objec
     has_checksums = result.has_digest or any(record.crc for record in directory.records)
     buffer = memoryview(bytearray(min(_CHUNK, max((record.size for record in directory.records), default=0))))
 
-    def read_payload(record: Record) -> None:
+    def read_payload(record: ArchiveRecord) -> None:
         crc = _crc(file, record.size, buffer, advance)
         if has_checksums and record.is_stored and crc != record.crc:
             result.altered.append(record)
@@ -141,7 +141,7 @@ def _text(size: int) -> bytes:
 
 
 def _frame_digest(
-    file: IO[bytes], directory: Directory, read_payload: Callable[[Record], None] | None
+    file: IO[bytes], directory: Directory, read_payload: Callable[[ArchiveRecord], None] | None
 ) -> hashlib.blake2b:
     digest = hashlib.blake2b(digest_size=_DIGEST_SIZE)
     for record, frame in payloads(file, directory):

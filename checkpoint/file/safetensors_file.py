@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...protocols import StorageOptions
-from ..sharded.shard_file import NAMES, Part, encode_header, write_tensor
+from ..sharded.shard_file import NAMES, StoredPart, encode_header, write_tensor
 from ..tensors import AnyTensor, StoredTensor, is_tensor, memory_key, read_tensor
 from .streamed import FileSink, write_atomically
 
@@ -107,7 +107,7 @@ def write_weights(
     tied = _find_tied(weights)
     kept = sorted((name for name in weights if name not in tied), key=lambda name: -weights[name].dtype.itemsize)
     metadata = {"format": "pt"} | ({TIED_KEY: json.dumps(tied)} if tied else {})
-    parts = [Part(name, weights[name].dtype, tuple(weights[name].shape)) for name in kept]
+    parts = [StoredPart(name, weights[name].dtype, tuple(weights[name].shape)) for name in kept]
     layout = encode_header(parts, _NAMES, metadata)
 
     def write(file: FileIO) -> None:

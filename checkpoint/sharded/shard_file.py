@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..file.digest import crc32
 
-__all__ = ["NAMES", "Layout", "Part", "Sink", "bytes_of", "encode_header", "lay_out", "write_tensor"]
+__all__ = ["NAMES", "FileLayout", "Sink", "StoredPart", "bytes_of", "encode_header", "lay_out", "write_tensor"]
 
 _ALIGNMENT = 64
 _PIECE = 4 << 20
@@ -49,7 +49,7 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredPart:
     """One tensor of a shard file: its name, its dtype and its shape."""
 
     name: str
@@ -63,7 +63,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FileLayout:
     """A shard file before it is written.
 
     Attributes:
@@ -73,16 +73,18 @@ class Layout:
     """
 
     header: bytes
-    starts: tuple[tuple[Part, int], ...]
+    starts: tuple[tuple[StoredPart, int], ...]
     size_bytes: int
 
 
-def lay_out(parts: Sequence[Part]) -> Layout:
+def lay_out(parts: Sequence[StoredPart]) -> FileLayout:
     """Return where each part of a shard goes in its file."""
     return encode_header(sorted(parts, key=lambda part: (-part.dtype.itemsize, part.name)), NAMES, {"format": "pt"})
 
 
-def encode_header(parts: Sequence[Part], names: Mapping[torch.dtype, str], metadata: Mapping[str, str]) -> Layout:
+def encode_header(
+    parts: Sequence[StoredPart], names: Mapping[torch.dtype, str], metadata: Mapping[str, str]
+) -> FileLayout:
     """Return the layout of a file with parts in this order.
 
     Args:
@@ -107,7 +109,7 @@ def encode_header(parts: Sequence[Part], names: Mapping[torch.dtype, str], metad
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
     starts = tuple((part, len(header) + position) for part, position in positions)
-    return Layout(header, starts, len(header) + position)
+    return FileLayout(header, starts, len(header) + position)
 
 
 def write_tensor(tensor: Tensor, sink: Sink) -> int:

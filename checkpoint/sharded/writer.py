@@ -34,7 +34,7 @@ from . import stages
 from .backends import LocalBackend, RemoteBackend, backend_of, state_entry
 from .manifest import Chunk, FileEntry, Mesh, digest_of, manifest_of
 from .planning import Planner, first_names, path_of, unfit, with_first_names
-from .shard_file import Part, lay_out, write_tensor
+from .shard_file import StoredPart, lay_out, write_tensor
 from .target import LocalTarget, RemoteTarget, target_of
 from .tree import PLACEHOLDER_KEY, Split, take_out
 
@@ -225,7 +225,7 @@ class _Writer(StorageWriter):
     ) -> None:
         items = {path_of(item): item for item in plan.items}
         assert len(items) == len(plan.items), "a rank holds one chunk of a tensor"
-        layout = lay_out([Part(path, _dtype_of(item), _sizes_of(item)) for path, item in items.items()])
+        layout = lay_out([StoredPart(path, _dtype_of(item), _sizes_of(item)) for path, item in items.items()])
         with backend.create(name) as file:
             stages.reached("shard-opened")
             file.write(memoryview(layout.header))

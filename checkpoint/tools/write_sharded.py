@@ -14,7 +14,7 @@ from .. import storage
 from ..plain import require_plain
 from ..sharded.backends import state_entry
 from ..sharded.manifest import Chunk, FileEntry, digest_of, manifest_of
-from ..sharded.shard_file import Part, lay_out, write_tensor
+from ..sharded.shard_file import StoredPart, lay_out, write_tensor
 from ..sharded.target import target_of
 from ..sharded.tree import PLACEHOLDER_KEY, step_of
 from ..tensors import AnyTensor, Key, map_tensors, memory_key, read_slice, read_tensor, size_bytes
@@ -62,7 +62,7 @@ def save_split(
             if not shards:
                 continue
             name = f"shard-{target.token}-{number:05d}-of-{num_shards:05d}.safetensors"
-            layout = lay_out([Part(path, tensors[path].dtype, sizes) for path, (_, sizes) in shards.items()])
+            layout = lay_out([StoredPart(path, tensors[path].dtype, sizes) for path, (_, sizes) in shards.items()])
             with target.backend.create(name) as file:
                 file.write(memoryview(layout.header))
                 for part, start in layout.starts:

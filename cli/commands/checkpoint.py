@@ -16,7 +16,7 @@ from ...checkpoint.tools.formats import Opened, Reading, find_checkpoints, is_ch
 from ...checkpoint.tools.inspection import disk_bytes
 from ...checkpoint.tools.verify import check
 from ...errors import CheckpointError, ConfigError, LoopwrightError
-from .checkpoint_text import Meter, inspect_json, inspect_text, show_bytes
+from .checkpoint_text import ByteMeter, inspect_json, inspect_text, show_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,7 +156,7 @@ def _verify(given: argparse.Namespace) -> int:
     codes = {0}
     for path in paths:
         try:
-            with Meter(f"{path}: read", disk_bytes(path)) as meter:
+            with ByteMeter(f"{path}: read", disk_bytes(path)) as meter:
                 compared = check(path, meter.advance)
             sys.stdout.write(f"{path}: ok, {compared}\n")
         except LoopwrightError as error:
@@ -207,7 +207,7 @@ def _diff(given: argparse.Namespace) -> int:
     total = sum(size_bytes(tensor) for _, tensor in tensors_in(trees[0]))
     kinds: dict[str, int] = {}
     lines: list[str] = []
-    with Meter("compared", total) as meter:
+    with ByteMeter("compared", total) as meter:
         for found in compare(
             trees[0],
             trees[1],
@@ -276,7 +276,7 @@ def _write(given: argparse.Namespace, opened: object, to: str, *, num_shards: in
     assert isinstance(opened, Opened)
     tree = {"state_dict": weights_of(opened)} if to in ("safetensors", "state-dict") else opened.tree
     total = sum(size_bytes(tensor) for _, tensor in tensors_in(tree))
-    with Meter("written", total) as meter:
+    with ByteMeter("written", total) as meter:
         write_as(opened, given.target, to, num_shards=num_shards, advance=meter.advance)
     for path in opened.dropped:
         sys.stderr.write(f"loopwright checkpoint {given.command}: omitted {path}, which is not a plain value\n")

@@ -12,7 +12,7 @@ from ...checkpoint.tensors import flatten, is_tensor
 from ...checkpoint.tools.formats import Opened
 from ...checkpoint.tools.inspection import describe, describe_tensors
 
-__all__ = ["Meter", "inspect_json", "inspect_text", "show_bytes"]
+__all__ = ["ByteMeter", "inspect_json", "inspect_text", "show_bytes"]
 
 _EVERY_S = 0.2
 _LONGEST = 100
@@ -59,7 +59,7 @@ def show_bytes(count: int) -> str:
     return f"{size:.1f} TB"
 
 
-class Meter:
+class ByteMeter:
     """Context manager that shows the number of processed bytes on a terminal's error output.
 
     Args:
@@ -75,7 +75,7 @@ class Meter:
         self._is_shown = False
         self._has_terminal = sys.stderr.isatty()
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> ByteMeter:
         return self
 
     def __exit__(

@@ -12,7 +12,7 @@ from pathlib import Path
 from ...errors import ConfigError, LaunchError, LoopwrightError, Problems
 from .launch_options import Request, read_request
 
-__all__ = ["Plan", "launch", "make_plan"]
+__all__ = ["LaunchPlan", "launch", "make_plan"]
 
 _DEFAULT_PORT = "29400"
 # Strategies that start processes themselves: under a launcher each process would start more.
@@ -34,7 +34,7 @@ _VARIABLES = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """The processes to start.
 
     Attributes:
@@ -74,7 +74,7 @@ def launch(arguments: Sequence[str]) -> int:
         return 2
 
 
-def make_plan(request: Request, *, num_gpus: int, num_cpus: int, variables: Mapping[str, str]) -> Plan:
+def make_plan(request: Request, *, num_gpus: int, num_cpus: int, variables: Mapping[str, str]) -> LaunchPlan:
     """Return the processes to start.
 
     Args:
@@ -102,7 +102,7 @@ def make_plan(request: Request, *, num_gpus: int, num_cpus: int, variables: Mapp
     if local > 1 and "OMP_NUM_THREADS" not in variables:
         ours["OMP_NUM_THREADS"] = str(max(1, num_cpus // local))
     kind = ("--module",) if request.is_module else ()
-    return Plan((*rendezvous, f"--nproc-per-node={nproc}", *kind), request.program, ours)
+    return LaunchPlan((*rendezvous, f"--nproc-per-node={nproc}", *kind), request.program, ours)
 
 
 def _num_processes(options: Mapping[str, str], num_gpus: int, num_cpus: int, problems: Problems) -> tuple[str, int]:
@@ -219,7 +219,7 @@ def _num_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _start(plan: Plan) -> int:
+def _start(plan: LaunchPlan) -> int:
     """Run torchrun in this process and return the exit code."""
     # Private to torch's launcher, but required to distinguish causes: torchrun itself ends with 1 for all of them.
     from torch.distributed import DistError

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...trainer.trainer import Trainer
     from .parity.progress import Count, LoopCounts
 
-__all__ = ["BatchProgress", "Counts", "LoopView", "TrainLoop", "count_evaluations", "refuse_own_loop"]
+__all__ = ["BatchProgress", "LoopView", "TrackedCounts", "TrainLoop", "count_evaluations", "refuse_own_loop"]
 
 _BATCH_HOOKS = frozenset(
     (
@@ -54,7 +54,7 @@ class _FreeCounts:
         return ", ".join(f"{name}={value}" for name, value in vars(self).items())
 
 
-class Counts(_FreeCounts):
+class TrackedCounts(_FreeCounts):
     """How far something is: what is ready, started, processed and completed. It can only be read."""
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -70,8 +70,8 @@ class BatchProgress(NamedTuple):
         is_last_batch: Whether the present batch is the epoch's last.
     """
 
-    total: Counts
-    current: Counts
+    total: TrackedCounts
+    current: TrackedCounts
     is_last_batch: bool = False
 
     def state_dict(self) -> StateDict:
@@ -144,7 +144,7 @@ class LoopView:
         run = self._trainer.latest_run()
         if run is None:
             none = dict.fromkeys(("ready", "started", "processed", "completed"), 0)
-            return BatchProgress(Counts(**none), Counts(**none))
+            return BatchProgress(TrackedCounts(**none), TrackedCounts(**none))
         ready, processed, completed = _counts_of_batches(run)
         before = run.progress.total_batches - run.progress.batches_in_epoch
         if not run.progress.epoch_open and run.progress.total_batches:
@@ -152,13 +152,13 @@ class LoopView:
         current = {"ready": ready, "started": ready, "processed": processed, "completed": completed}
         total = {name: before + count for name, count in current.items()}
         is_last = run.stream is not None and ready > 0 and not run.stream.has_next()
-        return BatchProgress(Counts(**total), Counts(**current), is_last)
+        return BatchProgress(TrackedCounts(**total), TrackedCounts(**current), is_last)
 
     def _evaluated_batches(self) -> BatchProgress:
         counted = getattr(self._trainer, "evaluated", {}).get(self._key, [0, 0, 0, 0])
         counts = dict(zip(("ready", "started", "processed", "completed"), counted, strict=True))
         is_last = counts["ready"] > 0 and counts["ready"] == sum(self._batches())
-        return BatchProgress(Counts(**counts), Counts(**counts), is_last)
+        return BatchProgress(TrackedCounts(**counts), TrackedCounts(**counts), is_last)
 
     @property
     def _counts(self) -> LoopCounts | None:
@@ -206,7 +206,7 @@ class LoopView:
             return self._counts.schedule
         configs = self._trainer.lr_scheduler_configs
         steps = sum(getattr(config.scheduler, "last_epoch", 0) for config in configs)
-        return SimpleNamespace(total=Counts(ready=steps, completed=steps))
+        return SimpleNamespace(total=TrackedCounts(ready=steps, completed=steps))
 
     @property
     def manual_optimization(self) -> SimpleNamespace:
@@ -386,7 +386,7 @@ class TrainLoop(FitLoop):
         run, done = self.trainer._lw_run, self.trainer.current_epoch
         begun = done + (run is not None and run.stream is not None and self._trainer.state.stage == "train")
         processed = done + (run is not None and run.is_epoch_over and begun > done)
-        counts = Counts(ready=begun, started=begun, processed=processed, completed=done)
+        counts = TrackedCounts(ready=begun, started=begun, processed=processed, completed=done)
         return SimpleNamespace(current=counts, total=counts)
 
     @property

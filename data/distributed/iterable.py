@@ -16,7 +16,7 @@ from ...messages import counted
 from ...protocols import Batch, Loaders, StateDict
 from ..limit import find_length, resolve_limit
 from ..rng import RngStream, capture_generators, capture_rng, derive_key, find_generators, restore_generators
-from ..sharded_iterable import Collate, IterableShare, ShardedIterable
+from ..sharded_iterable import CollateShare, IterableShare, ShardedIterable
 from ..sources.base import Source
 from ..worker import WorkerInit
 from .shard import NO_BATCH, Shard
@@ -84,7 +84,7 @@ def _open_share(
     share = IterableShare(
         data.dataset, shard.rank, shard.size, shard.uneven, loader.batch_size, loader.drop_last, start, key
     )  # fmt: skip
-    collate = Collate(
+    collate = CollateShare(
         loader.collate_fn, key + shard.rank.to_bytes(4, "little"), first, is_batched=loader.batch_size is not None
     )  # fmt: skip
     changes = {

@@ -21,7 +21,7 @@ from ..failure import Failure
 from .peers import Peer
 from .rank_status import RankStatus
 
-__all__ = ["FailureStore", "Record", "Store"]
+__all__ = ["FailureRecord", "FailureStore", "Store"]
 
 
 class Store(Protocol):
@@ -53,7 +53,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class FailureRecord:
     """A failure, as it is stored.
 
     Attributes:
@@ -71,7 +71,7 @@ class Record:
         return json.dumps({"run": self.run, "by": self.by, "failure": self.failure.to_json()})
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Record:
+    def from_json(cls, text: str | bytes) -> FailureRecord:
         """Return it from text."""
         values = json.loads(text)
         return cls(values["run"], values["by"], Failure.from_json(values["failure"]))
@@ -111,7 +111,7 @@ class FailureStore:
 
     # --- failures ----------------------------------------------------------------------------------------------------
 
-    def write_failure(self, record: Record) -> Record:
+    def write_failure(self, record: FailureRecord) -> FailureRecord:
         """Store a failure, unless there is already one of the same run or a later one.
 
         Returns:
@@ -123,16 +123,16 @@ class FailureStore:
             if found == text.encode():
                 self.notify()
                 return record
-            other = Record.from_json(found)
+            other = FailureRecord.from_json(found)
             if other.run >= record.run:
                 return other
             number += 1
 
-    def new_failures(self) -> list[Record]:
+    def new_failures(self) -> list[FailureRecord]:
         """Return the failures that were written since the last call."""
         records = []
         while self.store.check([f"failure/{self._next_failure}"]):
-            records.append(Record.from_json(self.store.get(f"failure/{self._next_failure}")))
+            records.append(FailureRecord.from_json(self.store.get(f"failure/{self._next_failure}")))
             self._next_failure += 1
         return records
 

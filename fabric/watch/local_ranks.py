@@ -9,12 +9,12 @@ from ..failure import describe_exit
 from .crash_file import read_crash
 from .peers import Peer
 
-__all__ = ["Launcher", "LocalRanks"]
+__all__ = ["LocalRanks", "ProcessStarter"]
 
 _EXIT_CODE_S = 0.5  # for a rank that knows the exit code, before "it ended without a report" is stored
 
 
-class Launcher(Protocol):
+class ProcessStarter(Protocol):
     """What the watch needs of the launcher that started this machine's processes from this one."""
 
     def local_exits(self) -> dict[int, int]:
@@ -33,7 +33,7 @@ class LocalRanks:
         launcher: Knows the exit codes; None without one.
     """
 
-    def __init__(self, launcher: Launcher | None) -> None:
+    def __init__(self, launcher: ProcessStarter | None) -> None:
         self._launcher = launcher
         self._peers: dict[int, Peer] = {}
         self._gone: dict[int, float] = {}

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["Collective", "RankStatus", "count_collectives", "last_collective", "phrase", "progress_of_collectives"]
+__all__ = ["LastCollective", "RankStatus", "count_collectives", "last_collective", "phrase", "progress_of_collectives"]
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class LastCollective:
     """The last collective operation that a rank called.
 
     Attributes:
@@ -78,7 +78,7 @@ def count_collectives() -> int:
     return int(dict(progress_of_collectives()).get("" if world is None else world.group_name, 0))
 
 
-def last_collective() -> Collective | None:
+def last_collective() -> LastCollective | None:
     """Return the last collective that this process called; None without a record."""
     found = _recorder(is_brief=False)
     try:
@@ -90,7 +90,7 @@ def last_collective() -> Collective | None:
         shapes = ", ".join(
             f"{list(shape)} {dtype}" for shape, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
         )
-        return Collective(
+        return LastCollective(
             name=str(entry["profiling_name"]).rpartition(":")[2],
             number=int(entry["collective_seq_id"]),
             group="" if described == "default_pg" else str(described or entry["process_group"][0]),
@@ -122,7 +122,7 @@ class RankStatus:
     place: Mapping[str, object] = field(default_factory=dict)
     doing: str = ""
     stack: Sequence[str] = ()
-    collective: Collective | None = None
+    collective: LastCollective | None = None
     is_silent: bool = False
     has_ended: bool = False
 
@@ -163,7 +163,7 @@ class RankStatus:
         """Return it from text."""
         values = json.loads(text)
         if values["collective"] is not None:
-            values["collective"] = Collective(**values["collective"])
+            values["collective"] = LastCollective(**values["collective"])
         return cls(**values)
 
     def describe_place(self) -> str:
@@ -171,7 +171,7 @@ class RankStatus:
         return ", ".join(f"{name} {value}" for name, value in self.place.items() if value not in (None, ""))
 
 
-def phrase(frames: traceback.StackSummary, last: Collective | None) -> str:
+def phrase(frames: traceback.StackSummary, last: LastCollective | None) -> str:
     """Describe a stack: waiting for ranks, for data, or in user code, and the user's line that led there."""
     if not frames:
         return "its main thread has ended"

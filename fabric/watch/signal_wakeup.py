@@ -8,12 +8,12 @@ from typing import Protocol
 
 from .stop_coordinator import StopCoordinator
 
-__all__ = ["RunSignals", "SignalWakeup"]
+__all__ = ["SignalCounter", "SignalWakeup"]
 
 _UNHANDLED_S = 1.0  # for the main thread to handle the second Ctrl-C
 
 
-class RunSignals(Protocol):
+class SignalCounter(Protocol):
     """The signal handlers of a run, which count how often they ran."""
 
     requested: signal.Signals | None
@@ -34,8 +34,8 @@ class SignalWakeup:
     def __init__(self) -> None:
         self.pipe: int | None = None
         self._read_end = -1
-        self._seen: tuple[RunSignals, signal.Signals] | None = None
-        self._interrupted: tuple[RunSignals | None, int] = (None, 0)
+        self._seen: tuple[SignalCounter, signal.Signals] | None = None
+        self._interrupted: tuple[SignalCounter | None, int] = (None, 0)
         self._interrupted_at: tuple[float, int] | None = None
 
     def open(self) -> None:
@@ -51,7 +51,7 @@ class SignalWakeup:
             os.close(self.pipe)
             self.pipe = None
 
-    def forward(self, run_signals: RunSignals | None, coordinator: StopCoordinator, now: float) -> bool:
+    def forward(self, run_signals: SignalCounter | None, coordinator: StopCoordinator, now: float) -> bool:
         """Request a stop if there was a signal.
 
         Returns:

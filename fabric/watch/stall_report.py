@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from .failure_store import FailureStore
 from .peers import Peer
-from .rank_status import Collective, RankStatus, progress_of_collectives
+from .rank_status import LastCollective, RankStatus, progress_of_collectives
 
 if TYPE_CHECKING:
     pass
@@ -39,7 +39,7 @@ class StallReport:
     statuses: Sequence[RankStatus]
 
     @property
-    def furthest(self) -> Collective | None:
+    def furthest(self) -> LastCollective | None:
         """The last collective of any rank, in the process group that most ranks used last."""
         last = [s.collective for s in self.statuses if s.collective is not None and not s.has_ended]
         groups = [collective.group for collective in last]
@@ -124,7 +124,7 @@ class StallReport:
         return "\n".join(lines)
 
 
-def _is_behind(status: RankStatus, furthest: Collective) -> bool:
+def _is_behind(status: RankStatus, furthest: LastCollective) -> bool:
     collective = status.collective
     if collective is None:
         # One that ended may not be part of a group that is not that of all ranks.

@@ -53,12 +53,12 @@ from ...errors import RankFailure, StopBySignal
 from ..failure import Failure
 from .crash_file import crash_text, describe_crash, open_crash_file, read_crash
 from .errors import is_communication_error, is_timeout
-from .failure_store import FailureStore, Record
-from .local_ranks import Launcher, LocalRanks
+from .failure_store import FailureRecord, FailureStore
+from .local_ranks import LocalRanks, ProcessStarter
 from .peers import Peer, StackOnSignal
 from .rank_status import RankStatus, count_collectives, last_collective
 from .remote_ranks import RemoteRanks
-from .signal_wakeup import RunSignals, SignalWakeup
+from .signal_wakeup import SignalCounter, SignalWakeup
 from .stall_report import ANSWER_S, StallReport, StallReporter
 from .stop_coordinator import StopCoordinator
 
@@ -111,11 +111,11 @@ class Watch:
         local_rank: int = 0,
         timeout: float | timedelta = 1800.0,
         stall_timeout: float | timedelta | None = None,
-        launcher: Launcher | None = None,
+        launcher: ProcessStarter | None = None,
         session: int | str = 0,
     ) -> None:
         self.describe: Callable[[], dict[str, object]] | None = None
-        self.run_signals: RunSignals | None = None
+        self.run_signals: SignalCounter | None = None
         self._signal_wakeup = SignalWakeup()
         self._rank = rank
         self._size = size
@@ -141,7 +141,7 @@ class Watch:
         self._todo: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         # Shared by both threads, under the lock.
-        self._record: Record | None = None
+        self._record: FailureRecord | None = None
         self._learned_at = 0.0
         self._is_known = threading.Event()
         self._has_learned = threading.Event()
@@ -536,12 +536,12 @@ class Watch:
 
     def _post(self, failure: Failure, run: int) -> None:
         """Store a failure, unless another came first."""
-        record = self._failure_store.write_failure(Record(run, self._rank, failure))
+        record = self._failure_store.write_failure(FailureRecord(run, self._rank, failure))
         # For readers without a watch: a launcher, and ranks that still wait for all to connect.
         self._shared.compare_set("failure", "", record.failure.to_json())
         self._learn(record)
 
-    def _learn(self, record: Record) -> None:
+    def _learn(self, record: FailureRecord) -> None:
         """Record the first failure that is not settled."""
         with self._lock:
             if record.run <= self._settled or self._record is not None:
@@ -664,7 +664,7 @@ class Watch:
         how = f"it, or the process that launched it, ended or cannot be reached: the store does not answer ({first})"
         crash, trace = read_crash(peer.crash_file, peer.thread) if peer is not None else ("", "")
         failure = Failure(0, host, pid, crash or how, trace=trace, when=time.time())
-        record = Record(max(self._run, self._settled + 1), _UNKNOWN_RANK, failure)
+        record = FailureRecord(max(self._run, self._settled + 1), _UNKNOWN_RANK, failure)
         with self._lock:
             self._record, self._learned_at = record, time.monotonic()
             self._has_learned.set()

@@ -1,4 +1,4 @@
-"""Tokenized data in a cache: each source becomes a folder with a `Shard`, made once and found by its key."""
+"""Tokenized data in a cache: each source becomes a folder with a `TokenShard`, made once and found by its key."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tqdm import tqdm
 from ...messages import counted
 from .encoding import Draft, Encoder
 from .formats import BadRecord, LeftOut, NoTemplate, find_kind, to_example, unread_keys
-from .settings import DataSettings, Source
-from .shard import MANIFEST, Shard, ShardWriter, publish, temporary_folder
+from .settings import DataSettings, DataSource
+from .shard import MANIFEST, ShardWriter, TokenShard, publish, temporary_folder
 from .sources import Record, find_files, read_records
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Cache:
         self._folder, self._settings, self._tokenizer = folder, settings, tokenizer
         self._tokenizer_key = describe_tokenizer(tokenizer)
 
-    def find(self, source: Source) -> Path:
+    def find(self, source: DataSource) -> Path:
         """Return the folder of a source's tokens, which may not exist yet."""
         if (source.path / MANIFEST).is_file():
             return source.path
@@ -90,7 +90,7 @@ class Cache:
             described["max_bad_records"] = settings.max_bad_records
         return self._folder / f"tokens-{_digest(json.dumps(described))}"
 
-    def fill(self, source: Source, problems: ProblemList) -> None:
+    def fill(self, source: DataSource, problems: ProblemList) -> None:
         """Tokenize a source unless it is there already. With problems, nothing is kept."""
         folder = self.find(source)
         if folder == source.path:
@@ -104,7 +104,7 @@ class Cache:
             if not folder.is_dir():
                 self._tokenize(source, files, folder, problems)
 
-    def try_out(self, source: Source, problems: ProblemList) -> None:
+    def try_out(self, source: DataSource, problems: ProblemList) -> None:
         """Check the first records of a source that is not tokenized yet; nothing is tokenized or kept."""
         folder = self.find(source)
         if folder.is_dir():
@@ -117,12 +117,12 @@ class Cache:
         for record in islice((record for file in files for record in read_records(file)), _TRIED):
             work.add(record)
 
-    def _check_tokenized(self, source: Source, problems: ProblemList) -> None:
-        manifest = Shard(source.path).manifest
+    def _check_tokenized(self, source: DataSource, problems: ProblemList) -> None:
+        manifest = TokenShard(source.path).manifest
         if manifest.get("tokenizer") != self._tokenizer_key:
             problems.add(f"{source.path}: Expected tokens of this tokenizer, got those of another one.")
 
-    def _tokenize(self, source: Source, files: Sequence[Path], folder: Path, problems: ProblemList) -> None:
+    def _tokenize(self, source: DataSource, files: Sequence[Path], folder: Path, problems: ProblemList) -> None:
         began, before = time.monotonic(), problems.count
         temporary = temporary_folder(folder)
         try:
@@ -135,7 +135,7 @@ class Cache:
             shutil.rmtree(temporary, ignore_errors=True)  # with problems, or after Ctrl-C
 
     def _read_all(
-        self, source: Source, files: Sequence[Path], folder: Path, problems: ProblemList, final: Path
+        self, source: DataSource, files: Sequence[Path], folder: Path, problems: ProblemList, final: Path
     ) -> _Tokenizing:
         work = _Tokenizing(self._settings, self._tokenizer, folder, problems)
         total = sum(file.stat().st_size for file in files)

@@ -22,7 +22,7 @@ from .shard import Array
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Draft", "Encoder", "Part", "first_tokens"]
+__all__ = ["Draft", "EncodedPart", "Encoder", "first_tokens"]
 
 _BLOCK = 1 << 18  # characters of a long document that are tokenized at a time
 
@@ -53,7 +53,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class EncodedPart:
     """Tokens of a draft, int64, and which of them are trained; None for all."""
 
     ids: Array
@@ -101,9 +101,9 @@ class Encoder:
         last = len(blocks) - 1
         return [[Draft(block, begins=at == 0, ends=at == last, is_last=at == last) for at, block in enumerate(blocks)]]
 
-    def encode(self, drafts: Sequence[Draft]) -> list[Part]:
+    def encode(self, drafts: Sequence[Draft]) -> list[EncodedPart]:
         """Return the tokens of each draft."""
-        parts: list[Part | None] = [None if draft.ids is None else _given(draft) for draft in drafts]
+        parts: list[EncodedPart | None] = [None if draft.ids is None else _given(draft) for draft in drafts]
         for needs_offsets in (False, True):
             chosen = [
                 at for at, one in enumerate(drafts) if one.ids is None and (one.spans is not None) == needs_offsets
@@ -112,7 +112,7 @@ class Encoder:
                 parts[at] = part
         return [part for part in parts if part is not None]
 
-    def _tokenize(self, drafts: Sequence[Draft], needs_offsets: bool) -> Iterator[Part]:
+    def _tokenize(self, drafts: Sequence[Draft], needs_offsets: bool) -> Iterator[EncodedPart]:
         if not drafts:
             return
         out = self._tokenizer(
@@ -174,15 +174,15 @@ class Encoder:
         encoded = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         return list(encoded.ids), _starts(encoded.offsets)
 
-    def _wrap(self, draft: Draft, ids: Array, mask: Array | None) -> Part:
+    def _wrap(self, draft: Draft, ids: Array, mask: Array | None) -> EncodedPart:
         """Put the first and last tokens around those of the text; the last one is trained, as it ends the answer."""
         first = self._first if draft.begins and ids[: len(self._first)].tolist() != self._first else []
         end = self._end if draft.ends and ids[-1:].tolist() != self._end else []
         if not first and not end:
-            return Part(ids, mask)
+            return EncodedPart(ids, mask)
         if mask is not None:
             mask = np.concatenate([np.zeros(len(first), np.bool_), mask, np.ones(len(end), np.bool_)])
-        return Part(np.concatenate([first, ids, end]).astype(np.int64), mask)
+        return EncodedPart(np.concatenate([first, ids, end]).astype(np.int64), mask)
 
     def _ids_draft(self, example: Ids) -> Draft:
         if max(example.ids) >= self.size:
@@ -190,9 +190,9 @@ class Encoder:
         return Draft(ids=example.ids, is_trained=None if self._trains_prompt else example.is_trained)
 
 
-def _given(draft: Draft) -> Part:
+def _given(draft: Draft) -> EncodedPart:
     mask = None if draft.is_trained is None else np.asarray(draft.is_trained, np.bool_)
-    return Part(np.asarray(draft.ids, np.int64), mask)
+    return EncodedPart(np.asarray(draft.ids, np.int64), mask)
 
 
 def _starts(offsets: Sequence[Span]) -> Array:

@@ -1,4 +1,4 @@
-"""`Layout`: the rows of training and held-out data, planned once and stored as an index beside the tokens."""
+"""`RowLayout`: the rows of training and held-out data, planned once and stored as an index beside the tokens."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .packing import RowPlan, one_per_row, pack
 from .pieces import Pieces, cut_samples
 from .report import DataReport, mark_trained
 from .rows import LengthBatches, Rows, ShuffledRows
-from .settings import DataSettings, Source
-from .shard import Array, Shard, publish, temporary_folder
+from .settings import DataSettings, DataSource
+from .shard import Array, TokenShard, publish, temporary_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Layout", "build_layout", "find_layout", "pad_token", "read_layout"]
+__all__ = ["RowLayout", "build_layout", "find_layout", "pad_token", "read_layout"]
 
 VERSION = 1
 REPORT = "report.json"
@@ -29,7 +29,7 @@ NO_PAD = "The tokenizer has no pad token: rows are padded with its end token, wh
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """Rows for training and validation.
 
     Attributes:
@@ -84,7 +84,7 @@ def build_layout(
         folders: Tokens of all sources, those of `val_data` last.
         tokenizer: Makes text of the first sample.
     """
-    shards = [Shard(one) for one in folders]
+    shards = [TokenShard(one) for one in folders]
     sources = [*settings.train_sources(), *settings.val_sources()]
     counts = _Counts()
     parts = [_pieces(shard, index, settings, counts) for index, shard in enumerate(shards)]
@@ -128,7 +128,7 @@ def build_layout(
     return []
 
 
-def read_layout(folder: Path, settings: DataSettings, folders: Sequence[Path]) -> Layout:
+def read_layout(folder: Path, settings: DataSettings, folders: Sequence[Path]) -> RowLayout:
     """Return the rows that `build_layout` stored; indices are memory-mapped.
 
     Args:
@@ -136,10 +136,10 @@ def read_layout(folder: Path, settings: DataSettings, folders: Sequence[Path]) -
         settings: As they were when it was built.
         folders: Tokens of all sources, in that order.
     """
-    shards = [Shard(one) for one in folders]
+    shards = [TokenShard(one) for one in folders]
     train, val = (Rows(shards, *_read_plan(folder, name)) for name in ("train", "val"))
     report = DataReport.from_dict(json.loads((folder / REPORT).read_text()))
-    return Layout(train, val, _width(train, settings, val), report)
+    return RowLayout(train, val, _width(train, settings, val), report)
 
 
 def _read_plan(folder: Path, name: str) -> tuple[Pieces, RowPlan]:
@@ -150,7 +150,7 @@ def _read_plan(folder: Path, name: str) -> tuple[Pieces, RowPlan]:
     return (Pieces(*(load(one.name) for one in fields(Pieces))), RowPlan(*(load(one.name) for one in fields(RowPlan))))
 
 
-def _pieces(shard: Shard, index: int, settings: DataSettings, counts: _Counts) -> Pieces:
+def _pieces(shard: TokenShard, index: int, settings: DataSettings, counts: _Counts) -> Pieces:
     """Return the pieces of a shard that have a label, and count the others."""
     is_text = shard.manifest["kind"] == "text"
     is_stream = is_text and not settings.packing
@@ -187,7 +187,7 @@ def _missing(settings: DataSettings, train: Pieces, val: Pieces, counts: _Counts
     return problems
 
 
-def _weigh(pieces: Pieces, sources: Sequence[Source], seed: int) -> Pieces:
+def _weigh(pieces: Pieces, sources: Sequence[DataSource], seed: int) -> Pieces:
     """Return each piece as many times as its source's weight says; for a fraction a random part of them."""
     if all(source.weight == 1 for source in sources):
         return pieces
@@ -231,7 +231,7 @@ def _batches(rows: Rows, settings: DataSettings) -> list[list[int]]:
 
 
 def _first_sample(
-    shards: Sequence[Shard], pieces: Pieces, tokenizer: PreTrainedTokenizerBase
+    shards: Sequence[TokenShard], pieces: Pieces, tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[str, bool]]:
     row = Rows(shards, pieces, one_per_row(1))[0]
     return mark_trained(row["input_ids"], row["labels"], tokenizer)

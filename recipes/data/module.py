@@ -14,11 +14,11 @@ from typing_extensions import override
 from ...data import DataModule
 from ...errors import ConfigError
 from .cache import Cache, ProblemList
-from .layout import Layout, build_layout, find_layout, pad_token, read_layout
+from .layout import RowLayout, build_layout, find_layout, pad_token, read_layout
 from .report import DataReport
 from .rows import Collate, LengthBatches, Rows, ShuffledRows
-from .settings import DataSettings, Source
-from .shard import MANIFEST, Shard
+from .settings import DataSettings, DataSource
+from .shard import MANIFEST, TokenShard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +55,7 @@ class RecipeData(DataModule):
         super().__init__()
         self._settings, self._tokenizer = settings, tokenizer
         self._folder = Path(settings.cache or cache)
-        self._layout: Layout | None = None
+        self._layout: RowLayout | None = None
 
     @property
     def report(self) -> DataReport:
@@ -176,7 +176,7 @@ class RecipeData(DataModule):
             **options,
         )
 
-    def _rows(self) -> Layout:
+    def _rows(self) -> RowLayout:
         if self._layout is None:
             raise ConfigError(
                 "Expected the data to be set up, got a data module before setup.",
@@ -184,7 +184,7 @@ class RecipeData(DataModule):
             )
         return self._layout
 
-    def _sources(self) -> list[Source]:
+    def _sources(self) -> list[DataSource]:
         return [*self._settings.train_sources(), *self._settings.val_sources()]
 
     def _tokenizer_problems(self) -> Iterator[str]:
@@ -198,8 +198,8 @@ class RecipeData(DataModule):
 
     def _too_large(self, folders: list[Path], vocab_size: int) -> Iterator[str]:
         for source, folder in zip(self._sources(), folders, strict=True):
-            if (folder / MANIFEST).is_file() and Shard(folder).manifest["max_id"] >= vocab_size:
-                largest = Shard(folder).manifest["max_id"]
+            if (folder / MANIFEST).is_file() and TokenShard(folder).manifest["max_id"] >= vocab_size:
+                largest = TokenShard(folder).manifest["max_id"]
                 yield (
                     f"{source.path}: Expected token ids below {vocab_size}, the rows of the model's embedding, got "
                     f"{largest}: the tokenizer is of another model, or tokens were added to it."

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from .shard import Array, Shard
+from .shard import Array, TokenShard
 
 __all__ = ["Pieces", "cut_samples"]
 
@@ -54,7 +54,7 @@ class Pieces:
         return Pieces(**{**joined, "group": np.concatenate(groups)})
 
 
-def cut_samples(shard: Shard, index: int, *, max_length: int, too_long: str, is_stream: bool) -> Pieces:
+def cut_samples(shard: TokenShard, index: int, *, max_length: int, too_long: str, is_stream: bool) -> Pieces:
     """Return the pieces of a shard's samples.
 
     Args:
@@ -92,7 +92,7 @@ def _split(starts: Array, lengths: Array, groups: Array, max_length: int) -> tup
     return starts[owner] + number * max_length, np.minimum(rest, max_length), rest > max_length, groups[owner]
 
 
-def _count_trained(shard: Shard, starts: Array, counts: Array) -> Array:
+def _count_trained(shard: TokenShard, starts: Array, counts: Array) -> Array:
     """Return how many of the tokens that follow each piece's first one are trained.
 
     Args:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Sampler
 
 from .packing import RowPlan
 from .pieces import Pieces
-from .shard import Array, Shard
+from .shard import Array, TokenShard
 
 __all__ = ["Collate", "LengthBatches", "Rows", "ShuffledRows"]
 
@@ -29,7 +29,7 @@ class Rows(Dataset[dict[str, Array]]):
         plan: Which pieces stand in which row.
     """
 
-    def __init__(self, shards: Sequence[Shard], pieces: Pieces, plan: RowPlan) -> None:
+    def __init__(self, shards: Sequence[TokenShard], pieces: Pieces, plan: RowPlan) -> None:
         self._shards, self._pieces, self._plan = shards, pieces, plan
 
     def __len__(self) -> int:

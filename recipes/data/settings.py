@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from ...errors import nearest
 
-__all__ = ["KINDS", "PROMPT_STYLES", "DataSettings", "Source"]
+__all__ = ["KINDS", "PROMPT_STYLES", "DataSettings", "DataSource"]
 
 KINDS = ("chat", "instruct", "completion", "text", "ids")
 TRAIN_ON = ("assistant", "last", "all")
@@ -27,7 +27,7 @@ SourceLike: TypeAlias = "str | Path | Mapping[str, Any]"  # Any: of a mapping fr
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One file or folder, and how many times an epoch reads it: 2 is twice, 0.5 a fixed random half."""
 
     path: Path
@@ -75,11 +75,11 @@ class DataSettings:
     seed: int = 0
     cache: Path | None = field(default=None, metadata={"is_folder": True})
 
-    def train_sources(self) -> list[Source]:
+    def train_sources(self) -> list[DataSource]:
         """Return the sources of the training data."""
         return _sources(self.data)
 
-    def val_sources(self) -> list[Source]:
+    def val_sources(self) -> list[DataSource]:
         """Return the sources of `val_data`."""
         return [] if self.val_data is None else _sources(self.val_data)
 
@@ -113,11 +113,11 @@ def _listed(data: SourceLike | Sequence[SourceLike]) -> list[SourceLike]:
     return [data] if isinstance(data, str | Path | Mapping) else list(data)
 
 
-def _sources(data: SourceLike | Sequence[SourceLike]) -> list[Source]:
+def _sources(data: SourceLike | Sequence[SourceLike]) -> list[DataSource]:
     return [
-        Source(Path(one["path"]).expanduser(), float(one.get("weight", 1.0)))
+        DataSource(Path(one["path"]).expanduser(), float(one.get("weight", 1.0)))
         if isinstance(one, Mapping)
-        else Source(Path(one).expanduser())
+        else DataSource(Path(one).expanduser())
         for one in _listed(data)
     ]
 

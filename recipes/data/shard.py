@@ -1,4 +1,4 @@
-"""`Shard`: the tokens of one source in memory-mapped files. `ShardWriter` writes them."""
+"""`TokenShard`: the tokens of one source in memory-mapped files. `ShardWriter` writes them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "Shard", "ShardWriter", "publish", "temporary_folder"]
+__all__ = ["Array", "ShardWriter", "TokenShard", "publish", "temporary_folder"]
 
 Array: TypeAlias = "npt.NDArray[Any]"  # Any: the type of its numbers
 MANIFEST = "manifest.json"
 
 
-class Shard:
+class TokenShard:
     """The samples of one source: tokens, which of them are trained, and where samples begin.
 
     Arrays are mapped when first used, in each process by itself.

@@ -74,12 +74,12 @@ def run_tasks(
 def _name(file: Path) -> str:
     """Return the name of a task: that of its file's entry `task`."""
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+    class TaskLoader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
         """Reads functions as their names."""
 
-    Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
+    TaskLoader.add_multi_constructor("!", lambda loader, suffix, node: None)
     try:
-        values = yaml.load(file.read_text(), Loader)
+        values = yaml.load(file.read_text(), TaskLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"tasks: Expected a YAML file, got {file} ({error}).", fix="correct the file.") from error
     name = values.get("task") if isinstance(values, Mapping) else None

@@ -27,7 +27,7 @@ from ..inference.model import (
 from .exported import dtype_of, reload_hidden, write_texts, write_weights
 from .location import ModelLocation, find_model
 from .merge import (
-    Comparison,
+    ModelComparison,
     cast_parameters,
     compare_hidden,
     has_adapted_head,
@@ -279,7 +279,7 @@ def _write(settings: ExportSettings, opened: OpenedModel, losses: _Losses, folde
     )
 
 
-def _effect(effect: Comparison, location: ModelLocation) -> Comparison:
+def _effect(effect: ModelComparison, location: ModelLocation) -> ModelComparison:
     """Return the effect of an adapter.
 
     Raises:

@@ -14,7 +14,7 @@ from ...errors import ConfigError
 from ..inference.model import num_embeddings
 
 __all__ = [
-    "Comparison",
+    "ModelComparison",
     "cast_parameters",
     "compare_hidden",
     "has_adapted_head",
@@ -77,7 +77,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModelComparison:
     """How two models differ in their last hidden states, on the same tokens.
 
     Attributes:
@@ -98,12 +98,12 @@ class Comparison:
         return math.isfinite(self.difference) and self.relative <= 256 * torch.finfo(dtype).eps
 
 
-def compare_hidden(first: Tensor, second: Tensor) -> Comparison:
+def compare_hidden(first: Tensor, second: Tensor) -> ModelComparison:
     """Return how two results of `last_hidden` differ; a shape or a NaN that differs is an infinite difference."""
     if first.shape != second.shape:
-        return Comparison(math.inf, 1.0)
+        return ModelComparison(math.inf, 1.0)
     difference = float((first.double() - second.double()).abs().max())
-    return Comparison(math.inf if math.isnan(difference) else difference, float(second.double().abs().max()))
+    return ModelComparison(math.inf if math.isnan(difference) else difference, float(second.double().abs().max()))
 
 
 @torch.inference_mode()

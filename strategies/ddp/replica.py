@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NOTHING",
-    "Call",
     "Replica",
+    "ReplicaCall",
     "inside_a_replica",
     "is_odd",
     "loss_tensor",
@@ -38,7 +38,7 @@ NOTHING = object()
 """Replaces an output that is None."""
 
 
-class Call:
+class ReplicaCall:
     """Runs in the wrapped module instead of its forward.
 
     Args:
@@ -69,9 +69,9 @@ class Steps(nn.Module):
         self.output: Any = None
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Run the `Call` that is the first argument, or the module's own forward."""
+        """Run the `ReplicaCall` that is the first argument, or the module's own forward."""
         call = args[0] if args else None
-        if call.__class__ is not Call:
+        if call.__class__ is not ReplicaCall:
             return self.module(*args, **kwargs)
         output = call.step(*args[1:], **kwargs)
         if not call.is_training or output.__class__ is Tensor:
@@ -129,7 +129,7 @@ class Replica(DistributedDataParallel):
 
     Attributes:
         original: The user's module.
-        steps: What torch wraps; its forward takes a `Call`.
+        steps: What torch wraps; its forward takes a `ReplicaCall`.
         all_parameters: Those of the module when it was wrapped.
         trained: Which of them were trained then.
         changes: Notes what is added to the module since.

@@ -28,7 +28,16 @@ from ..traits import MemoryShares
 from . import absence
 from .comm_hooks import CommHook, check_comm_hook
 from .local_sgd import ModelAveraging
-from .replica import NOTHING, Call, Replica, inside_a_replica, is_odd, loss_tensor, replace_loss, sparse_parameters
+from .replica import (
+    NOTHING,
+    Replica,
+    ReplicaCall,
+    inside_a_replica,
+    is_odd,
+    loss_tensor,
+    replace_loss,
+    sparse_parameters,
+)
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
@@ -242,7 +251,7 @@ class DDPStrategy(ParallelStrategy):
         return self._lw_bound_training(module, step) if name == "training_step" else self._lw_bound(module, step)
 
     def _lw_bound_training(self, replica: Replica, step: StepFunction) -> StepFunction:
-        call = Call(step, is_training=True)
+        call = ReplicaCall(step, is_training=True)
         replica.__dict__["is_trained_by_step"] = True
 
         def run(*args: object, **kwargs: object) -> object:
@@ -272,7 +281,7 @@ class DDPStrategy(ParallelStrategy):
         return run
 
     def _lw_bound(self, replica: Replica, step: StepFunction) -> StepFunction:
-        call = Call(step, is_training=False)
+        call = ReplicaCall(step, is_training=False)
 
         def run(*args: object, **kwargs: object) -> object:
             if (

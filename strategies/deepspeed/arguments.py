@@ -14,7 +14,15 @@ from ...errors import ConfigError
 from . import config as configs
 from .config import ABSENT, Config, at, is_stage, leaves, section_of, stage_of, write
 
-__all__ = ["Arguments", "Given", "build", "check_against", "check_arguments", "check_sections", "read_given"]
+__all__ = [
+    "DeepSpeedArguments",
+    "ResolvedArguments",
+    "build",
+    "check_against",
+    "check_arguments",
+    "check_sections",
+    "read_given",
+]
 
 T = TypeVar("T")
 Problems = list[tuple[str, str]]
@@ -39,7 +47,7 @@ _OPTIMIZER, _ACTIVATIONS = "zero_optimization.offload_optimizer", "activation_ch
 
 
 @dataclass(frozen=True)
-class Arguments:
+class DeepSpeedArguments:
     """The strategy's arguments that become DeepSpeed's configuration; its docstring describes each."""
 
     zero_optimization: bool = True
@@ -93,7 +101,7 @@ class Arguments:
         return section
 
 
-def build(arguments: Arguments) -> Config:
+def build(arguments: DeepSpeedArguments) -> Config:
     """Return the configuration of the constructor's arguments; the section on float16 is added with that dtype."""
     zero = arguments.section("zero_optimization")
     if arguments.effective_stage == 0:
@@ -113,7 +121,7 @@ def build(arguments: Arguments) -> Config:
 
 
 @dataclass(frozen=True)
-class Given:
+class ResolvedArguments:
     """The arguments and the configuration of a constructor, combined.
 
     Attributes:
@@ -124,12 +132,12 @@ class Given:
     """
 
     config: Config
-    arguments: Arguments
+    arguments: DeepSpeedArguments
     where: str
     problems: Problems
 
 
-def read_given(config: object, arguments: Arguments) -> Given:
+def read_given(config: object, arguments: DeepSpeedArguments) -> ResolvedArguments:
     """Return the configuration of a constructor, with every problem in it.
 
     Args:
@@ -146,10 +154,10 @@ def read_given(config: object, arguments: Arguments) -> Given:
     except ConfigError as error:
         problems.append((error.what.rstrip("."), error.fix.rstrip(".")))
     problems += check_arguments(arguments) + _check_activations(content, where)
-    return Given(content, arguments, where, problems)
+    return ResolvedArguments(content, arguments, where, problems)
 
 
-def _combined(config: Config, arguments: Arguments, where: str) -> tuple[Config, Arguments]:
+def _combined(config: Config, arguments: DeepSpeedArguments, where: str) -> tuple[Config, DeepSpeedArguments]:
     """Return the user's configuration with what only the arguments say, and the arguments with its stage.
 
     ZeRO's section is the configuration's, except for arguments that were passed. null is the same as a missing key.
@@ -160,13 +168,13 @@ def _combined(config: Config, arguments: Arguments, where: str) -> tuple[Config,
         return configs.merged(config, build(arguments)), arguments
     zero = config["zero_optimization"]
     zero = dict(zero) if isinstance(zero, Mapping) else {"stage": stage_of(config)}
-    if arguments.stage == Arguments.stage and arguments.zero_optimization and is_stage(zero.get("stage", 0)):
+    if arguments.stage == DeepSpeedArguments.stage and arguments.zero_optimization and is_stage(zero.get("stage", 0)):
         arguments = replace(arguments, stage=int(zero.get("stage", 0)))
     if zero.get("stage") == "auto":
         del zero["stage"]
     config["zero_optimization"] = zero
     ours = build(arguments)
-    standard = build(Arguments(stage=arguments.stage))
+    standard = build(DeepSpeedArguments(stage=arguments.stage))
     for path, value in leaves(ours.pop("zero_optimization"), "zero_optimization."):
         is_passed = at(standard, path) != value or path == "zero_optimization.stage"
         if is_passed and at(config, path) in (ABSENT, "auto"):
@@ -174,13 +182,13 @@ def _combined(config: Config, arguments: Arguments, where: str) -> tuple[Config,
     return configs.merged(config, ours), arguments
 
 
-def check_against(config: Config, arguments: Arguments, where: str) -> None:
+def check_against(config: Config, arguments: DeepSpeedArguments, where: str) -> None:
     """Refuse arguments that contradict the user's configuration.
 
     Raises:
         ConfigError: With both values of each.
     """
-    standard = build(Arguments())
+    standard = build(DeepSpeedArguments())
     passed = [(path, value) for path, value in leaves(build(arguments)) if at(standard, path) != value]
     rows = [
         (path, at(config, path), value) for path, value in passed if at(config, path) not in (ABSENT, "auto", value)
@@ -192,7 +200,7 @@ def check_against(config: Config, arguments: Arguments, where: str) -> None:
 # --- checks --------------------------------------------------------------------------------------------------------
 
 
-def check_arguments(arguments: Arguments) -> Problems:
+def check_arguments(arguments: DeepSpeedArguments) -> Problems:
     """Return the problems of the constructor's arguments."""
     found = [] if is_stage(arguments.stage) else [_not_a_stage("stage", arguments.stage)]
     for name in ("offload_params_device", "offload_optimizer_device", "remote_device"):

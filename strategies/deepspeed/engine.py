@@ -19,7 +19,7 @@ from ...errors import ConfigError
 from ...precision.base import DefaultDtype
 from ...protocols import StepOutput
 from ..base import non_finite_norm
-from ..ddp.replica import NOTHING, Call, loss_tensor
+from ..ddp.replica import NOTHING, ReplicaCall, loss_tensor
 from ..distributed.changes import Changes
 from ..distributed.clipping import largest_over_ranks
 from .gathering import Event, gathering_in_steps, modules_noted, repeat
@@ -38,7 +38,7 @@ _ROOT = "_deepspeed_root"
 class EngineRoot(nn.Module):
     """A module as its engine runs it; the engine is made with the optimizer.
 
-    Its forward runs a `Call`, so that any step of the module runs under the engine's hooks, and batches of any
+    Its forward runs a `ReplicaCall`, so that any step of the module runs under the engine's hooks, and batches of any
     structure bypass them.
 
     Attributes:
@@ -95,7 +95,11 @@ class EngineRoot(nn.Module):
         return None if is_manual else loss_tensor(output)
 
     def run(
-        self, call: Call, args: tuple[object, ...], kwargs: Mapping[str, object], events: list[Event] | None = None
+        self,
+        call: ReplicaCall,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        events: list[Event] | None = None,
     ) -> StepOutput:
         """Run a step under the engine's hooks and return its output.
 
@@ -137,7 +141,7 @@ class EngineRoot(nn.Module):
 
     # -- evaluation in stage 3 -----------------------------------------------------------------------------------
 
-    def evaluate(self, call: Call, args: tuple[object, ...], kwargs: Mapping[str, object]) -> StepOutput:
+    def evaluate(self, call: ReplicaCall, args: tuple[object, ...], kwargs: Mapping[str, object]) -> StepOutput:
         """Run an evaluation step, and remember what it gathered."""
         with modules_noted(self) as events:
             output = self.run(call, args, kwargs, events)
@@ -147,7 +151,7 @@ class EngineRoot(nn.Module):
     def evaluate_without_data(self) -> None:
         """Take part in another rank's evaluation step: gather what this rank's last one has gathered."""
         with torch.no_grad():
-            self.run(Call(lambda: repeat(self.evaluated or (), self.engine), is_training=False), (), {})
+            self.run(ReplicaCall(lambda: repeat(self.evaluated or (), self.engine), is_training=False), (), {})
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .engine_types import HalfOptimizer, State, ZeroParameter
 
 __all__ = [
-    "Pending", "check_groups", "entry_of", "full_parameters", "gather", "is_partitioned", "load_module",
+    "PendingTensor", "check_groups", "entry_of", "full_parameters", "gather", "is_partitioned", "load_module",
     "load_optimizer", "local_fragment", "module_state", "needs_gathering", "optimizer_state", "set_local_masters",
     "set_masters", "state_entry", "state_of",
 ]  # fmt: skip
@@ -171,7 +171,7 @@ def _gathered(parameter: Tensor, *, writes: bool = False) -> Iterator[None]:
 # --- saving ----------------------------------------------------------------------------------------------------------
 
 
-class Pending:
+class PendingTensor:
     """Placeholder of a tensor that is sharded over ranks, until `gather` makes it on rank 0.
 
     Attributes:
@@ -229,7 +229,7 @@ class Pending:
 
 
 def module_state(root: EngineRoot, state: Mapping[str, Any]) -> State:
-    """Return a module's state with `Pending` where this rank does not have the full float32 tensor.
+    """Return a module's state with `PendingTensor` where this rank does not have the full float32 tensor.
 
     Args:
         root: The root of the module.
@@ -240,7 +240,7 @@ def module_state(root: EngineRoot, state: Mapping[str, Any]) -> State:
     for name, value in state.items():
         one = parameters.get(name)
         if one is not None and needs_gathering(root, one):
-            value = Pending(root, one)
+            value = PendingTensor(root, one)
         elif one is not None and root.has_engine:
             value = value.float()  # frozen ones have no masters; float32 ones are not copied
         result[name] = value
@@ -263,12 +263,12 @@ def optimizer_state(optimizer: EngineOptimizer) -> State:
 
 
 def state_entry(root: EngineRoot, inner: Optimizer, parameter: nn.Parameter) -> State:
-    """Return an optimizer's state of one parameter, with `Pending` for tensors of its length; empty without any."""
+    """Return an optimizer's state of one parameter, with a `PendingTensor` for each tensor of its length."""
     if not parameter.requires_grad:
         return {}
     flat = _flat_of(root, parameter)
     return {
-        key: Pending(root, parameter, key)
+        key: PendingTensor(root, parameter, key)
         if isinstance(value, Tensor) and value.ndim > 0 and value.numel() == flat.numel()
         else _copied(value)
         for key, value in dict.get(inner.state, flat, {}).items()
@@ -280,7 +280,7 @@ def _copied(value: Any) -> Any:
 
 
 def gather(state: Any, *, keep: bool) -> Any:
-    """Return a state with full tensors instead of `Pending`, on rank 0's CPU; None elsewhere. On every rank.
+    """Return a state with full tensors instead of `PendingTensor`, on rank 0's CPU; None elsewhere. On every rank.
 
     Args:
         state: The content of a checkpoint, the same on all ranks except for the values of its tensors.
@@ -289,7 +289,7 @@ def gather(state: Any, *, keep: bool) -> Any:
     made: dict[tuple[object, ...], Any] = {}
     settled: dict[int, EngineRoot] = {}
 
-    def full(pending: Pending) -> Any:
+    def full(pending: PendingTensor) -> Any:
         if pending.label not in made:
             if id(pending.root) not in settled:
                 settled[id(pending.root)] = pending.root
@@ -299,7 +299,7 @@ def gather(state: Any, *, keep: bool) -> Any:
         return made[pending.label]
 
     def resolve(value: Any) -> Any:
-        if isinstance(value, Pending):
+        if isinstance(value, PendingTensor):
             return full(value)
         if isinstance(value, Mapping):
             found = {key: resolve(one) for key, one in value.items()}

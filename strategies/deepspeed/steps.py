@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...errors import ModuleError
 from ...protocols import StepOutput
-from ..ddp.replica import Call, loss_tensor
+from ..ddp.replica import ReplicaCall, loss_tensor
 from .engine import EngineRoot
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def bind_step(strategy: DeepSpeedStrategy, module: nn.Module, name: str) -> Step
 
 
 def _bind(strategy: DeepSpeedStrategy, root: EngineRoot, step: Step, *, is_training: bool) -> Step:
-    call, reference = Call(step, is_training=is_training), weakref.ref(root)
+    call, reference = ReplicaCall(step, is_training=is_training), weakref.ref(root)
 
     def evaluate(*args: object, **kwargs: object) -> StepOutput:
         if strategy.stage < 3:

@@ -24,7 +24,7 @@ from ..parallel import DEFAULT_TIMEOUT, ParallelStrategy
 from ..traits import MemoryShares
 from . import config as configs
 from . import ops, setup
-from .arguments import Arguments, check_sections, read_given
+from .arguments import DeepSpeedArguments, check_sections, read_given
 from .config import Config
 from .engine import EngineOptimizer, EngineRoot
 from .optimizers import make_optimizer
@@ -169,7 +169,7 @@ class DeepSpeedStrategy(ParallelStrategy):
     ) -> None:
         read = read_given(
             config,
-            Arguments(
+            DeepSpeedArguments(
                 zero_optimization=zero_optimization, stage=stage, remote_device=remote_device,
                 offload_optimizer=offload_optimizer, offload_parameters=offload_parameters,
                 offload_params_device=offload_params_device, nvme_path=nvme_path,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
 
-    from ...protocols import StoredTensor
+    from ...protocols import TensorInFile
 
 __all__ = [
     "FULL_STATE",
@@ -140,7 +140,7 @@ def local_slice(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chunks[0].offsets), tuple(chunks[0].sizes)
 
 
-def as_shards(value: Tensor | StoredTensor, like: DTensor, *, is_kept: bool = True) -> DTensor:
+def as_shards(value: Tensor | TensorInFile, like: DTensor, *, is_kept: bool = True) -> DTensor:
     """Return a full tensor sharded like another one; each rank reads its shard only. Does not communicate.
 
     Args:
@@ -297,7 +297,7 @@ def read_full(tree: object) -> Any:
     return map_leaves(tree, lambda value: value.read() if _is_stored(value) else value)
 
 
-def _is_stored(value: object) -> TypeGuard[StoredTensor]:
+def _is_stored(value: object) -> TypeGuard[TensorInFile]:
     return not isinstance(value, Tensor) and hasattr(value, "read") and hasattr(value, "dtype")
 
 

@@ -20,7 +20,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 
 from ...errors import ModuleError
-from ..ddp.replica import NOTHING, Call, loss_tensor, replace_loss
+from ..ddp.replica import NOTHING, ReplicaCall, loss_tensor, replace_loss
 from ..distributed.changes import Changes
 from ..distributed.shards import is_sharded
 from ..tree import leaves
@@ -134,9 +134,9 @@ class ShardedRoot(nn.Module):
         self.evaluated: list[FSDPModule] | None = None
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Run the `Call` that is the first argument, or the module's own forward."""
+        """Run the `ReplicaCall` that is the first argument, or the module's own forward."""
         call = args[0] if args else None
-        if call.__class__ is not Call:
+        if call.__class__ is not ReplicaCall:
             running, self.running.is_set = self.running.is_set, True
             if not (running or torch.is_grad_enabled()):  # no backward pass will free what is gathered
                 self._handles.append(self.register_forward_hook(_reshard_after))

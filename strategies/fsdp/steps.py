@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ModuleError
-from ..ddp.replica import Call, loss_tensor
+from ..ddp.replica import ReplicaCall, loss_tensor
 from ..distributed.gradients import LostGradients
 from ..distributed.shards import FULL_STATE, is_sharded
 from .root import STORAGE_OF, ShardedRoot, reshard
@@ -28,7 +28,7 @@ def bound_training(
     root: ShardedRoot, step: StepFunction, strategy: ParallelStrategy, adopt_changes: Callable[[ShardedRoot], None]
 ) -> StepFunction:
     """Return a function that runs a training step in the forward of the root and returns the step's output."""
-    call = Call(step, is_training=True)
+    call = ReplicaCall(step, is_training=True)
     root.is_trained_by_step = strategy.world_size > 1
     has_run = False
 
@@ -71,7 +71,7 @@ def bound(
     root: ShardedRoot, step: StepFunction, strategy: ParallelStrategy, adopt_changes: Callable[[ShardedRoot], None]
 ) -> StepFunction:
     """Return what runs any other step, or the forward; a pass without gradients leaves no parameter gathered."""
-    call = Call(step, is_training=False)
+    call = ReplicaCall(step, is_training=False)
     has_order = False
 
     def run(*args: object, **kwargs: object) -> object:

@@ -194,3 +194,26 @@ def test_no_file_names_its_callers() -> None:
         for match in names_a_caller.finditer(" ".join(file.read_text().split()))
     ]
     assert not wrong, "\n".join(wrong)
+
+
+# Lightning has these names, and its programs import them: a class of compat/ extends or replaces the core's.
+LIGHTNINGS = {
+    "AdvancedProfiler", "BasePredictionWriter", "CSVLogger", "CombinedLoader", "CometLogger", "DeepSpeedPrecision",
+    "EMAWeightAveraging", "Fabric", "FabricModule", "LayerSummary", "LearningRateMonitor", "Logger", "MLFlowLogger",
+    "ModelCheckpoint", "ModelPruning", "ModelSummary", "Profiler", "ProgressBar", "PyTorchProfiler",
+    "RichProgressBar", "SimpleProfiler", "SpikeDetection", "StochasticWeightAveraging", "TQDMProgressBar",
+    "TensorBoardLogger", "ThroughputMonitor", "Timer", "Trainer", "TrainerState", "WandbLogger", "WeightAveraging",
+}  # fmt: skip
+
+
+def test_a_class_name_means_one_class() -> None:
+    homes: dict[str, list[str]] = {}
+    for file in package_files():
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
+    twice = {name: files for name, files in homes.items() if len(set(files)) > 1}
+    assert {name: files for name, files in twice.items() if name not in LIGHTNINGS} == {}
+    # Lightning, too, has a callback and a class for loops on Fabric of that name.
+    in_core = {name for name, files in twice.items() if sum(not file.startswith("compat/") for file in files) > 1}
+    assert in_core <= {"ThroughputMonitor"}

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ...errors import ConfigError, ModuleError
 from ...messages import warn
 from ...precision.base import evaluates_again
-from ...protocols import StoredTensor
+from ...protocols import TensorInFile
 from ..run import Run
 from .optimizers import ManagedOptimizer
 from .schedule import parameters_of
@@ -166,7 +166,7 @@ def waiting_gradients(run: Run) -> list[list[Tensor | None]]:
     return waiting
 
 
-def restore_gradients(run: Run, waiting: list[list[Tensor | StoredTensor | None]]) -> None:
+def restore_gradients(run: Run, waiting: list[list[Tensor | TensorInFile | None]]) -> None:
     """Restore the gradients that `waiting_gradients` returned."""
     strategy = run.fabric.strategy
     if strategy.traits.owns_optimizers:
@@ -181,7 +181,7 @@ def restore_gradients(run: Run, waiting: list[list[Tensor | StoredTensor | None]
             parameter.grad = None if gradient is None else _placed(gradient, parameter)
 
 
-def _placed(gradient: Tensor | StoredTensor, parameter: Tensor) -> Tensor:
+def _placed(gradient: Tensor | TensorInFile, parameter: Tensor) -> Tensor:
     """Return a gradient as its parameter is: on its device, and sharded where that is."""
     from ...strategies.distributed.shards import as_shards, is_sharded, read_full
 

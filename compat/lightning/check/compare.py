@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any  # Any in this file: values of JSON
 
-__all__ = ["Difference", "Event", "Record", "find_difference", "read_record"]
+__all__ = ["FirstDifference", "Trace", "TraceEvent", "find_difference", "read_record"]
 
 # Kinds of events that are compared; each is a sequence of its own within a verb.
 KINDS = ("batch", "hook", "result", "weights", "rates", "row", "checkpoint", "metrics")
@@ -26,7 +26,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEvent:
     """Something that happened in a program.
 
     Attributes:
@@ -47,7 +47,7 @@ class Event:
 
 
 @dataclass
-class Record:
+class Trace:
     """What happened in a program on one side.
 
     Attributes:
@@ -62,8 +62,8 @@ class Record:
         changed: Arguments of Trainers that the program passed, and the limits changed.
     """
 
-    events: list[Event] = field(default_factory=list)
-    verbs: list[Event] = field(default_factory=list)
+    events: list[TraceEvent] = field(default_factory=list)
+    verbs: list[TraceEvent] = field(default_factory=list)
     version: tuple[str, str] = ("", "")
     frames: str = ""
     is_complete: bool = False
@@ -84,7 +84,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Difference:
+class FirstDifference:
     """The first difference between two records.
 
     Attributes:
@@ -103,14 +103,14 @@ class Difference:
     what: str
     theirs: str
     ours: str
-    verb: Event | None
+    verb: TraceEvent | None
     names: tuple[str, ...]
     clock: int
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Path) -> Trace:
     """Return a record from its file; a program that was killed leaves its beginning."""
-    record = Record()
+    record = Trace()
     if not path.is_file():
         return record
     for position, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
@@ -118,7 +118,7 @@ def read_record(path: Path) -> Record:
             found = json.loads(line)
         except json.JSONDecodeError:  # the last line of a process that was killed
             break
-        event = Event(position, found["kind"], found["name"], found["verb"], found["clock"], found["values"])
+        event = TraceEvent(position, found["kind"], found["name"], found["verb"], found["clock"], found["values"])
         if event.kind == "verb":
             record.verbs.append(event)
         elif event.kind == "library":
@@ -137,7 +137,7 @@ def read_record(path: Path) -> Record:
     return record
 
 
-def find_difference(theirs: Record, ours: Record) -> Difference | None:
+def find_difference(theirs: Trace, ours: Trace) -> FirstDifference | None:
     """Return what differs first; None if nothing does.
 
     Calls, rows, weights and files are sequences of their own, because a row may be written before or after a hook is
@@ -151,7 +151,7 @@ def find_difference(theirs: Record, ours: Record) -> Difference | None:
     for number in range(verbs + 1):
         verb = _verb(theirs, number)
         if _name(verb) != _name(_verb(ours, number)):
-            return Difference(
+            return FirstDifference(
                 "verb", f"call {number} of the Trainer", "another method of the Trainer is called",
                 _name(verb), _name(_verb(ours, number)), verb, (), 0,
             )  # fmt: skip
@@ -165,15 +165,15 @@ def find_difference(theirs: Record, ours: Record) -> Difference | None:
     return None
 
 
-def _verb(record: Record, number: int) -> Event | None:
+def _verb(record: Trace, number: int) -> TraceEvent | None:
     return next((one for one in record.verbs if one.verb == number), None)
 
 
-def _name(verb: Event | None) -> str:
+def _name(verb: TraceEvent | None) -> str:
     return "none" if verb is None else verb.name
 
 
-def _of(record: Record, number: int, kind: str) -> list[Event]:
+def _of(record: Trace, number: int, kind: str) -> list[TraceEvent]:
     found = [one for one in record.events if one.verb == number and one.kind == kind]
     verb = _verb(record, number)
     if kind != "hook" or verb is None or not verb.values.get("is_resumed"):
@@ -187,8 +187,8 @@ def _without_counts(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first(
-    kind: str, theirs: Sequence[Event], ours: Sequence[Event], verb: Event | None, number: int
-) -> tuple[int, Difference] | None:
+    kind: str, theirs: Sequence[TraceEvent], ours: Sequence[TraceEvent], verb: TraceEvent | None, number: int
+) -> tuple[int, FirstDifference] | None:
     for index in range(max(len(theirs), len(ours))):
         there = theirs[index] if index < len(theirs) else None
         here = ours[index] if index < len(ours) else None
@@ -200,13 +200,13 @@ def _first(
         what, names = _describe(there, here, theirs[index + 1 : index + 2], ours[index + 1 : index + 2])
         is_same = there is not None and here is not None and there.name == here.name and names != (there.name,)
         only = names if is_same else ()
-        return position, Difference(
+        return position, FirstDifference(
             kind, _where(known, verb, number), what, _show(there, only), _show(here, only), verb, names, known.clock
         )
     return None
 
 
-def _where(event: Event, verb: Event | None, number: int) -> str:
+def _where(event: TraceEvent, verb: TraceEvent | None, number: int) -> str:
     parts = [f"call {number} of the Trainer, {_name(verb)}" if verb is not None else "outside of the Trainer's methods"]
     if event.clock:
         parts.append(f"training step {event.clock}")
@@ -216,7 +216,7 @@ def _where(event: Event, verb: Event | None, number: int) -> str:
 
 
 def _describe(
-    there: Event | None, here: Event | None, after: Sequence[Event], after_here: Sequence[Event]
+    there: TraceEvent | None, here: TraceEvent | None, after: Sequence[TraceEvent], after_here: Sequence[TraceEvent]
 ) -> tuple[str, tuple[str, ...]]:
     """Return what differs in words, and the names of the values that do."""
     known = there or here
@@ -246,13 +246,13 @@ def _describe(
 _ABSENT = object()
 
 
-def _is_next(event: Event, following: Sequence[Event]) -> bool:
+def _is_next(event: TraceEvent, following: Sequence[TraceEvent]) -> bool:
     """Whether an event follows on the other side, so that one of that side was left out or added."""
     is_call = event.kind in ("hook", "row", "checkpoint")
     return is_call and any((one.name, one.values) == (event.name, event.values) for one in following)
 
 
-def _show(event: Event | None, names: Sequence[str]) -> str:
+def _show(event: TraceEvent | None, names: Sequence[str]) -> str:
     """Return a side in words: the values with these names, all of them without names."""
     if event is None:
         return "nothing"

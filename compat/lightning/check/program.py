@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from .compare import Difference, Record, find_difference
+from .compare import FirstDifference, Trace, find_difference
 from .rows import candidates, find_row
 from .sides import Outcome, run_side
 
@@ -116,7 +116,7 @@ class ProgramCheck:
             self._say("  No row of docs/migrating.md explains it. Please report it, with the program.")
         return 1
 
-    def _is_unsteady(self, theirs: Record, found: Difference, folder: Path) -> bool:
+    def _is_unsteady(self, theirs: Trace, found: FirstDifference, folder: Path) -> bool:
         """Whether the program differs from itself in the same place, when it is run again under Lightning."""
         again = self._side(folder / "lightning-again", "Lightning once more, whether it gives the same there", None)
         unsteady = find_difference(theirs, again.record)
@@ -142,7 +142,7 @@ class ProgramCheck:
         else:
             self._say(f"  None of the likely switches removes it alone: {', '.join(candidates(found)[:_TRIALS])}.")
 
-    def _find_switch(self, theirs: Record, found: Difference, folder: Path) -> str:
+    def _find_switch(self, theirs: Trace, found: FirstDifference, folder: Path) -> str:
         """Return the switch with which the first difference is gone; empty where none of the likely ones is it."""
         for name in candidates(found)[:_TRIALS]:
             tried = self._side(folder / f"with-{name}", "", name)
@@ -151,7 +151,7 @@ class ProgramCheck:
                 return name
         return ""
 
-    def _say_versions(self, theirs: Record, ours: Record) -> None:
+    def _say_versions(self, theirs: Trace, ours: Trace) -> None:
         self._say(
             f"Lightning {theirs.version[0]} and Loopwright with --parity, "
             f"the first {self.steps} training steps of each fit, in one process on the CPU."
@@ -163,7 +163,7 @@ class ProgramCheck:
                 f"The versions of torch differ, {theirs.version[1]} and {ours.version[1]}: so may the last digits."
             )
 
-    def _say_difference(self, found: Difference) -> None:
+    def _say_difference(self, found: FirstDifference) -> None:
         self._say(f"First difference ({found.where}): {found.what}")
         self._say(f"  Lightning:  {found.theirs}")
         self._say(f"  Loopwright: {found.ours}")

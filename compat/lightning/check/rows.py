@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..parity.switches import SWITCHES
-from .compare import Difference
+from .compare import FirstDifference
 
 __all__ = ["NOT_COVERED", "candidates", "find_row"]
 
@@ -20,19 +20,19 @@ class _Row(NamedTuple):
     """
 
     text: str
-    applies: Callable[[Difference], bool]
+    applies: Callable[[FirstDifference], bool]
 
 
-def _context(found: Difference, name: str) -> object:
+def _context(found: FirstDifference, name: str) -> object:
     return None if found.verb is None else found.verb.values.get(name)
 
 
-def _has_callback(found: Difference, *names: str) -> bool:
+def _has_callback(found: FirstDifference, *names: str) -> bool:
     present = _context(found, "callbacks")
     return isinstance(present, list) and any(name in present for name in names)
 
 
-def _verb(found: Difference) -> str:
+def _verb(found: FirstDifference) -> str:
     return "" if found.verb is None else found.verb.name
 
 
@@ -69,12 +69,12 @@ _SWITCHES = {
 }  # fmt: skip
 
 
-def find_row(found: Difference) -> str:
+def find_row(found: FirstDifference) -> str:
     """Return the statement of docs/migrating.md that explains a difference under parity; empty where none does."""
     return next((row.text for row in NOT_COVERED if row.applies(found)), "")
 
 
-def candidates(found: Difference) -> list[str]:
+def candidates(found: FirstDifference) -> list[str]:
     """Return the switches of parity that may explain a difference without it, the likely ones first."""
     likely = _SWITCHES.get(found.kind, ())
     return [*likely, *(one.name for one in SWITCHES if one.name not in likely)]

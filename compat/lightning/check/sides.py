@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import PARITY, SITE, SWITCH, child_environment
-from .compare import Record, read_record
+from .compare import Trace, read_record
 
 __all__ = ["Outcome", "copy_files", "has_lightning", "run_side"]
 
@@ -32,7 +32,7 @@ class Outcome:
         problem: Why it is not complete, or the error that ended the program; empty if the program ended well.
     """
 
-    record: Record
+    record: Trace
     problem: str
 
 

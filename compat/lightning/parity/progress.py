@@ -16,7 +16,7 @@ from ....protocols import Batch, StateDict
 from ....trainer.hooks import Hook
 from ....trainer.run import Run
 from ....trainer.trainer import Trainer
-from ..loops import Counts, trainer_of
+from ..loops import TrackedCounts, trainer_of
 from ..patch import patch
 
 __all__ = ["Count", "LoopCounts", "begin_counts", "count_zero_grad", "follow_hooks"]
@@ -37,7 +37,7 @@ class Count:
 
     def __init__(self, names: tuple[str, ...] = _ALL) -> None:
         self.names = names
-        self.total, self.current = Counts(**dict.fromkeys(names, 0)), Counts(**dict.fromkeys(names, 0))
+        self.total, self.current = TrackedCounts(**dict.fromkeys(names, 0)), TrackedCounts(**dict.fromkeys(names, 0))
         self.is_last_batch = False
 
     def add(self, name: str, number: int = 1) -> None:

@@ -16,7 +16,7 @@ from torch.nn.attention.bias import causal_lower_right
 from ....errors import ModuleError
 
 if TYPE_CHECKING:
-    from .parts import Parts
+    from .parts import SequenceParts
 
 __all__ = ["Attention"]
 
@@ -31,7 +31,7 @@ class Attention:
         method: "gather" or "ulysses".
     """
 
-    def __init__(self, parts: Parts, method: str) -> None:
+    def __init__(self, parts: SequenceParts, method: str) -> None:
         self._parts = parts
         self._compute = self._gathered if method == "gather" else self._exchanged
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ....errors import ModuleError
 from .inputs import local_length
-from .parts import Parts
+from .parts import SequenceParts
 
 __all__ = ["split_batch", "whole_loss"]
 
 # Any in this file: batches and outputs of the user's step.
 
 
-def split_batch(batch: Any, dimensions: Mapping[str | int, int], parts: Parts) -> tuple[Any, Tensor, int]:
+def split_batch(batch: Any, dimensions: Mapping[str | int, int], parts: SequenceParts) -> tuple[Any, Tensor, int]:
     """Return a batch of this rank's parts of sequences, the first tensor that was split, and a part's length.
 
     Raises:
@@ -55,7 +55,7 @@ def split_batch(batch: Any, dimensions: Mapping[str | int, int], parts: Parts) -
     return _replace(batch, cut), found[first], length
 
 
-def whole_loss(output: Any, parts: Parts) -> Any:
+def whole_loss(output: Any, parts: SequenceParts) -> Any:
     """Return a training step's output with the loss of full sequences: sums and weights of the parts added.
 
     Raises:
@@ -80,7 +80,7 @@ def whole_loss(output: Any, parts: Parts) -> Any:
     )
 
 
-def _add(total: Tensor, weight: Tensor | float, parts: Parts) -> tuple[Tensor, Tensor]:
+def _add(total: Tensor, weight: Tensor | float, parts: SequenceParts) -> tuple[Tensor, Tensor]:
     dtype = torch.float32 if total.device.type == "mps" else torch.float64
     weighed = torch.as_tensor(weight, dtype=dtype).reshape(()).to(total.device)
     both = parts.sum(torch.stack([total.reshape(()).to(dtype), weighed.detach()]))

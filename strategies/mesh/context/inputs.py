@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ....errors import ModuleError
 from ...distributed.shards import is_sharded
 from ...tree import leaves, map_leaves
-from .parts import Parts
+from .parts import SequenceParts
 
-__all__ = ["Arguments", "check_outputs", "gather_outputs", "local_length"]
+__all__ = ["CallArguments", "check_outputs", "gather_outputs", "local_length"]
 
 # Any in this file: arguments of the user's model.
 
@@ -39,7 +39,7 @@ def local_length(length: int, size: int, what: str) -> int:
 
 
 @dataclass
-class Arguments:
+class CallArguments:
     """The arguments of one call of a model, by the names of its `forward`.
 
     Attributes:
@@ -55,7 +55,7 @@ class Arguments:
     takes: frozenset[str]
 
     @classmethod
-    def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+    def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallArguments:
         """Return the arguments of a call `model(*args, **kwargs)`."""
         parameters = inspect.signature(model.forward).parameters.values()
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -95,7 +95,7 @@ class Arguments:
             )
         return dict(wanted)
 
-    def split(self, dimensions: Mapping[str, int], parts: Parts, model: str) -> int:
+    def split(self, dimensions: Mapping[str, int], parts: SequenceParts, model: str) -> int:
         """Replace arguments by this rank's parts, add positions where the model takes them; return a part's length.
 
         Raises:
@@ -125,7 +125,7 @@ class Arguments:
         others = [name for name in tensors if name not in dimensions and name != _POSITIONS]
         return [name for name in others if length in tensors[name].shape[1:] or tensors[name].shape == (length,)]
 
-    def add_positions(self, length: int, parts: Parts, device: torch.device) -> None:
+    def add_positions(self, length: int, parts: SequenceParts, device: torch.device) -> None:
         """Pass the positions of this rank's part, shape (1, length), where the model takes `position_ids`."""
         if _POSITIONS in self.takes and self.values.get(_POSITIONS) is None:
             start = parts.rank * length
@@ -134,7 +134,7 @@ class Arguments:
             self.values["use_cache"] = False  # keys of one part would be no cache of the sequence
 
 
-def gather_outputs(output: object, dim: int, parts: Parts) -> Any:
+def gather_outputs(output: object, dim: int, parts: SequenceParts) -> Any:
     """Return a model's output, checked already, with its tensors gathered along the sequence."""
 
     def gather(leaf: Any) -> Any:
@@ -147,7 +147,7 @@ def gather_outputs(output: object, dim: int, parts: Parts) -> Any:
     return map_leaves(output, gather)
 
 
-def check_outputs(output: object, dim: int, length: int, parts: Parts, model: str) -> None:
+def check_outputs(output: object, dim: int, length: int, parts: SequenceParts, model: str) -> None:
     """Compare the shapes of a model's outputs with the part of the sequence that it ran on.
 
     Raises:

@@ -16,11 +16,11 @@ from ..random_numbers import own_numbers
 from ..verify import check_buffers
 from .attention import Attention
 from .batch import split_batch, whole_loss
-from .inputs import Arguments, check_outputs, gather_outputs
+from .inputs import CallArguments, check_outputs, gather_outputs
 from .interception import Interception
 from .model import check_kernels, check_window, find_model
 from .options import Context
-from .parts import Parts
+from .parts import SequenceParts
 from .verify import check_same_inputs, verify
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class ContextParallel:
         self,
         module: nn.Module,
         options: Context,
-        parts: Parts,
+        parts: SequenceParts,
         device: torch.device,
         *,
         verifies: bool,
@@ -156,8 +156,8 @@ class ContextParallel:
         if not self._is_running or self._interception.is_inside:
             return None
         self._calls += 1
-        whole = Arguments.of(model, args, kwargs)
-        part = Arguments.of(model, args, kwargs)
+        whole = CallArguments.of(model, args, kwargs)
+        part = CallArguments.of(model, args, kwargs)
         if self._options.batch is None:
             dimensions = part.dimensions(self._options.inputs, self._name)
             length = part.split(dimensions, self._parts, self._name)
@@ -209,7 +209,7 @@ class ContextParallel:
         call, self._call = self._call, ExitStack()
         call.close()
 
-    def _verify(self, whole: Arguments, part: Arguments) -> None:
+    def _verify(self, whole: CallArguments, part: CallArguments) -> None:
         """Compare the model's forward on full sequences and on this rank's part."""
         check_same_inputs(whole.tensors(), self._parts)
         received = None if self._stages is None else self._stages.at.received
@@ -233,7 +233,7 @@ class ContextParallel:
         is_part = received.ndim > dim and received.shape[dim] == length
         return self._parts.gather(received, dim) if is_part else received
 
-    def _forward(self, arguments: Arguments, received: tuple[Tensor, ...] | None) -> Any:
+    def _forward(self, arguments: CallArguments, received: tuple[Tensor, ...] | None) -> Any:
         """Run the model's forward, without its hooks: of a model in stages the present one, on what it received."""
         args, kwargs = arguments.call()
         if self._stages is None:
@@ -288,12 +288,12 @@ def share_sequences(
         tp: Number of ranks that split layers.
         stages: See `ContextParallel`.
     """
-    parts = Parts(mesh.get_group(), mesh.get_local_rank(), mesh.size(), same_batch, tp)
+    parts = SequenceParts(mesh.get_group(), mesh.get_local_rank(), mesh.size(), same_batch, tp)
     options = Context() if options is None else options
     return ContextParallel(module, options, parts, device, verifies=verifies, stages=stages)
 
 
-def _gathered(tensors: dict[str, Tensor], dim: int, length: int, parts: Parts) -> dict[str, Tensor]:
+def _gathered(tensors: dict[str, Tensor], dim: int, length: int, parts: SequenceParts) -> dict[str, Tensor]:
     """Return those tensors that have the length of a part, of full sequences."""
     are_parts = {name: one for name, one in tensors.items() if one.ndim > dim and one.shape[dim] == length}
     return {name: parts.gather(one.detach(), dim) for name, one in are_parts.items()}

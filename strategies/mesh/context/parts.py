@@ -1,4 +1,4 @@
-"""`Parts`: the processes that share a sequence, and the collectives with gradients between their parts.
+"""`SequenceParts`: the processes that share a sequence, and the collectives with gradients between their parts.
 
 Every rank holds one part of equal length, in rank order. The gradient of a sum over ranks of their losses flows
 through these functions: what rank i sends, it gets back as the sum of what all ranks pass back for it.
@@ -19,7 +19,7 @@ from ...distributed.collectives import gather_objects
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Parts"]
+__all__ = ["SequenceParts"]
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 @dataclass(frozen=True)
-class Parts:
+class SequenceParts:
     """The processes that share a sequence.
 
     Attributes:
@@ -86,7 +86,7 @@ class Parts:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, parts: Parts) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, dim: int, parts: SequenceParts) -> Tensor:
         ctx.dim, ctx.parts = dim, parts
         mine = tensor.movedim(dim, 0).contiguous()
         joined = mine.new_empty((parts.size * mine.shape[0], *mine.shape[1:]))
@@ -96,7 +96,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        parts: Parts = ctx.parts
+        parts: SequenceParts = ctx.parts
         whole = gradient.movedim(ctx.dim, 0).contiguous()
         mine = whole.new_empty((whole.shape[0] // parts.size, *whole.shape[1:]))
         _reduce_scatter(mine, whole, group=parts.group)
@@ -105,7 +105,7 @@ class _Gather(torch.autograd.Function):
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, split: int, join: int, parts: Parts) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, split: int, join: int, parts: SequenceParts) -> Tensor:
         ctx.split, ctx.join, ctx.parts = split, join, parts
         return _exchange(tensor, split, join, parts)
 
@@ -115,7 +115,7 @@ class _Exchange(torch.autograd.Function):
         return _exchange(gradient, ctx.join, ctx.split, ctx.parts), None, None, None
 
 
-def _exchange(tensor: Tensor, split: int, join: int, parts: Parts) -> Tensor:
+def _exchange(tensor: Tensor, split: int, join: int, parts: SequenceParts) -> Tensor:
     sent = torch.stack([chunk.contiguous() for chunk in tensor.chunk(parts.size, split)])
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=parts.group)
@@ -124,7 +124,7 @@ def _exchange(tensor: Tensor, split: int, join: int, parts: Parts) -> Tensor:
 
 class _Add(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, parts: Parts) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, parts: SequenceParts) -> Tensor:
         ctx.parts = parts
         return _added(tensor, parts)
 
@@ -136,7 +136,7 @@ class _Add(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, parts: Parts) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, parts: SequenceParts) -> Tensor:
         ctx.size = parts.size
         return _added(tensor, parts)
 
@@ -146,7 +146,7 @@ class _Sum(torch.autograd.Function):
         return gradient * ctx.size, None
 
 
-def _added(tensor: Tensor, parts: Parts) -> Tensor:
+def _added(tensor: Tensor, parts: SequenceParts) -> Tensor:
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=parts.group)
     return total

@@ -25,7 +25,7 @@ from ..verify import difference, dtypes_of, unlike_over_ranks
 
 if TYPE_CHECKING:
     from .interception import Interception
-    from .parts import Parts
+    from .parts import SequenceParts
 
 __all__ = ["check_same_inputs", "verify"]
 
@@ -38,7 +38,7 @@ _ATTENTION = "F.scaled_dot_product_attention"
 _NAMES = ("queries", "keys", "values")
 
 
-def check_same_inputs(tensors: dict[str, Tensor], parts: Parts) -> None:
+def check_same_inputs(tensors: dict[str, Tensor], parts: SequenceParts) -> None:
     """Compare over the ranks of a sequence what the model is called with. On every rank of the group.
 
     Raises:
@@ -59,7 +59,7 @@ def verify(
     run_whole: Callable[[], Any],
     run_part: Callable[[], Any],
     interception: Interception,
-    parts: Parts,
+    parts: SequenceParts,
     dim: int,
     device: torch.device,
 ) -> None:
@@ -127,7 +127,7 @@ class _Comparison:
             listed = ", ".join(f"{name} that differ by {size:.1e}" for name, size in unlike)
             self.problem = (f"{listed} in attention {number} of {len(self._wanted)}", _remedy(number))
 
-    def finish(self, whole: list[Tensor], part: list[Tensor], parts: Parts, dim: int) -> None:
+    def finish(self, whole: list[Tensor], part: list[Tensor], parts: SequenceParts, dim: int) -> None:
         """Compare the number of attentions, and the outputs."""
         if self.problem is None and self._count != len(self._wanted):
             self.problem = (
@@ -154,7 +154,7 @@ def _remedy(number: int) -> str:
     )
 
 
-def _part(tensor: Tensor, parts: Parts) -> Tensor:
+def _part(tensor: Tensor, parts: SequenceParts) -> Tensor:
     is_divisible = tensor.ndim > 1 and tensor.shape[_SEQUENCE] % parts.size == 0
     return parts.split(tensor, _SEQUENCE).clone() if is_divisible else tensor.clone()
 

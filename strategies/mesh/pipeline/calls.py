@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..random_numbers import StepNumbers
     from .attributes import StageStates
     from .unsplit import UnsplitRun
-    from .verify import Comparison
+    from .verify import StageComparison
 
 __all__ = ["BlockCall", "ChildCall", "Cut", "Position", "gradient_ends_here"]
 
@@ -85,7 +85,7 @@ class Position:
     is_training: bool = False
     numbers: StepNumbers | None = None
     unsplit: UnsplitRun | None = None
-    comparison: Comparison | None = None
+    comparison: StageComparison | None = None
     states: StageStates | None = None
     is_in_parts: bool = False
     carries: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .exchange import Exchange
     from .split import StageSplit
 
-__all__ = ["Comparison", "verify_first"]
+__all__ = ["StageComparison", "verify_first"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def verify_first(
     numbers: StepNumbers,
     step: Callable[[Any], Any],
     batch: Any,
-) -> Comparison:
+) -> StageComparison:
     """Run a micro-batch through the unsplit model. On every rank of the pipeline: it communicates.
 
     Args:
@@ -55,7 +55,7 @@ def verify_first(
     Returns:
         What the stages are compared with.
     """
-    comparison = Comparison(split)
+    comparison = StageComparison(split)
     run = UnsplitRun(split, rank_of, exchange, numbers, comparison.expect_arguments)
     own = map_leaves(batch, lambda value: value.clone() if isinstance(value, Tensor) else value)
     with unchanged(split.module), torch.no_grad(), numbers.rehearsing():
@@ -67,11 +67,11 @@ def verify_first(
                 type(split.module).__name__,
                 error,
             )
-            return Comparison(split)
+            return StageComparison(split)
     return comparison
 
 
-class Comparison:
+class StageComparison:
     """Values of the unsplit model that this rank compares with those of its stages.
 
     Args:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from ....protocols import StepFunction
     from .split import StageSplit
-    from .verify import Comparison
+    from .verify import StageComparison
 
 __all__ = ["PipelineRunner"]
 
@@ -280,7 +280,7 @@ class PipelineRunner:
             self.split.at.is_training = False
             self._batches, self._step, self._share = (), _no_step, _no_step
 
-    def _compared(self) -> Comparison:
+    def _compared(self) -> StageComparison:
         """Run the first micro-batch through the unsplit model, and return what its stages are compared with."""
         return verify_first(
             self.split,

@@ -21,7 +21,7 @@ from .style import map_first, map_output
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Call", "Values", "floats", "run_alone"]
+__all__ = ["FirstCall", "Values", "floats", "run_alone"]
 
 # Any in this file: arguments and results of the user's modules.
 
@@ -30,7 +30,7 @@ Values = dict[tuple[nn.Module, str], Tensor]
 
 
 @dataclass(frozen=True)
-class Call:
+class FirstCall:
     """The arguments with which a module was called first, with gradients where it had a call with them.
 
     Attributes:
@@ -45,7 +45,7 @@ class Call:
 
 def run_alone(
     module: nn.Module,
-    call: Call,
+    call: FirstCall,
     values: Values,
     *,
     is_hooked: bool,

@@ -21,7 +21,7 @@ from ...tree import leaves, map_leaves
 from ..pipeline.attributes import unchanged
 from ..pipeline.elsewhere import READABLE
 from ..verify import difference, dtypes_of, unlike_over_ranks
-from .alone import Call, Values, floats, run_alone
+from .alone import FirstCall, Values, floats, run_alone
 from .layouts import gather
 from .parameters import distribute
 from .style import map_first
@@ -44,12 +44,12 @@ transformers in float32, whatever the parameters' dtype."""
 
 
 @contextmanager
-def recording(plan: TensorPlan, root: nn.Module) -> Iterator[dict[str, Call]]:
+def recording(plan: TensorPlan, root: nn.Module) -> Iterator[dict[str, FirstCall]]:
     """Return a context that keeps the arguments of the first call of each group of a plan, by name, for `verify_plan`.
 
     An error in it gets the plan as a note: a shape that does not fit may come from there.
     """
-    calls: dict[str, Call] = {}
+    calls: dict[str, FirstCall] = {}
     modules = dict(root.named_modules())
     handles = []
     reads = _Reads()
@@ -59,7 +59,7 @@ def recording(plan: TensorPlan, root: nn.Module) -> Iterator[dict[str, Call]]:
             def keep(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
                 has_gradients = torch.is_grad_enabled()
                 if name not in calls or (has_gradients and not calls[name].has_gradients):
-                    calls[name] = Call(map_leaves(args, _copied), map_leaves(kwargs, _copied), has_gradients)
+                    calls[name] = FirstCall(map_leaves(args, _copied), map_leaves(kwargs, _copied), has_gradients)
 
             def watch(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
                 reads.watch(name, floats(output)[1:])
@@ -110,7 +110,7 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def verify_plan(plan: TensorPlan, root: nn.Module, calls: dict[str, Call]) -> None:
+def verify_plan(plan: TensorPlan, root: nn.Module, calls: dict[str, FirstCall]) -> None:
     """Compare each group of a plan with the full modules. On every rank: it communicates.
 
     In evaluation mode (masks of dropout depend on the number of ranks), in the dtypes of the parameters and under the
@@ -148,7 +148,7 @@ def verify_plan(plan: TensorPlan, root: nn.Module, calls: dict[str, Call]) -> No
 
 
 def _compare(
-    plan: TensorPlan, name: str, module: nn.Module, call: Call, full: Values, placements: dict[Any, Placement]
+    plan: TensorPlan, name: str, module: nn.Module, call: FirstCall, full: Values, placements: dict[Any, Placement]
 ) -> None:
     mesh = plan.mesh
     assert mesh is not None
@@ -231,7 +231,7 @@ def _full_values(module: nn.Module, mesh: DeviceMesh) -> tuple[Values, dict[Any,
     return values, placements
 
 
-def _check_inputs(name: str, call: Call, mesh: DeviceMesh, *, is_shard: bool) -> None:
+def _check_inputs(name: str, call: FirstCall, mesh: DeviceMesh, *, is_shard: bool) -> None:
     """Refuse inputs that differ between the ranks."""
     inputs = {path: one for path, one in leaves((call.args, call.kwargs)) if isinstance(one, Tensor) and not is_shard}
     if unlike_over_ranks(inputs, mesh.get_group()):

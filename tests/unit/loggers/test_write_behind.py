@@ -11,7 +11,7 @@ import pytest
 
 from loopwright.errors import ConfigError
 from loopwright.loggers import WriteBehind
-from loopwright.loggers.pending import Pending
+from loopwright.loggers.pending import PendingQueue
 from loopwright.loggers.write_behind import WriteInPlace, WriteQueue
 
 
@@ -42,7 +42,7 @@ def test_what_does_not_fit_into_memory_waits_in_a_file() -> None:
 
 
 def test_places_in_memory_and_file_can_change_while_items_come() -> None:
-    pending, taken = Pending(2), []
+    pending, taken = PendingQueue(2), []
     for number in range(200):
         pending.append(number)
         if number % 3:

@@ -16,7 +16,7 @@ from loopwright.errors import ConfigError
 from loopwright.recipes import train
 from loopwright.recipes.model.settings import LoraSettings
 from loopwright.recipes.plan import plan
-from loopwright.recipes.run_folder import RunFolder
+from loopwright.recipes.run_folder import TrainingFolder
 from loopwright.recipes.settings import FinetuneSettings
 from loopwright.recipes.train import finetune
 
@@ -101,7 +101,7 @@ def test_rows_are_as_long_as_the_model_where_the_default_is_longer(inputs: Path,
     default = settings(inputs, tmp_path / "run", max_length=FinetuneSettings.max_length, steps=1)
     report = finetune(default)
     assert report is not None
-    assert RunFolder(tmp_path / "run").read()["settings"]["max_length"] == 128  # type: ignore[index]
+    assert TrainingFolder(tmp_path / "run").read()["settings"]["max_length"] == 128  # type: ignore[index]
     assert finetune(default) == report  # it is not trained again
 
 

@@ -19,7 +19,7 @@ from loopwright.errors import ConfigError, NonFiniteError
 from loopwright.loggers import CSVLogger
 from loopwright.recipes.exporting.export import export_run
 from loopwright.recipes.model.settings import LoraSettings
-from loopwright.recipes.run_folder import RunFolder
+from loopwright.recipes.run_folder import TrainingFolder
 from loopwright.recipes.train import check, finetune
 
 # Any in this file: settings.
@@ -194,7 +194,7 @@ def test_an_adapter_of_the_output_layer_is_exported(inputs: Path, tmp_path: Path
     card = (run / "model" / "README.md").read_text()
     assert "\n# head\n" in card  # the name of the run
     assert "\nlearning_rate: 0.0002\n" in card
-    assert RunFolder(run).read()["used"] == {  # type: ignore[index]
+    assert TrainingFolder(run).read()["used"] == {  # type: ignore[index]
         "learning_rate": 0.0002, "dtype": "float32", "strategy": "SingleDeviceStrategy", "devices": 1,
         "precision": "32-true",
     }  # fmt: skip

@@ -11,12 +11,12 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 import loopwright as lw
-from loopwright.report.sources import Source, find_sources
+from loopwright.report.sources import NumberSource, find_sources
 
 from .toy_runs import write_csv, write_lines
 
 
-def only(folder: Path) -> Source:
+def only(folder: Path) -> NumberSource:
     (source,) = find_sources(folder)
     source.refresh()
     return source

@@ -19,7 +19,7 @@ from loopwright.checkpoint import storage
 from loopwright.checkpoint.tools.inspection import disk_bytes
 from loopwright.checkpoint.tools.verify import check
 from loopwright.cli import run
-from loopwright.cli.commands.checkpoint_text import Meter, show_bytes
+from loopwright.cli.commands.checkpoint_text import ByteMeter, show_bytes
 
 LIGHTNING = Path(__file__).parents[3] / "fixtures" / "lightning-2.6.ckpt"
 
@@ -275,11 +275,11 @@ def test_wrong_options_are_refused(words: list[str]) -> None:
 
 
 def test_long_work_is_shown_on_a_terminal_only(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    with Meter("written", 2_000_000) as meter:
+    with ByteMeter("written", 2_000_000) as meter:
         meter.advance(1)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with Meter("written", 2_000_000) as meter:
+    with ByteMeter("written", 2_000_000) as meter:
         meter.advance(1_000_000)
         meter.advance(1)  # too soon to be shown
     assert capsys.readouterr().err == "\rwritten 1.0 MB of 2.0 MB\x1b[K\r\x1b[K"
@@ -306,12 +306,12 @@ def test_a_kill_while_it_writes_leaves_the_old_one_and_the_next_call_cleans_up(
             if is_here and event == stage and (event != "open" or arguments[2] & os.O_CREAT):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        def advance(self: Meter, count: int) -> None:
+        def advance(self: ByteMeter, count: int) -> None:
             if stage == "middle":
                 os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(look)
-        Meter.advance = advance  # type: ignore[method-assign]
+        ByteMeter.advance = advance  # type: ignore[method-assign]
         run(["checkpoint", *command])
 
     for stage in ("open", "middle", "os.rename"):

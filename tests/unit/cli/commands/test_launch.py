@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from loopwright.cli.commands.launch import Plan, launch, make_plan
+from loopwright.cli.commands.launch import LaunchPlan, launch, make_plan
 from loopwright.cli.commands.launch_options import OPTIONS, read_request
 from loopwright.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "several-machines.md"
 
 
-def plan(line: str, *, num_gpus: int = 0, num_cpus: int = 8, **variables: str) -> Plan:
+def plan(line: str, *, num_gpus: int = 0, num_cpus: int = 8, **variables: str) -> LaunchPlan:
     return make_plan(read_request(shlex.split(line)), num_gpus=num_gpus, num_cpus=num_cpus, variables=variables)
 
 

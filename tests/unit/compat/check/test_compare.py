@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from loopwright.compat.lightning.check.compare import Difference, Record, find_difference, read_record
+from loopwright.compat.lightning.check.compare import FirstDifference, Trace, find_difference, read_record
 from loopwright.compat.lightning.check.rows import NOT_COVERED, candidates, find_row
 from loopwright.compat.lightning.parity.switches import SWITCHES
 
@@ -42,13 +42,13 @@ def event(kind: str, name: str, clock: int, *, verb: int = 1, **values: Any) -> 
     return {"kind": kind, "name": name, "verb": verb, "clock": clock, "values": values}
 
 
-def record(found: Events, folder: Path) -> Record:
+def record(found: Events, folder: Path) -> Trace:
     path = folder / "record.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in found))
     return read_record(path)
 
 
-def compare(change: Callable[[Events], object], folder: Path) -> Difference | None:
+def compare(change: Callable[[Events], object], folder: Path) -> FirstDifference | None:
     theirs, ours = events(), events()
     change(ours)
     return find_difference(record(theirs, folder), record(ours, folder))
@@ -140,7 +140,7 @@ def test_the_earliest_of_several_differences_counts(tmp_path: Path) -> None:
 
 
 def test_counts_before_the_first_step_of_a_resumed_fit_are_not_compared(tmp_path: Path) -> None:
-    def records(*, is_resumed: bool) -> list[Record]:
+    def records(*, is_resumed: bool) -> list[Trace]:
         sides = [events(), events()]
         for number, side in enumerate(sides):
             set_value("verb", 0, is_resumed=is_resumed)(side)

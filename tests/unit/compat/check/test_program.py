@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 
 from loopwright.compat.lightning.check import program
-from loopwright.compat.lightning.check.compare import Event, Record
+from loopwright.compat.lightning.check.compare import Trace, TraceEvent
 from loopwright.compat.lightning.check.program import ProgramCheck
 from loopwright.compat.lightning.check.sides import Outcome
 
-VERB = Event(0, "verb", "fit", 1, 0, {"callbacks": ["Callback"], "accumulated": 1, "interval": "1.0"})
+VERB = TraceEvent(0, "verb", "fit", 1, 0, {"callbacks": ["Callback"], "accumulated": 1, "interval": "1.0"})
 
 
 def side(*losses: float, problem: str = "", num_trainers: int = 1, num_fabrics: int = 0) -> Outcome:
-    found = [Event(n, "result", "Net.training_step", 1, n, {"value": one}) for n, one in enumerate(losses, start=1)]
+    found = [
+        TraceEvent(n, "result", "Net.training_step", 1, n, {"value": one}) for n, one in enumerate(losses, start=1)
+    ]
     verbs = [VERB] if num_trainers and losses else []
-    return Outcome(Record(found, verbs, ("2.6.6", "2.13.0"), problem, True, num_trainers, num_fabrics), problem)
+    return Outcome(Trace(found, verbs, ("2.6.6", "2.13.0"), problem, True, num_trainers, num_fabrics), problem)
 
 
 def check(
@@ -78,7 +80,7 @@ def test_programs_with_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> No
     assert (code, "no Trainer and no Fabric" in text) == (2, True)
     code, text, _ = check(monkeypatch, side(), side())
     assert (code, "called none of its methods" in text) == (2, True)
-    absent = Outcome(Record(is_absent=True), "")
+    absent = Outcome(Trace(is_absent=True), "")
     code, text, ran = check(monkeypatch, absent)
     assert (code, "has no Lightning" in text, len(ran)) == (2, True, 1)
 

@@ -12,13 +12,13 @@ import traceback
 import pytest
 
 from loopwright.fabric.watch.peers import Peer, StackOnSignal, stack_of
-from loopwright.fabric.watch.rank_status import Collective, RankStatus, phrase
+from loopwright.fabric.watch.rank_status import LastCollective, RankStatus, phrase
 from loopwright.fabric.watch.stall_report import StallReport
 
 
 def stands(rank: int, number: int, name: str = "all_reduce", doing: str = "waits", group: str = "") -> RankStatus:
     place = {"hook": "training_step", "step": 3}
-    return RankStatus(rank, "h", 100 + rank, place, doing, (f"line of {doing}",), Collective(name, number, group))
+    return RankStatus(rank, "h", 100 + rank, place, doing, (f"line of {doing}",), LastCollective(name, number, group))
 
 
 def test_ranks_behind_the_others_are_missing() -> None:
@@ -34,7 +34,7 @@ def test_silent_ranks_are_missing() -> None:
 
 
 def test_a_rank_that_ended_is_missing_only_where_others_wait_for_it() -> None:
-    ended = RankStatus(0, doing="has ended normally", collective=Collective("barrier", 5), has_ended=True)
+    ended = RankStatus(0, doing="has ended normally", collective=LastCollective("barrier", 5), has_ended=True)
     assert StallReport([ended, stands(1, 3, group="pair"), stands(2, 2, group="pair")]).missing == [2]
     assert StallReport([ended, stands(1, 6), stands(2, 6)]).culprit is ended
     never = RankStatus(0, doing="has ended normally", has_ended=True)
@@ -53,7 +53,9 @@ def test_another_operation_of_the_same_number_is_named() -> None:
 def test_gathered_inputs_may_differ_in_shape_and_reduced_ones_may_not() -> None:
     def of(name: str) -> StallReport:
         shapes = ("[3] Float", "[4] Float")
-        return StallReport([RankStatus(r, collective=Collective(name, 5, "", shape)) for r, shape in enumerate(shapes)])
+        return StallReport(
+            [RankStatus(r, collective=LastCollective(name, 5, "", shape)) for r, shape in enumerate(shapes)]
+        )
 
     assert not of("all_gather").mismatched
     assert len(of("all_reduce").mismatched) == 2
@@ -61,7 +63,7 @@ def test_gathered_inputs_may_differ_in_shape_and_reduced_ones_may_not() -> None:
 
 def test_another_group_is_no_reason() -> None:
     report = StallReport([stands(0, 5), stands(1, 5), stands(2, 900, group="checkpoints")])
-    assert report.furthest == Collective("all_reduce", 5)
+    assert report.furthest == LastCollective("all_reduce", 5)
     assert report.missing == []
 
 
@@ -86,7 +88,7 @@ def test_a_standing_survives_the_way_through_the_store() -> None:
     again = RankStatus.from_json(status.to_json())
     assert again.place == {"step": 4}
     assert "test_a_standing_survives" in again.doing
-    assert RankStatus.from_json(stands(1, 2).to_json()).collective == Collective("all_reduce", 2)
+    assert RankStatus.from_json(stands(1, 2).to_json()).collective == LastCollective("all_reduce", 2)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_a_standing_survives_the_way_through_the_store() -> None:
 )
 def test_a_stack_becomes_a_phrase(file: str, name: str, expected: str) -> None:
     frames = traceback.StackSummary.from_list([("/home/me/train.py", 12, "main", "fit()"), (file, 3, name, "x")])
-    said = phrase(frames, Collective("all_reduce", 4))
+    said = phrase(frames, LastCollective("all_reduce", 4))
     assert said.startswith(expected)
     assert "/home/me/" in said
 

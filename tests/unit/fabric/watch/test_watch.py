@@ -16,7 +16,7 @@ from loopwright.errors import RankFailure, StopBySignal
 from loopwright.fabric.failure import Failure
 from loopwright.fabric.watch import Watch
 from loopwright.fabric.watch.errors import is_communication_error, is_timeout
-from loopwright.fabric.watch.failure_store import FailureStore, Record
+from loopwright.fabric.watch.failure_store import FailureRecord, FailureStore
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3")
 
@@ -242,7 +242,7 @@ def test_failures_are_in_one_order_for_all(seed: int) -> None:
     def write(rank: int) -> None:
         start.wait()
         for run in sorted(rng.sample(range(5), 3)):
-            stores[rank].write_failure(Record(run, rank, Failure(rank, "h", 1, f"{run} by {rank}")))
+            stores[rank].write_failure(FailureRecord(run, rank, Failure(rank, "h", 1, f"{run} by {rank}")))
 
     threads = [threading.Thread(target=write, args=(rank,)) for rank in range(4)]
     for thread in threads:

@@ -15,16 +15,16 @@ from recipe_texts import CHATML, chat, small_tokenizer, write_jsonl
 
 from loopwright.recipes.data import DataSettings, RecipeData
 from loopwright.recipes.data.cache import Cache, ProblemList
-from loopwright.recipes.data.settings import Source
-from loopwright.recipes.data.shard import Shard
+from loopwright.recipes.data.settings import DataSource
+from loopwright.recipes.data.shard import TokenShard
 
 
 def fill(path: Path, folder: Path, tokenizer: object = None, **settings: object) -> tuple[Path, list[str]]:
     """Tokenize and return the folder and the problems."""
     cache = Cache(folder, DataSettings(path, **settings), tokenizer or small_tokenizer())
     problems = ProblemList()
-    cache.fill(Source(path), problems)
-    return cache.find(Source(path)), problems.lines()
+    cache.fill(DataSource(path), problems)
+    return cache.find(DataSource(path)), problems.lines()
 
 
 def test_a_second_preparation_tokenizes_nothing(tmp_path: Path) -> None:
@@ -129,14 +129,14 @@ def test_a_long_document_is_tokenized_in_blocks_without_a_change(tmp_path: Path)
     path = tmp_path / "long.txt"
     path.write_text(text)
     folder, _ = fill(path, tmp_path / "cache", tokenizer)
-    shard = Shard(folder)
+    shard = TokenShard(folder)
     assert len(shard.offsets) == 2
     assert shard.ids.tolist() == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
 
 
 def test_a_shard_is_pickled_without_its_content(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [chat(number) for number in range(50)])
-    shard = Shard(fill(path, tmp_path / "cache")[0])
+    shard = TokenShard(fill(path, tmp_path / "cache")[0])
     assert len(shard.ids) > 1_000
     copied = pickle.dumps(shard)
     assert len(copied) < 1_000

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from loopwright.recipes.data import DataSettings
-from loopwright.recipes.data.settings import Source
+from loopwright.recipes.data.settings import DataSource
 
 
 def test_sources_are_paths_or_mappings() -> None:
     settings = DataSettings(["a.jsonl", {"path": "b", "weight": 0.5}, {"path": "c"}], val_data="v.jsonl")
-    assert settings.train_sources() == [Source(Path("a.jsonl")), Source(Path("b"), 0.5), Source(Path("c"))]
-    assert settings.val_sources() == [Source(Path("v.jsonl"))]
+    assert settings.train_sources() == [DataSource(Path("a.jsonl")), DataSource(Path("b"), 0.5), DataSource(Path("c"))]
+    assert settings.val_sources() == [DataSource(Path("v.jsonl"))]
     assert settings.problems() == []
 
 

@@ -9,7 +9,7 @@ import pytest
 from loopwright.errors import ConfigError
 from loopwright.strategies import STRATEGY_REGISTRY, DeepSpeedStrategy
 from loopwright.strategies.deepspeed.arguments import (
-    Arguments,
+    DeepSpeedArguments,
     build,
     check_against,
     check_arguments,
@@ -34,7 +34,7 @@ CHAPTER: dict[str, Any] = {
 
 
 def test_every_argument_becomes_a_key() -> None:
-    arguments = Arguments(
+    arguments = DeepSpeedArguments(
         stage=3, offload_optimizer=True, offload_parameters=True, offload_params_device="nvme",
         offload_optimizer_device="nvme", nvme_path="/disk", params_buffer_count=6, params_buffer_size=7, max_in_cpu=8,
         optimizer_buffer_count=9, block_size=10, queue_depth=11, single_submit=True, overlap_events=False,
@@ -79,8 +79,8 @@ def test_every_argument_becomes_a_key() -> None:
             },
         },
     }
-    assert stage_of(build(Arguments(zero_optimization=False))) == 0
-    assert "offload_optimizer" not in build(Arguments())["zero_optimization"]
+    assert stage_of(build(DeepSpeedArguments(zero_optimization=False))) == 0
+    assert "offload_optimizer" not in build(DeepSpeedArguments())["zero_optimization"]
 
 
 @pytest.mark.parametrize(
@@ -98,13 +98,13 @@ def test_every_argument_becomes_a_key() -> None:
     ],
 )
 def test_an_argument_that_cannot_work_is_named(arguments: dict[str, Any], what: str) -> None:
-    assert what in check_arguments(Arguments(**arguments))[0][0]
+    assert what in check_arguments(DeepSpeedArguments(**arguments))[0][0]
     with pytest.raises(ConfigError, match=what):
         DeepSpeedStrategy(**arguments)
 
 
 def test_what_trainer_knows_is_filled_in() -> None:
-    config = settle(build(Arguments()), Facts(2, accumulate=4, clip=0.5, micro_batch=8, dtype="bfloat16"), "")
+    config = settle(build(DeepSpeedArguments()), Facts(2, accumulate=4, clip=0.5, micro_batch=8, dtype="bfloat16"), "")
     assert config["gradient_accumulation_steps"] == 4
     assert config["gradient_clipping"] == 0.5
     assert config["train_micro_batch_size_per_gpu"] == 8
@@ -187,7 +187,7 @@ def test_arguments_fill_what_the_configuration_leaves_out_and_must_not_contradic
     assert strategy.given_config["zero_allow_untested_optimizer"] is True
     with pytest.raises(ConfigError, match=r"zero_optimization.stage +2 +3"):
         DeepSpeedStrategy(config=CHAPTER, stage=3)
-    check_against(CHAPTER, Arguments(pin_memory=True, offload_optimizer=True), "")
+    check_against(CHAPTER, DeepSpeedArguments(pin_memory=True, offload_optimizer=True), "")
     assert merged({"a": {"b": 1}}, {"a": {"b": 2, "c": 3}, "d": 4}) == {"a": {"b": 1, "c": 3}, "d": 4}
 
 

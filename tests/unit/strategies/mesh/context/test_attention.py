@@ -10,9 +10,9 @@ from loopwright.strategies.mesh.context.attention import Attention
 from loopwright.strategies.mesh.context.interception import Interception
 from loopwright.strategies.mesh.context.model import check_kernels, check_window, find_model
 from loopwright.strategies.mesh.context.options import Context
-from loopwright.strategies.mesh.context.parts import Parts
+from loopwright.strategies.mesh.context.parts import SequenceParts
 
-SECOND = Parts(None, 1, 2)  # nothing here communicates
+SECOND = SequenceParts(None, 1, 2)  # nothing here communicates
 
 
 def heads(count: int, length: int = 4) -> torch.Tensor:

@@ -8,9 +8,9 @@ import torch
 import loopwright as lw
 from loopwright.errors import ModuleError
 from loopwright.strategies.mesh.context.batch import split_batch, whole_loss
-from loopwright.strategies.mesh.context.parts import Parts
+from loopwright.strategies.mesh.context.parts import SequenceParts
 
-SECOND = Parts(None, 1, 2)  # nothing here communicates
+SECOND = SequenceParts(None, 1, 2)  # nothing here communicates
 TOKENS = torch.arange(8).reshape(2, 4)
 
 
@@ -43,7 +43,7 @@ def test_a_loss_without_a_weight_is_refused(output: Any) -> None:
         whole_loss(output, SECOND)
 
 
-class TwoAlike(Parts):
+class TwoAlike(SequenceParts):
     """Two ranks with the same values."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:

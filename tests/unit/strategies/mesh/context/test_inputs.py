@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from loopwright.errors import ModuleError
-from loopwright.strategies.mesh.context.inputs import Arguments, check_outputs
-from loopwright.strategies.mesh.context.parts import Parts
+from loopwright.strategies.mesh.context.inputs import CallArguments, check_outputs
+from loopwright.strategies.mesh.context.parts import SequenceParts
 
-SECOND = Parts(None, 1, 2)  # nothing here communicates
+SECOND = SequenceParts(None, 1, 2)  # nothing here communicates
 
 
 class Model(nn.Module):
@@ -21,7 +21,7 @@ class Model(nn.Module):
 
 
 def split(*args: Any, wanted: Any = None, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    arguments = Arguments.of(Model(), args, kwargs)
+    arguments = CallArguments.of(Model(), args, kwargs)
     arguments.split(arguments.dimensions(wanted, "model"), SECOND, "model")
     return arguments.call()
 
