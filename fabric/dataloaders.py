@@ -10,7 +10,7 @@ import torch
 
 from ..data.combined import CombinedLoader
 from ..data.distributed.evaluation import count_eval_rounds, shard_eval
-from ..data.distributed.indexed import drawn_alike
+from ..data.distributed.indexed import shared_rng
 from ..data.distributed.shard import Shard, merge_states
 from ..data.gather import gathering
 from ..data.move import move_to_device
@@ -171,7 +171,7 @@ class FabricDataLoader:
         shared: dict[str, Any] = self._fabric.strategy.broadcast(capture_rng())
         # Copies of rank 0 that draw alike move their generators as it does.
         rank = 0 if self._fabric.strategy.traits.copies_draw_alike else topology.global_rank
-        with drawn_alike(rank, topology.data_rank, shared):
+        with shared_rng(rank, topology.data_rank, shared):
             self._stream.open(epoch, shared)
 
     def batches_left(self, upto: int) -> int:

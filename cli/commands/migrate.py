@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from ...compat.lightning.check.child_program import has_lightning
 from ...compat.lightning.check.program import ProgramCheck
-from ...compat.lightning.check.sides import has_lightning
 from ...compat.lightning.check.unserved import find_unserved, local_imports
 from ...messages import counted
 

@@ -24,7 +24,7 @@ from ..sources.indexed import IndexedSource
 from ..worker import Numbered
 from .shard import NO_BATCH, Shard
 
-__all__ = ["ShardedIndexStream", "ShardedListSource", "ShardedSource", "borrowed_rng", "drawn_alike"]
+__all__ = ["ShardedIndexStream", "ShardedListSource", "ShardedSource", "borrowed_rng", "shared_rng"]
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def borrowed_rng(state: StateDict) -> Iterator[None]:
         restore_kinds({kind: own[kind] for kind in apart})
 
 
-def drawn_alike(rank: int, data_rank: int, rng: StateDict) -> AbstractContextManager[None]:
+def shared_rng(rank: int, data_rank: int, rng: StateDict) -> AbstractContextManager[None]:
     """Return a context in which a process that reads rank 0's share, but is not rank 0, draws as that one does.
 
     Args:

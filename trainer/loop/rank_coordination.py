@@ -29,7 +29,7 @@ from ...data.distributed.fingerprint import (
     is_same_on_all,
     listed_in,
 )
-from ...data.distributed.indexed import drawn_alike
+from ...data.distributed.indexed import shared_rng
 from ...data.distributed.shard import Shard, merge_states
 from ...data.rng import capture_rng
 from ...data.sharded_iterable import ShardedIterable
@@ -181,7 +181,7 @@ def open_epoch(run: Run) -> None:
     rng = run.fabric.broadcast(capture_rng())
     # Copies of rank 0 that draw alike move their generators as it does.
     rank = 0 if strategy.traits.copies_draw_alike else topology.global_rank
-    with drawn_alike(rank, topology.data_rank, rng):
+    with shared_rng(rank, topology.data_rank, rng):
         run.stream.open(run.progress.epochs, rng)
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from .child_program import Outcome, run_side
 from .compare import FirstDifference, Trace, find_difference
 from .rows import candidates, find_row
-from .sides import Outcome, run_side
 
 __all__ = ["ProgramCheck"]
 

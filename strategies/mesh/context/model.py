@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ....errors import ModuleError, nearest
-from ..pipeline.elsewhere import Elsewhere
+from ..pipeline.remote_tensors import RemoteTensor
 from .options import Context
 
 __all__ = ["check_kernels", "check_model", "check_window", "find_model"]
@@ -45,7 +45,7 @@ def find_model(module: nn.Module, options: Context) -> tuple[str, nn.Module]:
 
 def _has_parameters(module: nn.Module) -> bool:
     """Return whether a module has parameters, on this stage of a pipeline or on another one."""
-    elsewhere = (isinstance(value, Elsewhere) for one in module.modules() for value in vars(one).values())
+    elsewhere = (isinstance(value, RemoteTensor) for one in module.modules() for value in vars(one).values())
     return any(True for _ in module.parameters()) or any(elsewhere)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..pipeline.elsewhere import Elsewhere
+from ..pipeline.remote_tensors import RemoteTensor
 from .sharding import experts_in
 
 __all__ = ["leave_results"]
@@ -21,9 +21,9 @@ def leave_results(module: nn.Module) -> None:
     """
     for name, one in experts_in(module).items():
         there = one.router.__dict__.get("weight")
-        if isinstance(there, Elsewhere):
+        if isinstance(there, RemoteTensor):
             for key in _RESULTS:
-                setattr(one, key, Elsewhere.of(torch.empty(()), f"{name}.{key}", there.stage, remedy=_REMEDY))
+                setattr(one, key, RemoteTensor.of(torch.empty(()), f"{name}.{key}", there.stage, remedy=_REMEDY))
 
 
 _REMEDY = (

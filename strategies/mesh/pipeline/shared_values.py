@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ....errors import ModuleError
 from ...tree import leaves, map_leaves
-from .elsewhere import Elsewhere
+from .remote_tensors import RemoteTensor
 
 __all__ = ["absent", "absent_output", "choose", "described_output", "fill", "further_tensors", "join", "no_copy"]
 
@@ -29,7 +29,7 @@ def further_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tenso
     found = [one for _, one in leaves((args, kwargs)) if isinstance(one, Tensor)]
     first = next((number for number, one in enumerate(found) if one is hidden), 0)
     del found[first]
-    return [one for one in found if type(one) in (Tensor, nn.Parameter, Elsewhere) and one.ndim <= _MOST_DIMS]
+    return [one for one in found if type(one) in (Tensor, nn.Parameter, RemoteTensor) and one.ndim <= _MOST_DIMS]
 
 
 def choose(own: list[Tensor], received: tuple[Tensor, ...], name: str) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ def choose(own: list[Tensor], received: tuple[Tensor, ...], name: str) -> tuple[
         )
     chosen = []
     for number, (one, other) in enumerate(zip(own, received, strict=True)):
-        if isinstance(one, Elsewhere) or _is_same(one, other):
+        if isinstance(one, RemoteTensor) or _is_same(one, other):
             continue
         if not (other.is_floating_point() and one.is_floating_point()):
             raise ModuleError(

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from ....errors import ModuleError
 from ...distributed.shards import FULL_STATE
 from .attributes import StageStates
+from .block_calls import BlockCall, ChildCall, Cut, Position
 from .blocks import StagePlan, plan_stages
-from .calls import BlockCall, ChildCall, Cut, Position
-from .elsewhere import Elsewhere
-from .members import list_all_parameters
-from .sides import make_twins, place, sides_of
+from .outer_modules import make_twins, outer_modules_of, place
+from .parameter_lists import list_all_parameters
+from .remote_tensors import RemoteTensor
 
 if TYPE_CHECKING:
     import torch
@@ -213,17 +213,17 @@ def split_stages(
     rank_of = {stage: one for one in range(num_ranks) for stage in options.stages_of(one, num_ranks)}
     blocks = list(module.get_submodule(plan.list).named_children())
     prefix = f"{plan.list}." if plan.list else ""
-    sides = dict(sides_of(module, plan))
+    outer_modules = dict(outer_modules_of(module, plan))
     stage_of: dict[int, int] = {}  # by the id of a module
     for index, (_, block) in enumerate(blocks):
         for one in block.modules():
             stage_of[id(one)] = plan.stage_of(index)
-    for _, (side, is_before) in sides.items():
-        for one in side.modules():
+    for _, (outer, is_before) in outer_modules.items():
+        for one in outer.modules():
             stage_of.setdefault(id(one), 0 if is_before else plan.num_stages - 1)
     at = Position(plan.called, len(blocks))
     at.states = states = StageStates(module, (block for _, block in blocks))
-    twins = make_twins(sides, device) if stages != (0,) else {}
+    twins = make_twins(outer_modules, device) if stages != (0,) else {}
     state_names = tuple(module.state_dict(keep_vars=True))
     owners, shared = _owners(module, stage_of, rank_of)
     names = dict.fromkeys(name for name, _ in module.named_parameters(remove_duplicate=False))
@@ -240,9 +240,9 @@ def split_stages(
     for index, (key, block) in enumerate(blocks):
         is_own = plan.stage_of(index) in stages
         block.__dict__["_call_impl"] = BlockCall(block, f"{prefix}{key}", index, is_own, at)
-    for name, (side, is_before) in sides.items():
+    for name, (outer, is_before) in outer_modules.items():
         is_own = (0 if is_before else plan.num_stages - 1) in stages
-        place(side, name, is_before=is_before, is_own=is_own, at=at, twin=twins.get(name))
+        place(outer, name, is_before=is_before, is_own=is_own, at=at, twin=twins.get(name))
     _leave_others(module, stage_of, rank_of, rank, at)
     list_all_parameters(module, at)
     split = StageSplit(
@@ -335,7 +335,7 @@ def _leave(
     for key, tensor in gone.items():
         one._parameters.pop(key, None)
         one._buffers.pop(key, None)
-        made = Elsewhere.of(tensor, f"{path}.{key}" if path else key, stage)
+        made = RemoteTensor.of(tensor, f"{path}.{key}" if path else key, stage)
         one.__dict__[key] = made if remedy is None else made.with_remedy(remedy)
     if gone:
         one.register_state_dict_pre_hook(_StateCall(path or "the module", stage, at))

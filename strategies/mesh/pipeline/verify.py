@@ -16,7 +16,7 @@ from torch import Tensor
 from ....errors import ModuleError
 from ...tree import leaves, map_leaves
 from .attributes import unchanged
-from .unsplit import CannotRunError, UnsplitRun
+from .unsplit_run import CannotRunError, UnsplitRun
 
 if TYPE_CHECKING:
     from ..random_numbers import StepNumbers

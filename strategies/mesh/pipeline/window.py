@@ -16,7 +16,7 @@ from ...distributed.collectives import gather_objects
 from ...distributed.gradients import LostGradients
 from ...tree import map_leaves
 from ..random_numbers import StepNumbers
-from .calls import gradient_ends_here
+from .block_calls import gradient_ends_here
 from .copies import StageCopies
 from .exchange import Exchange
 from .options import Pipeline

@@ -19,7 +19,7 @@ from ...distributed.collectives import gather_objects
 from ...distributed.shards import full_tensor
 from ...tree import leaves, map_leaves
 from ..pipeline.attributes import unchanged
-from ..pipeline.elsewhere import READABLE
+from ..pipeline.remote_tensors import READABLE
 from ..verify import difference, dtypes_of, unlike_over_ranks
 from .alone import FirstCall, Values, floats, run_alone
 from .layouts import gather

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from loopwright.compat.lightning.check import program
+from loopwright.compat.lightning.check.child_program import Outcome
 from loopwright.compat.lightning.check.compare import Trace, TraceEvent
 from loopwright.compat.lightning.check.program import ProgramCheck
-from loopwright.compat.lightning.check.sides import Outcome
 
 VERB = TraceEvent(0, "verb", "fit", 1, 0, {"callbacks": ["Callback"], "accumulated": 1, "interval": "1.0"})
 

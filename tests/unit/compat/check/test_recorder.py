@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from loopwright.compat.lightning.check.child_program import copy_files, run_side
 from loopwright.compat.lightning.check.compare import find_difference
 from loopwright.compat.lightning.check.recorder import limit
-from loopwright.compat.lightning.check.sides import copy_files, run_side
 from loopwright.strategies import DDPStrategy
 
 _PROGRAM = """

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ....errors import ModuleError
 from ...tree import leaves
 
-__all__ = ["READABLE", "Elsewhere"]
+__all__ = ["READABLE", "RemoteTensor"]
 
 # Any in this file: arguments and results of torch's functions.
 
@@ -37,7 +37,7 @@ _REMEDY = (
 )
 
 
-class Elsewhere(Tensor):
+class RemoteTensor(Tensor):
     """A tensor of another stage, on the meta device.
 
     Attributes:
@@ -53,17 +53,17 @@ class Elsewhere(Tensor):
     is_parameter: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor, path: str, stage: int, remedy: str = _REMEDY) -> Elsewhere:
+    def of(cls, tensor: Tensor, path: str, stage: int, remedy: str = _REMEDY) -> RemoteTensor:
         """Return what stands in for a tensor."""
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        made: Elsewhere = torch.Tensor._make_subclass(cls, empty, tensor.requires_grad)
+        made: RemoteTensor = torch.Tensor._make_subclass(cls, empty, tensor.requires_grad)
         made.path, made.stage, made.remedy = path, stage, remedy
         made.is_parameter = isinstance(tensor, nn.Parameter)
         return made
 
-    def with_remedy(self, remedy: str) -> Elsewhere:
+    def with_remedy(self, remedy: str) -> RemoteTensor:
         """Return the same with another remedy."""
-        made = Elsewhere.of(self, self.path, self.stage, remedy)
+        made = RemoteTensor.of(self, self.path, self.stage, remedy)
         made.is_parameter = self.is_parameter
         return made
 
@@ -83,9 +83,9 @@ class Elsewhere(Tensor):
         raise _read(one, getattr(func, "__name__", str(func)))
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Elsewhere({self.path!r}, stage={self.stage}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"RemoteTensor({self.path!r}, stage={self.stage}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def __deepcopy__(self, memo: object) -> Elsewhere:
+    def __deepcopy__(self, memo: object) -> RemoteTensor:
         return self
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -93,7 +93,7 @@ class Elsewhere(Tensor):
         return (_rebuild, (shape, dtype, trained, self.path, self.stage, self.remedy, self.is_parameter))
 
 
-def _read(one: Elsewhere, operation: str) -> ModuleError:
+def _read(one: RemoteTensor, operation: str) -> ModuleError:
     return ModuleError(
         f"this stage's part of a step read {one.path} ({operation}), which stage {one.stage} of the pipeline has.",
         fix=one.remedy,
@@ -101,7 +101,7 @@ def _read(one: Elsewhere, operation: str) -> ModuleError:
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    def refuse(self: Elsewhere, *others: object) -> Any:
+    def refuse(self: RemoteTensor, *others: object) -> Any:
         raise _read(self, name.strip("_"))
 
     return refuse
@@ -110,7 +110,7 @@ def _operator(name: str) -> Callable[..., Any]:
 # torch's own, with a number on one side, would turn the error into one of Python, which names no parameter.
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "matmul"):
     for _dunder in (f"__{_name}__", f"__r{_name}__"):
-        setattr(Elsewhere, _dunder, _operator(_dunder))
+        setattr(RemoteTensor, _dunder, _operator(_dunder))
 
 
 def _rebuild(
@@ -121,8 +121,8 @@ def _rebuild(
     stage: int,
     remedy: str,
     is_parameter: bool = False,
-) -> Elsewhere:
+) -> RemoteTensor:
     empty = torch.empty(shape, dtype=dtype, device="meta")
-    made = Elsewhere.of(empty.requires_grad_(trained), path, stage, remedy)
+    made = RemoteTensor.of(empty.requires_grad_(trained), path, stage, remedy)
     made.is_parameter = is_parameter
     return made

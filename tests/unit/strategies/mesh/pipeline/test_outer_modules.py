@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from loopwright.strategies.mesh.pipeline.calls import Position
-from loopwright.strategies.mesh.pipeline.sides import SideCall
+from loopwright.strategies.mesh.pipeline.block_calls import Position
+from loopwright.strategies.mesh.pipeline.outer_modules import OuterCall
 
 
 class Counting(nn.Module):
@@ -33,7 +33,7 @@ class Width:
         self.value = value
 
 
-def side_call() -> SideCall:
+def side_call() -> OuterCall:
     Counting.num_calls = 0
     module, mode = Counting(), FakeTensorMode(allow_non_fake_inputs=True)
     memo = {}
@@ -41,7 +41,7 @@ def side_call() -> SideCall:
         with mode:
             memo[id(one)] = nn.Parameter(torch.empty(one.shape))
     at = Position("model", 2, stage=1, first=1, end=2, received=torch.zeros(2, 3, 6))
-    return SideCall(module, "embedding", True, False, at, copy.deepcopy(module, memo), mode)
+    return OuterCall(module, "embedding", True, False, at, copy.deepcopy(module, memo), mode)
 
 
 def test_shapes_of_results_are_computed_once_for_each_shape() -> None:

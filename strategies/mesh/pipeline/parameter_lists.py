@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from .calls import Position
-from .elsewhere import Elsewhere
+from .block_calls import Position
+from .remote_tensors import RemoteTensor
 
 __all__ = ["ParametersCall", "list_all_parameters"]
 
@@ -44,7 +44,7 @@ class ParametersCall:
         members = self.module.named_modules(prefix=prefix) if recurse else [(prefix, self.module)]
         for path, one in members:
             for key, value in one.__dict__.items():
-                if isinstance(value, Elsewhere) and value.is_parameter:
+                if isinstance(value, RemoteTensor) and value.is_parameter:
                     yield f"{path}.{key}" if path else key, value.with_remedy(_REMEDY)
 
 
@@ -56,4 +56,4 @@ def list_all_parameters(module: nn.Module, at: Position) -> None:
 
 
 def _has_others(module: nn.Module) -> bool:
-    return any(isinstance(value, Elsewhere) and value.is_parameter for value in module.__dict__.values())
+    return any(isinstance(value, RemoteTensor) and value.is_parameter for value in module.__dict__.values())

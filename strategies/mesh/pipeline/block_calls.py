@@ -2,7 +2,7 @@
 
 Every stage runs the user's whole step, up to the first block of the next stage. A block before the stage's first one
 returns what it was given; the first one gets what the stage before has sent. A value that bypasses the split, as in a
-skip connection around it, is absent (see sides.py), and so becomes a loss of NaN and not a wrong number.
+skip connection around it, is absent (see outer_modules.py), and so becomes a loss of NaN and not a wrong number.
 
 The calls stand outside of hooks: those of a module run where the module does, and only there.
 """
@@ -25,7 +25,7 @@ from .shared_values import absent, absent_output, choose, described_output, fill
 if TYPE_CHECKING:
     from ..random_numbers import StepNumbers
     from .attributes import StageStates
-    from .unsplit import UnsplitRun
+    from .unsplit_run import UnsplitRun
     from .verify import StageComparison
 
 __all__ = ["BlockCall", "ChildCall", "Cut", "Position", "gradient_ends_here"]

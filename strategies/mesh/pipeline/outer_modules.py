@@ -22,10 +22,10 @@ from ...tree import leaves, map_leaves
 from .call_order import called_before
 
 if TYPE_CHECKING:
+    from .block_calls import Position
     from .blocks import StagePlan
-    from .calls import Position
 
-__all__ = ["SideCall", "make_twins", "place", "sides_of"]
+__all__ = ["OuterCall", "make_twins", "outer_modules_of", "place"]
 
 # Any in this file: arguments and results of the user's modules.
 
@@ -33,7 +33,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _MOST_RESULTS = 64  # of one module: shapes of batches may never repeat
 
 
-def sides_of(module: nn.Module, plan: StagePlan) -> Iterator[tuple[str, tuple[nn.Module, bool]]]:
+def outer_modules_of(module: nn.Module, plan: StagePlan) -> Iterator[tuple[str, tuple[nn.Module, bool]]]:
     """Yield modules beside the blocks that have parameters, and whether they belong before the blocks.
 
     The source of forward says whether it calls a module before or behind them; where it does not, the order of
@@ -65,7 +65,7 @@ def _callable(name: str, module: nn.Module, *, is_before: bool) -> Iterator[tupl
 
 
 def place(
-    side: nn.Module,
+    outer: nn.Module,
     name: str,
     *,
     is_before: bool,
@@ -73,35 +73,35 @@ def place(
     at: Position,
     twin: tuple[nn.Module, Any] | None,
 ) -> None:
-    """Put a `SideCall` into a module and into those in it, which may be called on their own."""
-    for inner, one in side.named_modules():
+    """Put a `OuterCall` into a module and into those in it, which may be called on their own."""
+    for inner, one in outer.named_modules():
         if not any(True for _ in one.parameters()) or "_call_impl" in one.__dict__:
             continue
         path = f"{name}.{inner}" if inner else name
-        call = SideCall(one, path, is_before, is_own, at)
+        call = OuterCall(one, path, is_before, is_own, at)
         if twin is not None:
             call.twin, call.mode = twin[0].get_submodule(inner), twin[1]
         one.__dict__["_call_impl"] = call
 
 
 def make_twins(
-    sides: dict[str, tuple[nn.Module, bool]], device: torch.device | None
+    outer_modules: dict[str, tuple[nn.Module, bool]], device: torch.device | None
 ) -> dict[str, tuple[nn.Module, Any]]:
     """Return copies of the modules before the blocks whose tensors are fake: they have shapes and no memory."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     made = {}
-    for name, (side, is_before) in sides.items():
+    for name, (outer, is_before) in outer_modules.items():
         if not is_before:
             continue
-        for one in [*side.parameters(), *side.buffers()]:
+        for one in [*outer.parameters(), *outer.buffers()]:
             if id(one) not in memo:
                 with mode:
                     where = device if device is not None else one.device
                     fake = torch.empty(one.shape, dtype=one.dtype, device=where)
                 memo[id(one)] = nn.Parameter(fake, one.requires_grad) if isinstance(one, nn.Parameter) else fake
         try:
-            made[name] = (copy.deepcopy(side, memo), mode)
+            made[name] = (copy.deepcopy(outer, memo), mode)
         except Exception as error:
             raise ModuleError(
                 f"{name} cannot be copied, which stages after the first need to know its shapes: "
@@ -112,7 +112,7 @@ def make_twins(
 
 
 @dataclass(eq=False)
-class SideCall:
+class OuterCall:
     """The place of a module beside the blocks: `module._call_impl`.
 
     Attributes:
@@ -143,7 +143,7 @@ class SideCall:
         """
         at = self.at
         if at.unsplit is not None:
-            return at.unsplit.side(self, args, kwargs)
+            return at.unsplit.outer(self, args, kwargs)
         if at.stage is None:
             if self.is_own:
                 return nn.Module._call_impl(self.module, *args, **kwargs)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ...tree import map_leaves
-from .calls import BlockCall, Cut
-from .sides import SideCall
+from .block_calls import BlockCall, Cut
+from .outer_modules import OuterCall
 
 if TYPE_CHECKING:
     from ..random_numbers import StepNumbers
@@ -105,7 +105,7 @@ class UnsplitRun:
         numbers.seed(2 * call.index + 1)
         return output
 
-    def side(self, call: SideCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def outer(self, call: OuterCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module beside the blocks where its parameters are."""
         self._serve_first()
         if call.is_own:
@@ -117,7 +117,7 @@ class UnsplitRun:
 
     # -- the rank with the last stage ------------------------------------------------------------------------------
 
-    def _request(self, rank: int, call: BlockCall | SideCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _request(self, rank: int, call: BlockCall | OuterCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_serving:
             raise CannotRunError(f"{call.name} is called within a module of another stage")
         self._send((call.name, args, kwargs), rank)
