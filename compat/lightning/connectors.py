@@ -326,8 +326,13 @@ class _CheckpointConnector:
             datamodule.load_state_dict(state)
 
     def restore_callbacks(self) -> None:
-        """Load the states of the callbacks."""
-        snapshot.restore_callbacks(self._trainer.callbacks, self._loaded_checkpoint.get("callbacks", {}))
+        """Call the callbacks' `on_load_checkpoint`, and load their states."""
+        states = self._loaded_checkpoint.get("callbacks")
+        if states is None:
+            return
+        for callback in self._trainer.callbacks:
+            callback.on_load_checkpoint(self._trainer, self._trainer.lightning_module, self._loaded_checkpoint)
+        snapshot.restore_callbacks(self._trainer.callbacks, states)
 
     def restore_precision_plugin_state(self) -> None:
         """Load its loss scale, in fit."""

@@ -232,14 +232,19 @@ def test_a_library_restores_callbacks_by_the_values_of_their_arguments(tmp_path:
         def state_dict(self) -> dict[str, Any]:
             return {"count": self.count}
 
+        def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+            seen.append((checkpoint["global_step"], self.count))
+
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.count = state["count"]
 
+    seen: list[tuple[int, int]] = []  # the step of the file, and the count before its state is loaded
     fit(tmp_path, Counting(1.0), enable_checkpointing=False).save_checkpoint(tmp_path / "one.ckpt")
     trainer = L.Trainer(accelerator="cpu", callbacks=[Counting(1)], default_root_dir=str(tmp_path), logger=False)
     trainer._checkpoint_connector.resume_start(tmp_path / "one.ckpt")
     trainer._checkpoint_connector.restore_callbacks()
     assert next(one for one in trainer.callbacks if isinstance(one, Counting)).count == 9
+    assert seen == [(9, 0)]
 
 
 class Opens:
