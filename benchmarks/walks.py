@@ -1,13 +1,15 @@
-"""Prints through which files five things walk: `python benchmarks/walks.py [WALK ...]`. Counts calls; uses no clocks.
+"""Prints through which files six things walk: `python benchmarks/walks.py [WALK ...]`. Counts calls; uses no clocks.
 
     batch      from the end of one training_step to the beginning of the next
     log        a logged value, from self.log to the logger
     fsdp       strategy="fsdp" on rank 0 of two: the Trainer's constructor, then what fit() runs only with "fsdp"
-    ckpt_path  what fit(ckpt_path=) runs that fit() does not, up to the first training_step
+    start      fit(), up to on_train_start
+    ckpt_path  the same with ckpt_path=; its files are those that fit() does not run
     exception  an exception in training_step of rank 1 of two, from there to the end of its process
 
 For each walk: the files of Loopwright whose functions ran, in the order of their first call, the folders at the top
-level that they are in, and how often the walk entered one of these again.
+level that they are in, and how often the walk entered one of these again; the calls of functions, and how often the
+next function was in another folder, at whatever level.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -35,17 +39,30 @@ __all__ = ["WALKS", "Walk"]
 PACKAGE = Path(lw.__file__).resolve().parent
 
 
+class Report(TypedDict):
+    """What a walk has noted; see `Walk`."""
+
+    files: list[str]
+    calls: list[str]
+    num_calls: int
+    num_changes: int
+
+
 class Walk:
     """The files of the package in which functions were called between `start` and `stop`.
 
     Attributes:
         files: Each file once, in the order of first calls, relative to the package.
         calls: The file of every call, in order, without repetitions in a row.
+        num_calls: How many functions of the package were called.
+        all_calls: As `calls`, where these were reduced to some of the files; else empty.
     """
 
     def __init__(self) -> None:
         self.files: list[str] = []
         self.calls: list[str] = []
+        self.num_calls = 0
+        self.all_calls: list[str] = []
         self._known: dict[str, str | None] = {}
         self._is_done = False
 
@@ -71,21 +88,33 @@ class Walk:
         file = self._known[name]
         if file is None or file.startswith(("benchmarks", "tests", ".venv")):
             return
+        self.num_calls += 1
         if not self.calls or self.calls[-1] != file:
             self.calls.append(file)
         if file not in self.files:
             self.files.append(file)
 
     def without(self, other: Walk) -> Walk:
-        """Return what this walk has and the other one has not."""
+        """Return the files of this walk without those of the other one."""
         rest = Walk()
         rest.files = [file for file in self.files if file not in other.files]
         rest.calls = [file for file in self.calls if file not in other.files]
         return rest
 
-    def report(self) -> dict[str, list[str]]:
+    @property
+    def num_changes(self) -> int:
+        """How often a function in another folder was called next."""
+        folders = [file.rpartition("/")[0] for file in self.all_calls or self.calls]
+        return sum(one != before for before, one in pairwise(folders))
+
+    def report(self) -> Report:
         """Return what was noted, as plain values."""
-        return {"files": self.files, "calls": self.calls}
+        return {
+            "files": self.files,
+            "calls": self.calls,
+            "num_calls": self.num_calls,
+            "num_changes": self.num_changes,
+        }
 
 
 class Net(lw.Module):
@@ -96,6 +125,11 @@ class Net(lw.Module):
         self.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
         self.before, self.after = before, after
         self.on_log: Callable[[int], None] | None = None
+        self.on_start: Callable[[], None] | None = None
+
+    def on_train_start(self) -> None:
+        if self.on_start is not None:
+            self.on_start()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if self.before is not None:
@@ -188,21 +222,24 @@ def walk_fsdp() -> Walk:
     return made
 
 
+def walk_start(ckpt_path: str | None = None) -> Walk:
+    walk, own, module = Walk(), trainer(max_steps=4), Net()
+    module.on_start, batches = walk.stop, data()
+    walk.start()
+    own.fit(module, batches, ckpt_path=ckpt_path)
+    return walk
+
+
 def walk_ckpt_path() -> Walk:
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "a.ckpt"))
         saver = trainer(max_steps=2)
         saver.fit(Net(), data())
         saver.save_checkpoint(path)
-        walks = []
-        for ckpt_path in (None, path):
-            walk = Walk()
-            resumed, module = trainer(max_steps=4), Net(before=lambda step, walk=walk: walk.stop())  # type: ignore[misc]
-            walk.start()
-            resumed.fit(module, data(), ckpt_path=ckpt_path)
-            walks.append(walk)
-    plain, restored = walks
-    return restored.without(plain)
+        restored = walk_start(path)
+        rest = restored.without(walk_start())
+    rest.num_calls, rest.all_calls = restored.num_calls, restored.calls
+    return rest
 
 
 def walk_exception() -> Walk:
@@ -224,13 +261,14 @@ WALKS: dict[str, Callable[[], Walk]] = {
     "batch": walk_batch,
     "log": walk_log,
     "fsdp": walk_fsdp,
+    "start": walk_start,
     "ckpt_path": walk_ckpt_path,
     "exception": walk_exception,
 }
 OF_RANKS = {"fsdp": 0, "exception": 1}  # walk -> the rank that is looked at
 
 
-def run(name: str) -> dict[str, list[str]]:
+def run(name: str) -> Report:
     """Return the report of a walk, made in one process, or in two that torch's variables describe."""
     size = 2 if name in OF_RANKS else 1
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
@@ -251,7 +289,7 @@ def run(name: str) -> dict[str, list[str]]:
         file = Path(folder, f"{OF_RANKS.get(name, 0)}.json")
         if not file.exists():
             sys.exit(f"the walk {name} did not end:\n" + "\n".join(errors))
-        report: dict[str, list[str]] = json.loads(file.read_text())
+        report: Report = json.loads(file.read_text())
     return report
 
 
@@ -280,13 +318,14 @@ def main() -> None:
         atexit.register(write)
         walk = WALKS[given.run]()
         return
-    print("| walk | files | folders | entered again | files in order |")
-    print("|---|---|---|---|---|")
+    print("| walk | files | folders | entered again | calls | changes of folder | files in order |")
+    print("|---|---|---|---|---|---|---|")
     for name in given.walks or WALKS:
         found = run(name)
         rooms = {room(file) for file in found["files"]}
         listed = ", ".join(found["files"])
-        print(f"| {name} | {len(found['files'])} | {len(rooms)} | {returns(found['calls'])} | {listed} |")
+        counts = (len(found["files"]), len(rooms), returns(found["calls"]), found["num_calls"], found["num_changes"])
+        print(f"| {name} | {' | '.join(map(str, counts))} | {listed} |")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from ..remote import is_url
 from ..tracebacks import show_trimmed
 from .loop.optimizers import ManagedOptimizer
 from .loop.schedule import LRSchedulerConfig
-from .run import Run
+from .run import FitRun, Run
 from .state import Progress
 
 if TYPE_CHECKING:
@@ -42,11 +42,13 @@ if TYPE_CHECKING:
     from .checkpointing.saving import Saving
     from .loop.fit_loop import FitLoop
     from .loop.run_signals import RunSignals
+    from .loop.training_rng import TrainingRng
     from .metrics.current_values import CurrentValues
     from .metrics.log_output import LogOutput
     from .metrics.metrics import Metrics
     from .session.arguments import Arguments
     from .session.loaders import StageLoaders
+    from .session.session import Session
     from .state import TrainerState
     from .timeline.timeline import Timeline
     from .trainer import Trainer
@@ -119,6 +121,8 @@ class TrainerAttributes:
     _lw_run_signals: RunSignals
     _lw_timeline: Timeline | None
     _lw_run: Run | None
+    _lw_session: Session | None
+    _lw_training_rng: TrainingRng | None
     _lw_last_run: Run | None
     _lw_spawned_module: nn.Module | None
     _lw_assigned_datamodule: DataModule | None
@@ -163,6 +167,19 @@ class TrainerAttributes:
         return self._lw_run or self._lw_last_run
 
     @property
+    def training_rng(self) -> TrainingRng:
+        """State of training's random number generators."""
+        if self._lw_training_rng is None:
+            from .loop.training_rng import TrainingRng
+
+            self._lw_training_rng = TrainingRng()
+        return self._lw_training_rng
+
+    @training_rng.setter
+    def training_rng(self, training_rng: TrainingRng) -> None:
+        self._lw_training_rng = training_rng
+
+    @property
     def at_step_boundary(self) -> bool:
         """Whether no window of micro-batches is under way, so that a checkpoint can be taken."""
         return self._lw_run is None or self._lw_run.at_boundary
@@ -170,7 +187,7 @@ class TrainerAttributes:
     @property
     def validation_is_due(self) -> bool:
         """Whether a validation follows right after the events of the present step."""
-        return self._lw_run is not None and self.state.fn == "fit" and self.fit_loop.is_validation_due(self._lw_run)
+        return isinstance(self._lw_run, FitRun) and self.fit_loop.is_validation_due(self._lw_run)
 
     @property
     def accumulation_scheduler(self) -> GradientAccumulationScheduler | None:
@@ -319,9 +336,6 @@ class TrainerAttributes:
     def datamodule(self, datamodule: DataModule | None) -> None:
         self._lw_assigned_datamodule = datamodule
 
-    def _lw_latest(self) -> Run | None:
-        return self._lw_run or self._lw_last_run
-
     @property
     def optimizers(self) -> list[Optimizer]:
         """Optimizers of the present or last fit."""
@@ -461,7 +475,8 @@ class TrainerAttributes:
     def is_last_batch(self) -> bool:
         """Whether the present training batch is the epoch's last."""
         run = self._lw_run
-        return run is not None and run.stream is not None and not run.stream.has_next()
+        stream = None if run is None else run.opened
+        return stream is not None and not stream.has_next()
 
     @property
     def has_time_limit(self) -> bool:
@@ -472,7 +487,8 @@ class TrainerAttributes:
     def num_training_batches(self) -> int | float:
         """Micro-batches of an epoch, infinity where unknown."""
         run = self.latest_run()
-        return run.stream.num_batches if run is not None and run.stream is not None else math.inf
+        stream = None if run is None else run.opened
+        return math.inf if stream is None else stream.num_batches
 
     @property
     def num_val_batches(self) -> list[int | float]:

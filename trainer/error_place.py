@@ -41,10 +41,11 @@ def place_of(trainer: TrainerView, run: Run, error: BaseException) -> str:
     parts.append(f"trainer.{trainer.state.fn}" if hook else f"in trainer.{trainer.state.fn}")
     if trainer.state.stage is not None:
         parts.append(f"stage {trainer.state.stage}, epoch {run.progress.epochs}, step {run.progress.steps}")
-    if run.stream is not None and hook == _LOADER and trainer.state.stage == "train":
-        parts.append(f"batch {run.stream.position}")  # the one that could not be read
-    elif run.stream is not None and not run.at_boundary:
-        parts.append(f"batch {run.stream.position - 1}")
+    stream = run.opened
+    if stream is not None and hook == _LOADER and trainer.state.stage == "train":
+        parts.append(f"batch {stream.position}")  # the one that could not be read
+    elif stream is not None and not run.at_boundary:
+        parts.append(f"batch {stream.position - 1}")
     return f"Loopwright: {', '.join(parts)}"
 
 

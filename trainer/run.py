@@ -1,4 +1,4 @@
-"""`Run`: the state of one fit, validate, test or predict. It exists only while that verb runs.
+"""`Run` and `FitRun`: the state of one verb. It exists only while that verb runs.
 
 The loops and the step read everything from it; the functions of the hot path are bound once, at the beginning.
 """
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from .session.loaders import StageLoaders
     from .session.monitored import MonitoredNames
     from .state import Progress, TrainerState
-    from .view import TrainerView
+    from .view import FitView, TrainerView
 
-__all__ = ["BeforeValidation", "Run", "StepPlan"]
+__all__ = ["BeforeValidation", "FitRun", "Run", "StepPlan"]
 
 
 @dataclass(slots=True)
@@ -87,10 +87,10 @@ class StepPlan:
     hears_batch_end: bool
     needs_loss: bool
     unscale: Callable[[], None] | None
-    step_schedules: Callable[[Run], None]
+    step_schedules: Callable[[FitRun], None]
     begin_window: Callable[[int], None]
     finish_window: Callable[..., bool]
-    step_plateaus: Callable[[Run, int], None]
+    step_plateaus: Callable[[FitRun, int], None]
     count_window: Callable[[int], None] | None = None
     zeroes_early: bool = False
     run_window: RunWindow | None = None
@@ -124,7 +124,9 @@ class BeforeValidation:
 
 @dataclass(slots=True, weakref_slot=True)
 class Run:
-    """One fit, validate, test or predict.
+    """One validate, test or predict; and what a fit has in common with them.
+
+    A checkpoint can be taken of each. What only a fit fills is empty here.
 
     Attributes:
         trainer: The plan: its arguments.
@@ -136,32 +138,28 @@ class Run:
         seconds_since_validation: Returns the seconds of training since the last validation.
         module: The user's module.
         model: The module as the strategy set it up.
-        batch_idx: Index of the current training batch in its epoch.
-        at_boundary: False between two micro-batches of one window.
-        has_stepped: Whether the window that just ended stepped the optimizer.
-        is_epoch_over: Whether the epoch that is being closed has seen all its data.
         watch: Keeps losses for the policy on those that are not finite.
         is_automatic: Whether the trainer calls backward and steps the optimizer.
         skips_bad_steps: Whether a loss that is not finite drops the step, which takes a host read per micro-batch.
+        before_validation: What a checkpoint that is taken during a validation has to hold; None outside.
+        configured: What `configure_optimizers` gave, as plain values; see trainer/checkpointing/optimizer_record.py.
+        validated: The weights that the epoch's last validation saw, while hooks may change them; else None.
+        has_ranks: Whether there are several processes.
+        stop_coordination: Lets all ranks stop at the same point; None with one process.
+        is_over: Whether the verb has returned.
+        is_after_error: Whether on_exception is being called: the other ranks may be elsewhere.
+        at_boundary: False between two micro-batches of one window.
+        carried: The window that continues in the next epoch; None without `accumulate_across_epochs`.
+        callback_marks: States of the user's callbacks when training began, pickled; with pipeline stages.
+        own_steps: Watches for steps of optimizers that the module steps; None where the trainer makes every one.
         unreduced: Manual optimization on several ranks: the optimizers whose gradients are not averaged yet.
         stepped: The optimizers that the module has stepped itself since the batch began.
         is_counted: Whether the module has counted a step itself since the batch began, with `count_step`.
-        own_steps: Watches for steps of optimizers that the module steps; None where the trainer makes every one.
-        before_validation: What a checkpoint that is taken during a validation has to hold; None outside.
-        unfinished: What was due at the event in which the resumed checkpoint was taken (checkpointing/unfinished.py).
-        configured: What `configure_optimizers` gave, as plain values; see trainer/checkpointing/optimizer_record.py.
-        monitored: Names of metrics that are still to be checked; None where there are none.
-        validated: The weights that the epoch's last validation saw, while hooks may change them; else None.
-        after_epoch: What callbacks do after the event of the epoch's end, checkpoints included.
-        has_ranks: Whether there are several processes.
+        batch_idx: Index of the current training batch in its epoch.
+        has_stepped: Whether the window that just ended stepped the optimizer.
+        is_epoch_over: Whether the epoch that is being closed has seen all its data.
         compares_rates: Whether learning rates must be the same on all ranks, which each epoch begins by comparing.
-        stop_coordination: Lets all ranks stop at the same point; None with one process.
-        stream_state: Where the training data were when the run ended.
-        is_over: Whether the verb has returned.
-        is_after_error: Whether on_exception is being called: the other ranks may be elsewhere.
-        undo: Takes back, when the run ends, what it changed on parameters; None where nothing was.
-        carried: The window that continues in the next epoch; None without `accumulate_across_epochs`.
-        callback_marks: States of the user's callbacks when training began, pickled; with pipeline stages.
+        monitored: Names of metrics that are still to be checked; None where there are none.
     """
 
     trainer: TrainerView
@@ -180,44 +178,52 @@ class Run:
     seconds_since_validation: Callable[[], float]
     window_loss: WindowLoss
     watch: LossWatch
+    has_ranks: bool = False
+    stop_coordination: StopCoordination | None = None
+    is_automatic: bool = True
+    skips_bad_steps: bool = False
     optimizers: list[Optimizer] = field(default_factory=list)
     managed: list[ManagedOptimizer] = field(default_factory=list)
     schedulers: list[LRSchedulerConfig] = field(default_factory=list)
-    stream: BatchStream | None = None
-    plan: StepPlan | None = None
-    batch_idx: int = 0
-    at_boundary: bool = True
-    has_stepped: bool = False
-    is_epoch_over: bool = False
-    stepped: list[Optimizer] = field(default_factory=list)
-    is_counted: bool = False
+    configured: dict[str, list[StateDict]] = field(default_factory=dict)
+    before_validation: BeforeValidation | None = None
+    validated: ValidatedWeights | None = None
+    carried: CarriedWindow | None = None
     own_steps: OwnSteps | None = None
     unreduced: list[Optimizer] = field(default_factory=list)
-    is_automatic: bool = True
-    skips_bad_steps: bool = False
-    before_validation: BeforeValidation | None = None
-    unfinished: StateDict = field(default_factory=dict)
-    configured: dict[str, list[StateDict]] = field(default_factory=dict)
-    validated: ValidatedWeights | None = None
-    after_epoch: list[Callable[[], None]] = field(default_factory=list)
-    has_ranks: bool = False
+    stepped: list[Optimizer] = field(default_factory=list)
+    is_counted: bool = False
+    batch_idx: int = 0
+    has_stepped: bool = False
+    is_epoch_over: bool = False
     compares_rates: bool = True
-    stop_coordination: StopCoordination | None = None
-    carried: CarriedWindow | None = None
-    undo: Callable[[], None] | None = None
-    stream_state: StateDict | None = None
-    is_over: bool = False
-    is_after_error: bool = False
     monitored: MonitoredNames | None = None
     callback_marks: dict[str, bytes] = field(default_factory=dict)
+    at_boundary: bool = True
+    is_over: bool = False
+    is_after_error: bool = False
 
     def release(self) -> None:
         """Leave no cycle behind when the verb has returned: what holds the last reference then frees everything."""
         self.trainer = weakref.proxy(self.trainer)
         self.own_steps = None
-        self.plan = None  # its functions hold the run
-        self.after_epoch.clear()
         self.lifecycle.release()
+
+    def place(self) -> dict[str, object]:
+        """Return where the run is, for messages about a rank that failed; also called from the watch's thread."""
+        stage, progress = self.state.stage, self.progress
+        place: dict[str, object] = {
+            "hook": self.metrics.table.hook,
+            "stage": stage,
+            "epoch": progress.epochs,
+            "step": progress.steps,
+        }
+        return {**place, "batch": self.batch_idx} if stage == "train" else place
+
+    @property
+    def opened(self) -> BatchStream | None:
+        """The training data, None before they are opened and outside of fit."""
+        return None
 
     @property
     def ranks_answer(self) -> bool:
@@ -230,3 +236,42 @@ class Run:
     def device(self) -> torch.device:
         """Device of the fabric."""
         return self.fabric.device
+
+
+@dataclass(slots=True, weakref_slot=True)
+class FitRun(Run):
+    """One fit.
+
+    Attributes:
+        session: What the loop asks for between two steps; there while the fit runs.
+        plan: The functions of a step, once the data are open and the optimizers are built.
+        stream: The training data, once they are open.
+        stream_state: Where the training data were when the run ended.
+        unfinished: What was due at the event in which the resumed checkpoint was taken (checkpointing/unfinished.py).
+        after_epoch: What callbacks do after the event of the epoch's end, checkpoints included.
+    """
+
+    session: FitView = field(init=False)
+    plan: StepPlan = field(init=False)
+    stream: BatchStream = field(init=False)
+    stream_state: StateDict | None = None
+    unfinished: StateDict = field(default_factory=dict)
+    after_epoch: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def opened(self) -> BatchStream | None:
+        """The training data, None before they are opened."""
+        return getattr(self, "stream", None)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the functions of a step are there: not so before the loop, and after it."""
+        return hasattr(self, "plan")
+
+    def release(self) -> None:
+        """Leave no cycle behind when the verb has returned: what holds the last reference then frees everything."""
+        if self.is_bound:
+            del self.plan  # its functions hold the run
+        del self.session
+        self.after_epoch.clear()
+        Run.release(self)

@@ -19,7 +19,8 @@ from ..data.combined import CombinedLoader
 from ..data.tree import flatten_loaders, is_collection
 from ..errors import ConfigError, ModuleError, RankFailure
 from ..messages import warn
-from ..trainer.session.begin import build_optimizers
+from ..trainer.run import FitRun
+from ..trainer.session.optimizers import build_optimizers
 from .setting import find_setting, write_setting
 from .trial import Subject, free_memory, isolated, kept_weights, make_trainer, single_device_fabric
 
@@ -322,9 +323,9 @@ def set_batch_size(subject: Subject, method: str, name: str, found: BatchSize) -
     trainer, run = subject.trainer, subject.run
     if found.accumulate_grad_batches is not None:
         trainer.accumulate_grad_batches = found.accumulate_grad_batches
-    if run is None or method != "fit" or run.stream is None:
+    if not isinstance(run, FitRun) or method != "fit" or run.opened is None:
         return
     # Loaders with the earlier size are open: a schedule has counted their batches, or training is under way.
-    trainer.reload_loaders(run)
+    run.session.reload_loaders()
     if not run.progress.total_batches:
         build_optimizers(run)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..callbacks import Callback
 from ..errors import ConfigError, DataError
-from ..trainer.session.begin import build_optimizers
+from ..trainer.session.optimizers import build_optimizers
 from .lr_curve import LearningRateCurve
 from .setting import find_setting, write_setting
 from .trial import Subject, accumulation_of, isolated, make_trainer

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ..callbacks import Callback
 from ..errors import ConfigError
 from ..trainer.loop.schedule import step_scheduler
-from ..trainer.session.begin import split_datamodule, unwrapped
+from ..trainer.run import FitRun
+from ..trainer.session.checks import split_datamodule, unwrapped
 from .plots import open_axes, show_figure
 from .trial import Subject, accumulation_of, isolated, make_trainer
 
@@ -87,8 +88,8 @@ class Rehearsal(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         total = trainer.estimated_stepping_batches if self.num_steps is None else self.num_steps
         run = trainer.latest_run()
-        assert run is not None
-        trainer.open_training(run)
+        assert isinstance(run, FitRun)
+        run.session.open_data()
         if math.isinf(total):
             raise ConfigError(
                 "the schedule cannot be previewed to its end: neither max_steps nor the data limit the training.",

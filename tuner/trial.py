@@ -342,8 +342,9 @@ def isolated(subject: Subject) -> Iterator[Isolation]:
     isolation = Isolation()
     try:
         yield isolation
-        if subject.run is not None:
-            subject.trainer.rejoin_ranks()
+        session = subject.trainer._lw_session
+        if session is not None:
+            session.rejoin_ranks()
     finally:
         free_memory(fabric.device)  # copies of the module go before the strategy's state comes back
         if strategy_state:

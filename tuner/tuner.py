@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from ..callbacks import BatchSizeFinder, LearningRateFinder
 from ..errors import ConfigError, nearest
 from ..messages import warn
-from ..trainer.session.begin import split_datamodule, unwrapped
+from ..trainer.session.attach import adopt
+from ..trainer.session.checks import split_datamodule, unwrapped
 from .batch_size import Search, find_batch_size_that_fits, set_batch_size
 from .lr_curve import LearningRateCurve
 from .lr_find import check_search, find_learning_rate, name_of_rate, set_learning_rate
@@ -237,7 +238,7 @@ class Tuner:
         """Let the trainer show module and data of the search."""
         loaders = None if subject.trial is None else subject.trial._lw_loaders.train
         subject.trial = None
-        self._trainer.adopt(subject.module, subject.datamodule, loaders)
+        adopt(self._trainer, subject.module, subject.datamodule, loaders)
 
     def _subject(
         self,

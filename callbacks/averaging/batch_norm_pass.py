@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from ..sharded_pass import gathered
 
 if TYPE_CHECKING:
     from ...trainer import Trainer
-    from ...trainer.run import Run
+    from ...trainer.run import FitRun
 
 __all__ = ["renew_running_statistics"]
 
@@ -36,8 +36,7 @@ def renew_running_statistics(trainer: Trainer, module: nn.Module, norms: Sequenc
         module: The user's module, in training mode.
         norms: The batch norms; Any, because torch has no public name for their common class.
     """
-    run = trainer.latest_run()
-    assert run is not None
+    run = cast("FitRun", trainer.latest_run())
     before = [(norm.momentum, norm.running_mean.clone(), norm.running_var.clone()) for norm in norms]
     seen_before = [norm.num_batches_tracked.clone() for norm in norms]
     for norm in norms:
@@ -60,8 +59,7 @@ def renew_running_statistics(trainer: Trainer, module: nn.Module, norms: Sequenc
             norm.num_batches_tracked.copy_(seen)
 
 
-def _pass(trainer: Trainer, run: Run, module: nn.Module) -> None:
-    assert run.plan is not None
+def _pass(trainer: Trainer, run: FitRun, module: nn.Module) -> None:
     transfer, metrics, step = run.plan.transfer, run.metrics, _own_step(module)
     # As in training: the loader's generators must stay where training left them, for a run that continues.
     generators = find_generators(train=trainer.train_dataloader)

@@ -20,7 +20,8 @@ from ...strategies import ParallelStrategy, Strategy
 from ...strategies.base import plain_names
 from ...trainer import trainer as core
 from ...trainer.checkpointing import snapshot
-from ...trainer.session import assemble, begin
+from ...trainer.session import assemble
+from ...trainer.session.optimizers import build_optimizers
 from .attached import collect_attached
 from .imports.absent import refuse
 
@@ -155,7 +156,7 @@ def _make_optimizers(trainer: Trainer) -> Callable[..., None]:
         run = trainer.latest_run()
         if run is None:
             raise ModuleError("There is no module yet.", fix="call trainer.fit first.")
-        begin.build_optimizers(run)
+        build_optimizers(run)
 
     return setup_optimizers
 

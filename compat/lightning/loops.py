@@ -21,6 +21,7 @@ from .overrides import find_own
 if TYPE_CHECKING:
     from ...protocols import Loader, Loaders, StateDict
     from ...trainer.run import Run
+    from ...trainer.session.fit import FitSession
     from ...trainer.trainer import Trainer
     from .parity.progress import Count, LoopCounts
 
@@ -151,7 +152,7 @@ class LoopView:
             before = run.progress.total_batches - completed
         current = {"ready": ready, "started": ready, "processed": processed, "completed": completed}
         total = {name: before + count for name, count in current.items()}
-        is_last = run.stream is not None and ready > 0 and not run.stream.has_next()
+        is_last = run.opened is not None and ready > 0 and not run.opened.has_next()
         return BatchProgress(TrackedCounts(**total), TrackedCounts(**current), is_last)
 
     def _evaluated_batches(self) -> BatchProgress:
@@ -384,7 +385,7 @@ class TrainLoop(FitLoop):
         if self.epoch_loop._counts is not None:
             return self.epoch_loop._counts.epoch
         run, done = self.trainer._lw_run, self.trainer.current_epoch
-        begun = done + (run is not None and run.stream is not None and self._trainer.state.stage == "train")
+        begun = done + (run is not None and run.opened is not None and self._trainer.state.stage == "train")
         processed = done + (run is not None and run.is_epoch_over and begun > done)
         counts = TrackedCounts(ready=begun, started=begun, processed=processed, completed=done)
         return SimpleNamespace(current=counts, total=counts)
@@ -423,9 +424,9 @@ class TrainLoop(FitLoop):
 
     def setup_data(self) -> None:
         """Load the training data now, so that `trainer.num_training_batches` is known."""
-        run = self.trainer._lw_run
-        if run is not None:
-            self.trainer.open_training(run)
+        session = self.trainer._lw_session
+        if session is not None and self.trainer._lw_run is not None:
+            session.num_training_batches()
 
     def state_dict(self, prefix: str = "") -> StateDict:
         """Return the counts of training in the form of Lightning's checkpoints.
@@ -494,6 +495,11 @@ def _flat(loaders: Loaders) -> list[Loader]:
         return list(flattened)
     found: Any = flatten_loaders(loaders) if is_collection(loaders) else [loaders]
     return list(found)
+
+
+def fit_session_of(run: Run) -> FitSession:
+    """Return the session of a run of fit."""
+    return cast("FitSession", trainer_of(run)._lw_session)
 
 
 def trainer_of(run: Run) -> Trainer:

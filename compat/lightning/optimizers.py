@@ -17,7 +17,9 @@ from ...errors import ModuleError
 from ...precision.base import evaluates_again
 from ...trainer.checkpointing import optimizer_record
 from ...trainer.loop.optimizers import ManagedOptimizer
-from ...trainer.session import assemble, begin
+from ...trainer.run import FitRun
+from ...trainer.session import assemble
+from ...trainer.session.optimizers import manage_optimizers
 from .imports.absent import refuse
 from .patch import extend, patch
 
@@ -54,9 +56,9 @@ def replace_optimizers(trainer: Trainer, optimizers: list[Optimizer]) -> None:
         refuse(f"trainer.optimizers = other optimizers, {reason},", "return them from configure_optimizers")
     assemble.check_parameters(run.module, optimizers)
     run.optimizers = list(run.fabric.prepare_optimizers(*optimizers))
-    begin.manage_optimizers(run)
+    manage_optimizers(run)
     _describe(run)
-    if run.plan is not None:
+    if isinstance(run, FitRun) and run.is_bound:
         fresh = assemble.make_plan(run, trainer)
         for name in _BOUND:
             patch(run.plan, name, getattr(fresh, name))

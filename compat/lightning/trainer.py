@@ -10,10 +10,7 @@ import inspect
 import logging
 import math
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +20,6 @@ from torch.optim import Optimizer
 
 from ...checkpoint.content import LIGHTNING_VERSION_KEY, OWN_KEY
 from ...checkpoint.tools.convert import lightning_loop
-from ...data import DataModule
 from ...data.limit import find_length, resolve_limit
 from ...data.move import find_batch_size
 from ...fabric.world import checks_deferred
@@ -33,25 +29,24 @@ from ...trainer.checkpointing import snapshot
 from ...trainer.checkpointing.saving import Saving
 from ...trainer.metrics.accumulators import with_suffix
 from ...trainer.metrics.metrics import Metrics
-from ...trainer.session import assemble, begin
+from ...trainer.session import assemble, checks, session
 from ...tuner.batch_size import Search, Trials, search_sizes
-from . import connectors
-from .actions import STEP, MeasuredLifecycle
+from . import connectors, sessions
+from .actions import STEP
 from .attached import collect_attached
 from .behavior import BEHAVIOR
 from .callbacks.external import with_external
 from .enums import TrainerState
-from .errors import NotAttached, PossibleUserWarning
+from .errors import NotAttached
 from .hooks import check_hook_names, find_override
 from .imports.finder import VERSION, show_paths
-from .iterating_steps import taking_batches
 from .loggers import TensorBoardLogger
-from .loops import LoopView, TrainLoop, count_evaluations, refuse_own_loop
+from .loops import LoopView, TrainLoop, refuse_own_loop
 from .module import LightningDataModule, LightningModule
 from .objects import keep_hyperparameters, part_hyperparameters, trust_objects, with_objects
 from .optimizers import replace_optimizers
 from .overrides import check_overrides
-from .own_parts import call_strategy_hooks, serve_overrides, set_strategy_up
+from .own_parts import serve_overrides
 from .parity import switches
 from .patch import patch
 from .profilers import PyTorchProfiler
@@ -60,11 +55,9 @@ from .utilities import combined  # noqa: F401  # changes which lists are lists o
 from .utilities.rank_zero import rank_zero_only
 
 if TYPE_CHECKING:
-    from ...protocols import Loaders, StateDict
+    from ...protocols import StateDict
     from ...trainer.behavior import Behavior
-    from ...trainer.loop.eval_loader import EvalLoader
     from ...trainer.metrics.accumulators import ScalarAccumulator
-    from ...trainer.run import Run
     from .parity.progress import LoopCounts
 
 __all__ = ["Trainer"]
@@ -116,7 +109,6 @@ class Trainer(trainer.Trainer):
         self._callback_connector = connectors._CallbackConnector(self)
         self._accelerator_connector = connectors._AcceleratorConnector(self)
         self._lw_has_parity = False
-        self._lw_around_run = ExitStack()  # left when a verb ends
         self._lw_has_fitted = False
         self.batch_size_rule = _search_sizes
         for curve in switches.functions("search"):
@@ -204,9 +196,6 @@ class Trainer(trainer.Trainer):
         waiting = {name: value.to(torch.get_default_dtype()) for name, value in metrics.waiting_for_loggers().items()}
         return {**values, **waiting}
 
-    def _lw_release(self) -> None:
-        """Stay with the module, which programs ask for its Trainer when they have dropped their own reference."""
-
     @property
     def estimated_stepping_batches(self) -> int | float:
         """How many steps fit takes; after it, how many it would take."""
@@ -242,20 +231,23 @@ class Trainer(trainer.Trainer):
         found = super().metric_step(name)
         return None if found is None else found + self.progress.global_step - self.progress.steps
 
-    @contextmanager
-    def _lw_running(self, verb: str) -> Iterator[None]:
-        """Run a verb, with what parity puts in place in the process that runs it."""
+    def _lw_fit_session(self, model: nn.Module, **arguments: Any) -> sessions.FitSession:
+        self._lw_begin_parity()
+        return sessions.FitSession(self, model, **arguments)
+
+    def _lw_evaluation_session(
+        self, verb: str, model: nn.Module | None, **arguments: Any
+    ) -> sessions.EvaluationSession:
+        self._lw_begin_parity()
+        return sessions.EvaluationSession(self, verb, model, **arguments)
+
+    def _lw_begin_parity(self) -> None:
+        """Put in place, in the process that runs a verb, what parity needs."""
         if not self._lw_has_parity:
             self._lw_has_parity = True
             for change in switches.functions("trainer"):
                 change(self)
         self._lw_check_world()
-        with ExitStack() as stack:
-            for around in switches.functions("around"):
-                stack.enter_context(around(self, verb))
-            stack.enter_context(super()._lw_running(verb))
-            self._lw_around_run = stack
-            yield
 
     def _lw_check_world(self) -> None:
         """Compare the processes with the arguments: configurations for other machines may be made, not run."""
@@ -265,65 +257,6 @@ class Trainer(trainer.Trainer):
     def _lw_launch(self, verb: str, model: nn.Module | None, **arguments: object) -> Any:  # Any: what the verb returns
         self._lw_check_world()
         return super()._lw_launch(verb, model, **arguments)
-
-    def _lw_begin_fit(
-        self, run: Run, ckpt_path: str | Path | None, *, is_trusted: bool, before: StateDict | None
-    ) -> Callable[[], None] | None:
-        for change in switches.functions("before"):
-            before = change(self, before)
-        every = self.check_val_every_n_epoch or 1
-        is_checked = bool(self.num_sanity_val_steps) or ckpt_path is not None
-        waits = not is_checked and bool((self.current_epoch + 1) % every)
-        self._lw_loaders.waits_for_validation = waits
-        restore = super()._lw_begin_fit(run, ckpt_path, is_trusted=is_trusted, before=before)
-        if all(parameter.grad is None for parameter in run.module.parameters()):
-            run.module.zero_grad()  # where Lightning calls it, after on_fit_start
-        resting = sum(not module.training for module in run.module.modules())
-        if resting:
-            text = f"{resting} modules are in eval mode when training begins; call .train() on them unless it is wanted"
-            warnings.warn(text, PossibleUserWarning, stacklevel=2)
-        set_strategy_up(self)
-        for change in switches.functions("step"):
-            change(run)
-        return restore
-
-    def _lw_begin_evaluation(
-        self, verb: str, model: nn.Module | None, dataloaders: Loaders, ckpt_path: str | Path | None,
-        datamodule: DataModule | None, *, is_trusted: bool,
-    ) -> tuple[Run, EvalLoader]:  # fmt: skip
-        run, data = super()._lw_begin_evaluation(verb, model, dataloaders, ckpt_path, datamodule, is_trusted=is_trusted)
-        set_strategy_up(self)
-        for change in switches.functions("evaluation"):
-            change(run)
-        return run, data
-
-    def make_run(self, plan: begin.Plan, module: nn.Module, datamodule: DataModule | None) -> Run:
-        """Return the run, whose accelerator is set up."""
-        run = super().make_run(replace(plan, lifecycle=MeasuredLifecycle), module, datamodule)
-        for change in switches.functions("hooks"):
-            change(run)
-        count_evaluations(self, run)
-        call_strategy_hooks(run)
-        for change in switches.functions("run"):
-            change(run)
-        setup = getattr(self.accelerator, "setup", None)
-        if setup is not None:
-            setup(self)
-        return run
-
-    def _lw_begin(self, verb: str, model: nn.Module, datamodule: DataModule | None, given: dict[str, Any]) -> Run:
-        self._lw_has_fitted |= verb == "fit"
-        self._lw_around_run.enter_context(taking_batches(model))
-        if verb == "fit":
-            loop = self.fit_loop
-            loop.max_epochs = loop.epoch_limit
-            loop.min_epochs = int(loop.min_steps is not None) if loop.min_epochs is None else loop.min_epochs
-        run = super()._lw_begin(verb, model, datamodule, given)
-        if verb != "fit":
-            run.module.zero_grad()
-        for parameter in run.module.parameters():
-            parameter.grad = None  # of an earlier run; those of a checkpoint are put back later
-        return run
 
     def save_checkpoint_to(
         self, filepaths: Sequence[str | Path], weights_only: bool | None = None, storage_options: object = None
@@ -388,12 +321,6 @@ class Trainer(trainer.Trainer):
     @property
     def _results(self) -> connectors.ResultsView:
         return connectors.ResultsView(self, self._lw_results)
-
-    def _lw_finish_evaluation(self, stage: str) -> None:
-        """Finish an evaluation, which returns what is logged with `logger=True`."""
-        super()._lw_finish_evaluation(stage)
-        left_out = cast(_Metrics, self._lw_metrics).keys_without_logger("validation", "test")
-        self._lw_results = {name: value for name, value in self._lw_results.items() if name not in left_out}
 
     @property
     def _precision_plugin(self) -> object:  # a precision of any kind
@@ -489,5 +416,5 @@ _plain_hyperparameters = snapshot.hyperparameters
 for _module in (assemble,):
     patch(_module, "find_override", find_override)
 patch(snapshot, "hyperparameters", _hyperparameters)
-for _module in (begin, trainer):
+for _module in (checks, session, trainer):
     patch(_module, "check_hook_names", check_hook_names)

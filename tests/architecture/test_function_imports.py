@@ -5,7 +5,8 @@ An import may stand within a function if it is of
 1. a package that is not required: it may be absent;
 2. a module that takes more than 50 ms over `import torch` (`HEAVY`), or a module of the package that imports one, or
    torch, where the file that imports it does without;
-3. a module that `import loopwright.Trainer` does not load, in a file that it does load: a feature of some runs;
+3. a module that `import loopwright.Trainer` does not load, in a file that it does load, or that a verb loads as well
+   (the sessions): a feature of some runs;
 4. an engine (`strategies/ddp`, ...), a part of a mesh (`strategies/mesh/pipeline`, ...) or a command of the command
    line: a process uses one of several;
 5. a part that stands in a later row of the order of imports (`test_import_order.DOCUMENTED`);
@@ -117,7 +118,7 @@ def _is_allowed(file: Path, target: str) -> bool:
             return True
         needs = _needs(target)
         return bool(needs - _closure(module))
-    if module in _started() and target not in _started():
+    if any(module in loaded and target not in loaded for loaded in (_started(), _in_verbs())):
         return True
     engine = target.split(".")[2] if target.startswith("loopwright.strategies.") else ""
     if engine in ENGINES and not module.startswith(f"loopwright.strategies.{engine}"):
@@ -238,6 +239,15 @@ def _required() -> frozenset[str]:
     names = {re.split(r"[<>=!~\[; ]", line, maxsplit=1)[0] for line in project["dependencies"]}
     assert set(COMES_WITH_REQUIRED.values()) <= names
     return frozenset(names | set(COMES_WITH_REQUIRED))
+
+
+@cache
+def _in_verbs() -> frozenset[str]:
+    """Return the modules that are loaded when a Trainer has begun to train and to evaluate."""
+    names = ", ".join(f"loopwright.trainer.session.{name}" for name in ("fit", "evaluation"))
+    program = f"import torch, loopwright, sys; loopwright.Trainer; import {names}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT.parent, capture_output=True, text=True, check=True)
+    return frozenset(done.stdout.split())
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ... import callbacks as standard  # most of its names are imported when they are used
 from ...callbacks.base import find_state, from_rank_zero
+from ...callbacks.model_checkpoint.files import exists, newest_first, step_in
 from ...checkpoint import storage
 from ...console import ONLY_LOGS
 from ...errors import CheckpointError, ConfigError
@@ -19,11 +20,16 @@ from ...messages import warn
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
-__all__ = ["locate"]
+__all__ = ["can_be_requeued", "locate"]
 
 logger = logging.getLogger(__name__)
 
 _MOST_OTHERS = 3  # that are named
+
+
+def can_be_requeued(trainer: Trainer) -> bool:
+    """Whether the cluster can put this job back into the queue."""
+    return hasattr(trainer.fabric.cluster_environment, "requeue")
 
 
 def locate(trainer: Trainer, ckpt_path: str | Path | None, verb: str, *, has_model: bool) -> str | None:
@@ -38,7 +44,7 @@ def locate(trainer: Trainer, ckpt_path: str | Path | None, verb: str, *, has_mod
     Raises:
         ConfigError: There is no such checkpoint.
     """
-    if verb == "fit" and trainer.can_be_requeued:
+    if verb == "fit" and can_be_requeued(trainer):
         from .requeue import find_requeued
 
         requeued = from_rank_zero(trainer, lambda: find_requeued(trainer))
@@ -79,7 +85,6 @@ def _best(trainer: Trainer, verb: str) -> str:
 
 def _best_of_files(trainer: Trainer, callback: standard.ModelCheckpoint) -> str | None:
     """Return the best checkpoint of an earlier process, as the newest intact one in the callback's folder names it."""
-    from ...callbacks.model_checkpoint.files import exists
     from ...checkpoint.tools.formats import Reading, open_checkpoint
 
     newest = storage.newest_valid(callback.find_last(trainer), lambda path, error: warn(f"{path} is damaged: {error}"))
@@ -97,8 +102,6 @@ def _best_of_files(trainer: Trainer, callback: standard.ModelCheckpoint) -> str 
 
 def _last(trainer: Trainer) -> str | None:
     """Return the checkpoint of the last step that is whole; each damaged one before it is said."""
-    from ...callbacks.model_checkpoint.files import newest_first, step_in
-
     paths: list[str] = []
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, standard.ModelCheckpoint):

@@ -24,7 +24,7 @@ from ...strategies.base import plain_name, plain_names
 from ...strategies.optional import stages_of
 from ..hooks import find_override
 from ..loop import manual
-from ..run import BeforeValidation, Run
+from ..run import BeforeValidation, FitRun, Run
 from .optimizer_record import all_names, differences, fit_groups, names_of
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
             from ..loop import rank_rng
 
             states.update(rank_rng.collect(fabric.strategy, states["rng"]))
-        if run.stream is not None:
+        if isinstance(run, FitRun) and run.opened is not None:
             # After fit the stream is closed; where it was in an epoch that a limit cut short is kept.
             states["data"] = run.stream_state if run.is_over else stream_state(run)
             if ranks_answer and states["data"] is not None:
@@ -291,9 +291,8 @@ def _evaluating(module: nn.Module) -> set[str]:
     return {path for path, child in module.named_modules(remove_duplicate=False) if not child.training}
 
 
-def stream_state(run: Run) -> StateDict:
+def stream_state(run: FitRun) -> StateDict:
     """Return where the data are: within a step that an error broke off, where it began, for it will be repeated."""
-    assert run.stream is not None
     position = None if run.at_boundary else run.progress.batches_in_epoch
     if run.before_validation is None:
         return run.stream.state_dict(position)
@@ -454,7 +453,7 @@ def put_back_loggers(output: LogOutput, states: StateDict) -> None:
             item.load_state_dict(state)
 
 
-def restore_training(run: Run, content: Content, path: str) -> Callable[[], None] | None:
+def restore_training(run: FitRun, content: Content, path: str) -> Callable[[], None] | None:
     """Put back counts, optimizers, schedules, precision and metrics.
 
     Args:

@@ -20,13 +20,13 @@ from ..loop import rank_rng
 from . import snapshot
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from ..run import FitRun
     from ..view import TrainerView
 
 __all__ = ["finish"]
 
 
-def finish(trainer: TrainerView, run: Run) -> None:
+def finish(trainer: TrainerView, run: FitRun) -> None:
     """Finish the events that were unfinished in the resumed checkpoint. On every rank, after all state is loaded."""
     due, run.unfinished = run.unfinished, {}
     if "validation_end" in due:
@@ -35,7 +35,7 @@ def finish(trainer: TrainerView, run: Run) -> None:
         _call_checkpoints(trainer, run, due["told_later"]["event"], set(due["told_later"]["callbacks"]))
 
 
-def _end_validation(trainer: TrainerView, run: Run, due: StateDict) -> None:
+def _end_validation(trainer: TrainerView, run: FitRun, due: StateDict) -> None:
     """Call on_validation_end, with the module and the random number generators as at the end of a validation."""
     before = run.before_validation = snapshot.before_validation(run)
     before.is_over = True
@@ -58,7 +58,7 @@ def _end_validation(trainer: TrainerView, run: Run, due: StateDict) -> None:
     restore_rng(before.rng)
 
 
-def _call_checkpoints(trainer: TrainerView, run: Run, event: str, keys: set[str]) -> None:
+def _call_checkpoints(trainer: TrainerView, run: FitRun, event: str, keys: set[str]) -> None:
     """Call the hook of an event on the checkpoint callbacks with these state keys."""
 
     def chosen(callback: Callback) -> bool:

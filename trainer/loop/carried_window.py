@@ -22,7 +22,7 @@ from .loss import RanksWindowLoss
 from .step import finish_window
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from ..run import FitRun
     from ..view import TrainerView
 
 __all__ = ["CarriedWindow"]
@@ -44,20 +44,19 @@ class CarriedWindow:
         ConfigError: The run accumulates in a way that cannot be carried; says why.
     """
 
-    def __init__(self, trainer: TrainerView, run: Run) -> None:
+    def __init__(self, trainer: TrainerView, run: FitRun) -> None:
         _refuse(trainer, run)
         self._trainer = trainer
         self._run = run
         self.count = 0
         plan = run.plan
-        assert plan is not None
         self._zero_grad = plan.zero_grad
         plan.zero_grad, plan.begin_window, plan.finish_window = self._zero_unless_carried, self._begin, self._finish
 
-    def spanning(self, step: Callable[[Run, int], bool]) -> Callable[[Run, int], bool]:
+    def spanning(self, step: Callable[[FitRun, int], bool]) -> Callable[[FitRun, int], bool]:
         """Return the step that takes no more micro-batches than the window lacks."""
 
-        def take(run: Run, size: int) -> bool:
+        def take(run: FitRun, size: int) -> bool:
             has_finished = step(run, min(size, self._trainer.accumulate_grad_batches - self.count))
             if not has_finished:  # on_train_batch_start dropped the window
                 self.count = 0
@@ -80,7 +79,7 @@ class CarriedWindow:
         limit = self._trainer.fit_loop.epoch_limit
         return limit != -1 and self._run.progress.epochs + 1 >= limit
 
-    def _finish(self, run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
+    def _finish(self, run: FitRun, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
         """Step if the window is complete, or if no epoch follows; else keep its gradients."""
         window = run.window_loss
         done = self.count + run.batch_idx - run.progress.batches_in_epoch + 1
@@ -92,9 +91,8 @@ class CarriedWindow:
         self.count = 0
         return finish_window(run, loss, is_plain=is_plain, is_finite=is_finite)
 
-    def _scale_to(self, run: Run, done: int) -> None:
+    def _scale_to(self, run: FitRun, done: int) -> None:
         """Weigh the gradients by the micro-batches that the window has, where its loss does not do so itself."""
-        assert run.plan is not None
         if run.has_ranks and run.plan.optimizer is not None:
             ranks_window = cast(RanksWindowLoss, run.window_loss)
             if ranks_window.gradient_factor() is None:
@@ -160,7 +158,7 @@ def _plain(value: object) -> object:
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
-def _refuse(trainer: TrainerView, run: Run) -> None:
+def _refuse(trainer: TrainerView, run: FitRun) -> None:
     strategy = run.fabric.strategy
     reason = None
     if not run.is_automatic:

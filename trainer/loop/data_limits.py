@@ -17,7 +17,7 @@ from ...fabric.global_batch import micro_batch_size
 from ...protocols import Batch, Loaders
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from ..run import FitRun
     from ..view import TrainerView
 
 __all__ = ["DataLimits", "batches_until_limit", "steps_until_max_samples"]
@@ -34,7 +34,7 @@ class DataLimits:
         run: Its plan is set up: batches are counted on their way to the device.
     """
 
-    def __init__(self, trainer: TrainerView, run: Run) -> None:
+    def __init__(self, trainer: TrainerView, run: FitRun) -> None:
         self._trainer = trainer
         self._run = run
         self._progress = run.progress
@@ -105,7 +105,7 @@ class DataLimits:
         if micro is None:
             most_samples *= _MARGIN
         else:
-            most_samples = micro * trainer.accumulation_for_epoch(progress.epochs) * topology.data_size
+            most_samples = micro * trainer.fit_loop.accumulation_for_epoch(progress.epochs) * topology.data_size
         left = [
             _steps_that_may_pass(limit, count, most)
             for limit, count, most in (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...data.rng import capture_rng, restore_rng
 from ...errors import ConfigError, DataError
-from ..run import Run
+from ..run import FitRun
 from .step import train_window
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class FitLoop:
         self.min_steps = min_steps
         self.is_used_up = False
         self.plan_counts_steps = False
-        self._step: Callable[[Run, int], bool] = train_window
+        self._step: Callable[[FitRun, int], bool] = train_window
         self._next_validation: int | float = math.inf
         self._look_at: int | float = 0
         self._validation_clock_s = 0.0
@@ -112,9 +112,15 @@ class FitLoop:
         asked = self._trainer.should_stop if stop_coordination is None else stop_coordination.is_to_stop
         return asked and self.may_stop
 
+    def accumulation_for_epoch(self, epoch: int) -> int:
+        """Return the micro-batches of a window in this epoch."""
+        trainer = self._trainer
+        scheduler = trainer.accumulation_scheduler
+        return trainer.accumulate_grad_batches if scheduler is None else scheduler.get_accumulate_grad_batches(epoch)
+
     # --- the loop --------------------------------------------------------------------------------------------------
 
-    def run(self, run: Run, restore: Callable[[], None] | None) -> None:
+    def run(self, run: FitRun, restore: Callable[[], None] | None) -> None:
         """Train.
 
         Args:
@@ -148,9 +154,8 @@ class FitLoop:
         timeline.end(run)
         run.lifecycle.on_train_end()
 
-    def _reopen_epoch(self, run: Run) -> None:
+    def _reopen_epoch(self, run: FitRun) -> None:
         """Go back to where the data of an open epoch were; the random number generators stay as they are."""
-        assert run.stream is not None
         rng = capture_rng()
         if run.stream.knows_position:
             run.stream.reopen()
@@ -159,9 +164,8 @@ class FitLoop:
         restore_rng(rng)
         run.progress.move_to(run.stream.position)
 
-    def _skip_batches(self, run: Run) -> None:
+    def _skip_batches(self, run: FitRun) -> None:
         """Leave out the batches that an open epoch of another library had: its file says how many there were."""
-        assert run.stream is not None
         num_batches = run.progress.batches_in_epoch
         self._open_stream(run)
         for _ in range(num_batches):
@@ -169,7 +173,7 @@ class FitLoop:
                 break
             run.stream.next_batch()
 
-    def _epoch(self, run: Run) -> None:
+    def _epoch(self, run: FitRun) -> None:
         """Run one epoch, or the rest of one that was left open."""
         progress, trainer = run.progress, self._trainer
         timeline = trainer.timeline
@@ -180,11 +184,11 @@ class FitLoop:
             timeline.leave()
         progress.epoch_paused = False
         stream = run.stream
-        assert stream is not None
         steps_before = progress.steps
         self._next_validation = self._plan_validation(run)
         self._look_at = self._when_to_look(run)
-        accumulate = trainer.accumulation_for_epoch(progress.epochs)
+        accumulate = self.accumulation_for_epoch(progress.epochs)
+        run.metrics.is_weighing_steps = accumulate > 1 or run.fabric.strategy.traits.parts_per_batch > 1
         step, stop_coordination = run.lifecycle.bracketed(self._step, "run_training_step"), run.stop_coordination
         is_skipped = progress.epoch_left
         while True:
@@ -193,7 +197,7 @@ class FitLoop:
             size = 0 if is_skipped else stream.remaining(accumulate)
             if not size or progress.batches_in_epoch >= self._look_at:
                 if self._validation_is_due(run, is_epoch_over=not size):
-                    trainer.validate_in_fit(run)
+                    run.session.validate()
                 self._next_validation = self._plan_validation(run)
                 self._look_at = self._when_to_look(run)
             if stop_coordination is not None:
@@ -216,17 +220,16 @@ class FitLoop:
         self._close_epoch(run, is_over=is_over, is_stuck=is_stuck)
         timeline.leave()
 
-    def _open_epoch(self, run: Run) -> None:
+    def _open_epoch(self, run: FitRun) -> None:
         progress = run.progress
-        self._trainer.reload_loaders_if_due(run)
+        run.session.reload_training_if_due()
         progress.batches_in_epoch = 0
         if not progress.epoch_announced:  # a checkpoint may have been taken then
             run.lifecycle.on_train_epoch_start()
         self._open_stream(run)
         progress.epoch_open, progress.epoch_announced = True, False
 
-    def _open_stream(self, run: Run) -> None:
-        assert run.stream is not None
+    def _open_stream(self, run: FitRun) -> None:
         if run.has_ranks:
             from . import rank_coordination
 
@@ -234,7 +237,7 @@ class FitLoop:
         else:
             run.stream.open(run.progress.epochs, may_be_empty=True)
 
-    def _close_epoch(self, run: Run, *, is_over: bool, is_stuck: bool) -> None:
+    def _close_epoch(self, run: FitRun, *, is_over: bool, is_stuck: bool) -> None:
         """Fire the end of the epoch. One that a limit cut short stays open: more training continues within it."""
         progress = run.progress
         run.watch.look(progress)
@@ -251,7 +254,6 @@ class FitLoop:
             run.after_epoch.pop(0)()
         if is_over:
             progress.end_epoch()
-        assert run.plan is not None
         counts_steps = run.is_automatic and not run.plan.needs_closure
         if is_over and is_stuck and self.epoch_limit == -1 and not self.is_done and counts_steps:
             raise DataError(
@@ -274,13 +276,12 @@ class FitLoop:
         if self._trainer.is_global_zero and not self.is_done:  # else the end of fit says it
             logger.warning("%s: step values are not logged, and intervals in steps wait. If it trains, %s.", what, fix)
 
-    def _has_epoch_to_close(self, run: Run) -> bool:
+    def _has_epoch_to_close(self, run: FitRun) -> bool:
         """Whether a checkpoint was taken before a validation or the epoch's end that its last step has yet to bring."""
         return run.progress.epoch_open and not run.progress.epoch_paused
 
-    def _choose_step(self, run: Run) -> Callable[[Run, int], bool]:
+    def _choose_step(self, run: FitRun) -> Callable[[FitRun, int], bool]:
         plan = run.plan
-        assert plan is not None
         if not run.is_automatic:
             self._refuse_to_skip(run, "manual optimization")
         elif plan.needs_closure:
@@ -302,14 +303,14 @@ class FitLoop:
 
     def _tell_closure(self, optimizer: Optimizer, *, evaluates: bool) -> None:
         """Log how an optimizer that is not torch's steps: with evaluations of the model, or without."""
-        if not self._trainer.tells_runs:
+        if not self._trainer.is_global_zero or self._trainer.barebones:
             return
         way = "evaluates the model within its step: each window is run again for every call of its closure"
         if not evaluates:
             way = "gets its gradients before its step, which does not evaluate the model again"
         logger.info("%s %s. Set evaluates_closure on it if that is wrong.", type(optimizer).__name__, way)
 
-    def _refuse_to_skip(self, run: Run, where: str) -> None:
+    def _refuse_to_skip(self, run: FitRun, where: str) -> None:
         if run.skips_bad_steps:
             raise ConfigError(
                 f"nonfinite_loss='skip' with {where}, where the trainer does not decide whether to step.",
@@ -324,7 +325,7 @@ class FitLoop:
         every = self._trainer.check_val_every_n_epoch
         return every is None or (self._trainer.progress.epochs + 1) % every == 0
 
-    def _plan_validation(self, run: Run) -> int | float:
+    def _plan_validation(self, run: FitRun) -> int | float:
         """Return the count of batches at which the next validation is due: in the epoch, or in all for no epoch."""
         trainer, progress = self._trainer, run.progress
         interval = run.loaders.interval_batches
@@ -336,7 +337,7 @@ class FitLoop:
         validated = max(progress.validated_at - epoch_began_at, 0)
         return (validated // interval + 1) * interval
 
-    def _when_to_look(self, run: Run) -> int | float:
+    def _when_to_look(self, run: FitRun) -> int | float:
         """Return the batch of this epoch from which on a validation may be due: before it, the loop does not ask."""
         trainer, progress = self._trainer, run.progress
         if not trainer.enable_validation:
@@ -347,7 +348,7 @@ class FitLoop:
         began_at = progress.total_batches - progress.batches_in_epoch if is_across_epochs else 0
         return self._next_validation - began_at
 
-    def _validation_is_due(self, run: Run, *, is_epoch_over: bool) -> bool:
+    def _validation_is_due(self, run: FitRun, *, is_epoch_over: bool) -> bool:
         """Whether to validate now. Windows are whole: a validation due within one comes right after it."""
         trainer, progress = self._trainer, run.progress
         if not trainer.enable_validation or progress.validated_at == progress.total_batches:
@@ -364,7 +365,7 @@ class FitLoop:
         # Once per epoch means at its end, also where its length was not known or was wrong.
         return is_epoch_over and every is not None and trainer.validates_at_epoch_end
 
-    def _is_time_to_validate(self, run: Run, seconds: float) -> bool:
+    def _is_time_to_validate(self, run: FitRun, seconds: float) -> bool:
         """Whether so much time has passed; by rank 0's clock, which every rank asks once per window."""
         is_time = self.seconds_since_validation() >= seconds
         if not run.has_ranks:
@@ -374,13 +375,13 @@ class FitLoop:
             self._rank_zero_said = bool(run.fabric.broadcast(is_time))
         return self._rank_zero_said
 
-    def is_validation_due(self, run: Run) -> bool:
+    def is_validation_due(self, run: FitRun) -> bool:
         """Whether a validation follows the step whose events are being handled."""
-        if not run.at_boundary or run.stream is None:
+        if not run.at_boundary or run.opened is None:
             return False
         return self._validation_is_due(run, is_epoch_over=not run.stream.has_next())
 
-    def mark_validated(self, run: Run) -> None:
+    def mark_validated(self, run: FitRun) -> None:
         """Note that the validation that was due is done."""
         run.progress.validated_at = run.progress.total_batches
         self._validation_clock_s = time.monotonic()
@@ -390,9 +391,8 @@ class FitLoop:
         return time.monotonic() - self._validation_clock_s
 
 
-def _rest_of_step(run: Run) -> str:
+def _rest_of_step(run: FitRun) -> str:
     """Return the phase to which the timeline counts the time of a step that no other phase has."""
-    assert run.plan is not None
     if run.plan.needs_closure:
         return "optimizer"
     return "loop" if run.plan.run_window is None else "backward"

@@ -20,7 +20,7 @@ from .schedule import parameters_of
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from ..run import Run
+    from ..run import FitRun
     from ..view import TrainerView
 
 __all__ = ["Float32Gradients"]
@@ -40,10 +40,9 @@ class Float32Gradients:
         ConfigError: The run accumulates in a way that these sums cannot follow; says why.
     """
 
-    def __init__(self, trainer: TrainerView, run: Run) -> None:
+    def __init__(self, trainer: TrainerView, run: FitRun) -> None:
         _refuse(trainer, run)
         plan = run.plan
-        assert plan is not None
         self._run = run
         self._optimizer = plan.optimizer
         self._begin_window, self._finish_window = plan.begin_window, plan.finish_window
@@ -79,7 +78,7 @@ class Float32Gradients:
             total.add_(gradient)
         parameter.grad = None
 
-    def _finish(self, run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
+    def _finish(self, run: FitRun, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
         """Average, scale and cast the sums; then what any window's end does."""
         parameters = self._parameters()
         sums = [self._sums.pop(parameter, None) for parameter in parameters]
@@ -112,14 +111,14 @@ class Float32Gradients:
         return [one for one in parameters_of(self._optimizer) if one.element_size() >= 4]
 
 
-def bind_float32_gradients(trainer: TrainerView, run: Run) -> Callable[[], None] | None:
+def bind_float32_gradients(trainer: TrainerView, run: FitRun) -> Callable[[], None] | None:
     """Let a run sum its gradients in float32, where its strategy does not do so itself; return what undoes it."""
     if trainer.strategy.accumulate_dtype is None or trainer.strategy.traits.sums_gradients_itself:
         return None
     return Float32Gradients(trainer, run).close
 
 
-def _refuse(trainer: TrainerView, run: Run) -> None:
+def _refuse(trainer: TrainerView, run: FitRun) -> None:
     reason = None
     if not run.is_automatic:
         reason = "manual optimization, where the module decides when to step"

@@ -27,14 +27,14 @@ from .loss import Loss, read_loss
 from .step import count_window, detached_mean, drop_window, fill_gradients, outputs_of
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from ..run import FitRun
 
 __all__ = ["train_held_window"]
 
 # Any in this file: batches, and what steps return.
 
 
-def train_held_window(run: Run, size: int) -> bool:
+def train_held_window(run: FitRun, size: int) -> bool:
     """Train on the next window, whose micro-batches are held until the strategy or the optimizer has run them.
 
     An optimizer that needs a closure (LBFGS) evaluates the window several times: `log`, metric objects, buffers and
@@ -42,8 +42,6 @@ def train_held_window(run: Run, size: int) -> bool:
     `train_window`.
     """
     plan, stream, life, metrics, progress = run.plan, run.stream, run.lifecycle, run.metrics, run.progress
-    assert plan is not None
-    assert stream is not None
     assert metrics.sizes is not None
     metrics.window += 1
     metrics.step = progress.steps + 1
@@ -102,13 +100,13 @@ class _Drawn:
     metrics: dict[str, StateDict] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, run: Run) -> _Drawn:
+    def of(cls, run: FitRun) -> _Drawn:
         """Return what it is now."""
         owned = [(one, name, it) for one in run.module.modules() for name, it in one._buffers.items() if it is not None]
         copies = tuple((one, name, buffer.detach().clone()) for one, name, buffer in owned)
         return cls(capture_rng(), copies, metric_states(run.module, copy=True))
 
-    def restore(self, run: Run) -> None:
+    def restore(self, run: FitRun) -> None:
         """Restore it, buffers in place where they can be."""
         restore_rng(self.rng)
         load_metric_states(run.module, deepcopy(self.metrics))  # updates must not reach it
@@ -135,8 +133,7 @@ class _HeldWindow:
         seen: Its loss as a value, detached; None without one.
     """
 
-    def __init__(self, run: Run, first: int) -> None:
-        assert run.plan is not None
+    def __init__(self, run: FitRun, first: int) -> None:
         self._run, self._plan, self._first = run, run.plan, first
         self.batches: list[object] = []
         self.sizes: list[int | None] = []

@@ -18,7 +18,7 @@ from .schedule import parameters_of
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from ..run import Run
+    from ..run import FitRun
 
 __all__ = ["OwnSteps"]
 
@@ -35,7 +35,7 @@ class OwnSteps:
         run: The run, whose optimizers are built.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: FitRun) -> None:
         self._run = run
         # The optimizer itself is kept, so that its id stays its own.
         self._known: dict[int, tuple[Optimizer, _Kind]] = {}

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ...fabric import Fabric
     from ...protocols import Loaders
     from ...strategies import Strategy
-    from ..run import Run
+    from ..run import FitRun
     from ..session.loaders import StageLoaders
     from ..view import TrainerView
 
@@ -169,12 +169,11 @@ def distribute_loaders(loaders: StageLoaders, strategy: Strategy, *, splits: boo
     }
 
 
-def open_epoch(run: Run) -> None:
+def open_epoch(run: FitRun) -> None:
     """Begin an epoch of the training data, whose samplers draw as they would in one process.
 
     Whatever the ranks have drawn for their own data: all use the generators of rank 0.
     """
-    assert run.stream is not None
     _compare_steps(run)
     strategy, topology = run.fabric.strategy, run.fabric.strategy.topology
     check_copies(strategy)
@@ -185,7 +184,7 @@ def open_epoch(run: Run) -> None:
         run.stream.open(run.progress.epochs, rng)
 
 
-def _compare_steps(run: Run) -> None:
+def _compare_steps(run: FitRun) -> None:
     """Compare what the steps of an epoch are made with: callbacks may have changed it, by chance or by a clock.
 
     Raises:
@@ -193,7 +192,7 @@ def _compare_steps(run: Run) -> None:
     """
     strategy = run.fabric.strategy
     where = f" in epoch {run.progress.epochs}"
-    facts = {"micro-batches of a window": str(run.trainer.accumulation_for_epoch(run.progress.epochs))}
+    facts = {"micro-batches of a window": str(run.trainer.fit_loop.accumulation_for_epoch(run.progress.epochs))}
     for number, optimizer in enumerate(run.optimizers if run.compares_rates else ()):
         for index, group in enumerate(optimizer.param_groups):
             facts[f"learning rate of group {index} of optimizer {number}"] = repr(float(group.get("lr", 0.0)))
@@ -211,7 +210,7 @@ def _compare_steps(run: Run) -> None:
         raise
 
 
-def check_first_batch(run: Run, batch: object) -> None:
+def check_first_batch(run: FitRun, batch: object) -> None:
     """Find out, once per run, whether ranks read what they should: their own share of one order.
 
     Args:
@@ -222,7 +221,6 @@ def check_first_batch(run: Run, batch: object) -> None:
         DataError: The ranks' samplers give different orders.
     """
     stream = run.stream
-    assert stream is not None
     if stream.is_sharded:
         orders = run.fabric.strategy.gather_objects(stream.describe_order())
         if len(set(orders)) > 1:
@@ -381,7 +379,9 @@ def _wait_for_all(
         if failure is not None:
             raise failure.to_error()
         places, ahead = watch.places(), watch.ahead()
-        left = {rank for rank in missing if rank in ahead or has_left(places.get(rank, {}), trainer._lw_place())}
+        run = trainer.present_run()
+        mine = {} if run is None else run.place()
+        left = {rank for rank in missing if rank in ahead or has_left(places.get(rank, {}), mine)}
         if left & left_before:  # seen twice: a place is what a rank said up to a second ago
             return sorted(left & left_before), None
         left_before = left

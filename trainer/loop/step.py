@@ -19,7 +19,7 @@ from torch import Tensor
 from ...data.move import find_batch_size
 from ...data.sources.base import NO_BATCH
 from ...strategies import NoLoss
-from ..run import Run
+from ..run import FitRun
 from .loss import Loss, read_loss
 from .schedule import step_due_schedules
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _SYNCHRONIZED = nullcontext()
 
 
-def train_window(run: Run, size: int) -> bool:
+def train_window(run: FitRun, size: int) -> bool:
     """Train on the next window: forward and backward of each micro-batch, then clip, step, schedule.
 
     Args:
@@ -53,8 +53,6 @@ def train_window(run: Run, size: int) -> bool:
         window is dropped, nothing stepped.
     """
     plan, stream, life, metrics, progress = run.plan, run.stream, run.lifecycle, run.metrics, run.progress
-    assert plan is not None
-    assert stream is not None
     window, watch, sizes = run.window_loss, run.watch, metrics.sizes
     assert sizes is not None
     plan.begin_window(size)
@@ -149,10 +147,9 @@ def train_window(run: Run, size: int) -> bool:
         index += 1
 
 
-def finish_window(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
+def finish_window(run: FitRun, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
     """Scale, unscale, clip and step; return whether the optimizer stepped, and count it."""
     plan, life, progress = run.plan, run.lifecycle, run.progress
-    assert plan is not None
     window = run.window_loss
     optimizer = plan.optimizer
     if optimizer is None and (run.stepped or run.is_counted):  # the module makes the step
@@ -182,7 +179,7 @@ def finish_window(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: b
     return True
 
 
-def count_own_step(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
+def count_own_step(run: FitRun, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
     """Finish a window in manual optimization: return whether the module made a step, and count it."""
     if not (run.stepped or run.is_counted):
         return False
@@ -191,10 +188,9 @@ def count_own_step(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: 
     return True
 
 
-def count_window(run: Run, num_batches: int, samples: int) -> None:
+def count_window(run: FitRun, num_batches: int, samples: int) -> None:
     """Count a finished window, and step the schedules that are due."""
     plan, progress = run.plan, run.progress
-    assert plan is not None
     progress.batches_in_epoch += num_batches
     progress.total_batches += num_batches
     progress.samples += samples
@@ -213,7 +209,7 @@ def fill_gradients(optimizer: Optimizer | None) -> None:
                 parameter.grad = torch.zeros_like(parameter)
 
 
-def _compare_first_batch(run: Run, batch: object, loss: Tensor | Loss | None) -> None:
+def _compare_first_batch(run: FitRun, batch: object, loss: Tensor | Loss | None) -> None:
     """Compare over ranks what they read and which form their losses have; until a rank has had a loss."""
     from .rank_coordination import check_first_batch
 
@@ -221,13 +217,12 @@ def _compare_first_batch(run: Run, batch: object, loss: Tensor | Loss | None) ->
     run.window_loss.synchronize_form(loss)
 
 
-def drop_window(run: Run) -> None:
+def drop_window(run: FitRun) -> None:
     """Discard the present window: the epoch ends here, and the schedules that count epochs are stepped.
 
     Raises:
         ModuleError: Other ranks continue to train.
     """
-    assert run.plan is not None
     if run.has_ranks:
         from .rank_coordination import require_skip_everywhere
 
@@ -242,10 +237,9 @@ def drop_window(run: Run) -> None:
     run.at_boundary = run.progress.epoch_left = True
 
 
-def step_schedules(run: Run) -> None:
+def step_schedules(run: FitRun) -> None:
     """Step the schedules that count optimizer steps, and at the epoch's last batch those that count epochs."""
     stream, progress = run.stream, run.progress
-    assert stream is not None
     if run.has_stepped:
         step_due_schedules(run, "step", progress.steps)
     if not stream.has_next():

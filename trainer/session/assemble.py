@@ -20,7 +20,7 @@ from ...strategies.optional import RunsWindows
 from ..hooks import find_override, module_bases
 from ..loop.schedule import step_plateaus
 from ..loop.step import count_own_step, finish_window, step_schedules
-from ..run import Run, StepPlan
+from ..run import FitRun, Run, StepPlan
 
 if TYPE_CHECKING:
     from ...strategies.base import RunWindow
@@ -186,7 +186,7 @@ def transfer_of(run: Run) -> Callable[[Batch, int], Batch]:
     return to_device if before is None and move is None and after is None else transfer
 
 
-def make_plan(run: Run, trainer: TrainerView) -> StepPlan:
+def make_plan(run: FitRun, trainer: TrainerView) -> StepPlan:
     """Bind what one training step calls."""
     life, fabric = run.lifecycle, run.fabric
     optimizer = run.optimizers[0] if run.optimizers else None
@@ -230,7 +230,7 @@ def make_plan(run: Run, trainer: TrainerView) -> StepPlan:
     )
 
 
-def _backward(run: Run) -> Callable[[Tensor], None]:
+def _backward(run: FitRun) -> Callable[[Tensor], None]:
     own = run.lifecycle.own("backward")
     fabric = run.fabric
     name = f"[Strategy]{type(fabric.strategy).__name__}.backward"
@@ -239,7 +239,7 @@ def _backward(run: Run) -> Callable[[Tensor], None]:
     return lambda loss: own(fabric.precision.scale_loss(loss))
 
 
-def _zero_grad(run: Run, optimizer: Optimizer | None) -> Callable[[], object]:
+def _zero_grad(run: FitRun, optimizer: Optimizer | None) -> Callable[[], object]:
     if optimizer is None:
         return lambda: None
     own = run.lifecycle.own("optimizer_zero_grad")
@@ -258,7 +258,7 @@ def _zero_grad(run: Run, optimizer: Optimizer | None) -> Callable[[], object]:
     return zero_grad
 
 
-def _zeroes_early(run: Run) -> bool:
+def _zeroes_early(run: FitRun) -> bool:
     """Return whether nothing can tell that gradients are zeroed before the forward pass: no hook, no engine."""
     strategy, life = run.fabric.strategy, run.lifecycle
     is_heard = life.own("optimizer_zero_grad") is not None or life.is_heard("on_before_zero_grad")
@@ -266,7 +266,7 @@ def _zeroes_early(run: Run) -> bool:
     return not is_heard and not has_engine
 
 
-def _clip(run: Run, trainer: TrainerView, optimizer: Optimizer | None) -> Callable[[], None] | None:
+def _clip(run: FitRun, trainer: TrainerView, optimizer: Optimizer | None) -> Callable[[], None] | None:
     if optimizer is None:
         return None
     value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
@@ -284,7 +284,7 @@ def _clip(run: Run, trainer: TrainerView, optimizer: Optimizer | None) -> Callab
     return run.lifecycle.bracketed(clip, f"[Strategy]{type(run.fabric.strategy).__name__}.clip_gradients")
 
 
-def _step_by_module(run: Run) -> Callable[[Callable[[], Tensor | None]], bool] | None:
+def _step_by_module(run: FitRun) -> Callable[[Callable[[], Tensor | None]], bool] | None:
     """Return what lets the module's own `optimizer_step` make the step; None where it has none."""
     own = run.lifecycle.own("optimizer_step")
     if own is None or not run.managed:
@@ -299,7 +299,7 @@ def _step_by_module(run: Run) -> Callable[[Callable[[], Tensor | None]], bool] |
     return step_by_module
 
 
-def _run_window(run: Run) -> RunWindow | None:
+def _run_window(run: FitRun) -> RunWindow | None:
     """Return the strategy's own `run_window`; None where it leaves the inside of windows to the Trainer."""
     strategy = run.fabric.strategy
     if not (strategy.traits.runs_windows and isinstance(strategy, RunsWindows)):

@@ -13,38 +13,54 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.optim import Optimizer
 
+from ...checkpoint import content as contents
+from ...data.tree import are_same_loaders
 from ...errors import CheckpointError
 from ...messages import warn
-from ...protocols import StateDict
+from ...protocols import Loaders, StateDict
 from ..checkpointing import snapshot
 from ..checkpointing.optimizer_record import all_names, fit_groups, names_of
+from .checks import unwrapped
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from ...data.module import DataModule
+    from ..run import FitRun
     from ..trainer import Trainer
     from ..view import TrainerView
 
-__all__ = ["Before", "begin_epoch_again", "continue_training", "take"]
+__all__ = ["Before", "begin_epoch_again", "compare_data", "continue_training", "take_before"]
 
 log = logging.getLogger(__name__)
 
 Before = StateDict  # states of optimizers and schedules, in torch's layout
 
 
-def take(trainer: Trainer, module: nn.Module) -> Before | None:
+def compare_data(trainer: Trainer, owner: nn.Module | DataModule, loaders: Loaders) -> None:
+    """Forget where the last fit's training data were if this fit has other loaders.
+
+    Loaders that a module or data module makes are those of the last fit if the same object makes them.
+    """
+    before, trainer._lw_train_source = trainer._lw_train_source, owner if loaders is None else loaders
+    if before is not None and not are_same_loaders(before, trainer._lw_train_source):
+        trainer._lw_stream_state = None
+
+
+def take_before(trainer: Trainer, model: nn.Module) -> Before | None:
     """Return what the last fit of this Trainer left, before a new one sets the module up; None if there was none.
 
     On every rank: where parameters are sharded, each rank takes its own.
 
     Args:
         trainer: The Trainer.
-        module: What is about to be trained.
+        model: What is about to be trained.
     """
     if not trainer.progress.total_batches:
         return None
-    spawned = trainer.spawned_states(module)
-    if spawned is not None:
-        return spawned
+    module = unwrapped(model)
+    if trainer._lw_spawned_checkpoint is not None:  # it ran in other processes
+        if trainer._lw_spawned_module is not module:
+            return {}
+        return contents.read(trainer._lw_spawned_checkpoint, source="the last fit").states
     last, strategy = trainer._lw_last_fit, trainer.strategy
     if last is None or last.module is not module:
         return {}
@@ -63,7 +79,7 @@ def take(trainer: Trainer, module: nn.Module) -> Before | None:
     }
 
 
-def begin_epoch_again(trainer: Trainer, run: Run) -> None:
+def begin_epoch_again(trainer: Trainer, run: FitRun) -> None:
     """Let the epoch that the last fit left open begin again, with the loaders of this one."""
     progress = run.progress
     if trainer.is_global_zero:
@@ -78,7 +94,7 @@ def begin_epoch_again(trainer: Trainer, run: Run) -> None:
         accumulator.reset()
 
 
-def continue_training(trainer: TrainerView, run: Run, before: Before) -> None:
+def continue_training(trainer: TrainerView, run: FitRun, before: Before) -> None:
     """Give a run's optimizers and schedules the state of those before; log once what starts from scratch."""
     if not before:
         _say(
@@ -122,7 +138,7 @@ def continue_training(trainer: TrainerView, run: Run, before: Before) -> None:
         _say(trainer, "; ".join(told))
 
 
-def _new_schedules(configured: StateDict, run: Run, before: Before) -> set[int]:
+def _new_schedules(configured: StateDict, run: FitRun, before: Before) -> set[int]:
     """Return the schedules that were configured otherwise, or were not there."""
     old, new = configured["schedules"], run.configured["schedules"]
     have = len(before["schedulers"])
@@ -139,7 +155,7 @@ def _differ(was: StateDict, now: StateDict) -> bool:
 
 
 def _continue_optimizer(
-    trainer: TrainerView, run: Run, index: int, before: Before, record: StateDict, *, restarts_lr: bool
+    trainer: TrainerView, run: FitRun, index: int, before: Before, record: StateDict, *, restarts_lr: bool
 ) -> list[str]:
     """Give one optimizer the state of the one before; return what is to be said."""
     optimizer, state = run.optimizers[index], before["optimizers"][index]

@@ -10,7 +10,7 @@ from ...errors import ConfigError
 from ...fabric.global_batch import accumulation_steps, describe_global_batch, micro_batch_size
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from ..run import FitRun
     from ..view import TrainerView
 
 __all__ = ["derive_accumulation", "plan_accumulation", "report_global_batch"]
@@ -18,7 +18,7 @@ __all__ = ["derive_accumulation", "plan_accumulation", "report_global_batch"]
 logger = logging.getLogger(__name__)
 
 
-def derive_accumulation(trainer: TrainerView, run: Run) -> int:
+def derive_accumulation(trainer: TrainerView, run: FitRun) -> int:
     """Return the micro-batches per step that make `global_batch_size`, for the loader that was just opened.
 
     On every rank: it communicates, once for each time that loaders are opened.
@@ -47,12 +47,12 @@ def plan_accumulation(wanted: int, micro: int | None, data_size: int) -> int | N
     return wanted // unit if unit and not wanted % unit else None
 
 
-def report_global_batch(trainer: TrainerView, run: Run) -> None:
+def report_global_batch(trainer: TrainerView, run: FitRun) -> None:
     """Tell once per fit, on rank zero, how many samples a step takes: below the model's summary, else in the log."""
-    if not trainer.tells_runs:
+    if not trainer.is_global_zero or trainer.barebones:
         return
     micro = micro_batch_size(run.loaders.train)
-    accumulate = trainer.accumulation_for_epoch(trainer.progress.epochs)
+    accumulate = trainer.fit_loop.accumulation_for_epoch(trainer.progress.epochs)
     line = describe_global_batch(micro, accumulate, run.fabric.strategy.topology.data_size)
     if trainer.accumulation_scheduler is not None:
         line += f" in epoch {trainer.progress.epochs}"

@@ -21,7 +21,7 @@ from ...tracebacks import show_trimmed
 from ..checkpointing import snapshot
 from ..module import Module
 from . import assemble
-from .begin import check_layers, unwrapped
+from .checks import builders, check_layers, unwrapped
 
 if TYPE_CHECKING:
     from ...data.module import DataModule
@@ -54,7 +54,7 @@ def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: An
     result: StateDict = trainer.fabric.launcher.launch(_run_in_child, trainer, verb, module, arguments)
     if module is not None:
         _put_back_callbacks(trainer, unwrapped(module), result)
-        trainer.take_back(unwrapped(module), result)
+        _put_back_trainer(trainer, unwrapped(module), result)
         if verb == "fit":
             _put_back_module(trainer, unwrapped(module), result, arguments.get("datamodule"))
         for callback in trainer.callbacks:
@@ -136,6 +136,32 @@ def _put_back_callbacks(trainer: Trainer, module: nn.Module, result: StateDict) 
     trainer.callbacks = assemble.merge_callbacks(trainer.callbacks, module.configure_callbacks())  # type: ignore[operator]
 
 
+def _put_back_trainer(trainer: Trainer, module: nn.Module, result: StateDict) -> None:
+    """Let the Trainer be as if it had run the verb itself."""
+    checkpoint = result.get("checkpoint")
+    if checkpoint is not None:
+        trainer.progress.load_state_dict(result["progress"])
+        trainer._lw_stream_state = result["stream"]
+        trainer.training_rng.note_left(result["rng_of_ranks"])
+        trainer._lw_timeline = result["timeline"]
+        trainer._lw_spawned_checkpoint = checkpoint
+    trainer._lw_spawned_module = module
+    trainer.state.fn, trainer.state.status = result["state"]
+    metrics, output = trainer._lw_metrics, trainer._lw_output
+    metrics.take_results(result["metrics"], result["metric_steps"])
+    metrics.progress_bar.update(result["progress_bar"])
+    output.latest.update(result["logged"])
+    trainer.should_stop = result["should_stop"]
+    output.join_versions(result["versions"])
+    snapshot.put_back_loggers(output, result["loggers"])
+    for callback in trainer.callbacks:
+        if trainer.state.fn == "fit":
+            vars(callback)["_adopted_by"] = trainer._lw_identity
+        state = result["callbacks"].get(callback.state_key)
+        if state:
+            callback.load_state_dict(state)
+
+
 def _put_back_module(trainer: Trainer, module: nn.Module, result: StateDict, datamodule: DataModule | None) -> None:
     """Let the module be as it is on rank 0: weights, buffers, what is trained, and hyperparameters that are plain.
 
@@ -177,11 +203,10 @@ def _put_back_module(trainer: Trainer, module: nn.Module, result: StateDict, dat
 
 
 def _build(trainer: Trainer, module: nn.Module) -> None:
-    builders = [name for name in ("configure_sharded_model", "configure_model") if assemble.has_override(module, name)]
     _attach(trainer, module)
     # What is drawn here is replaced: this process draws later what it would have drawn without it.
     with torch.random.fork_rng(devices=[]), trainer.fabric.precision.module_init_context():
-        for name in builders:
+        for name in builders(module):
             getattr(module, name)()
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ...data.stream import BatchStream
     from ...protocols import Batch
     from ..lifecycle import Lifecycle
-    from ..run import Run, StepPlan
+    from ..run import FitRun, StepPlan
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -143,7 +143,7 @@ class Timeline:
 
     # --- called by the fit loop and the trainer ----------------------------------------------------------------------
 
-    def begin(self, run: Run, *, rest: str = "loop") -> None:
+    def begin(self, run: FitRun, *, rest: str = "loop") -> None:
         """Begin to measure a fit, and forget the one before.
 
         Args:
@@ -162,7 +162,7 @@ class Timeline:
         self.due = run.progress.total_batches
         self._began_ns = self._since = self._clock()
 
-    def end(self, run: Run | None) -> None:
+    def end(self, run: FitRun | None) -> None:
         """End the fit, also after an error; what was measured stays."""
         if self._is_over:
             return
@@ -191,10 +191,8 @@ class Timeline:
         """Note that the phase that began last ends."""
         self._turn_to(self._outer.pop())
 
-    def open(self, run: Run) -> None:
+    def open(self, run: FitRun) -> None:
         """Measure the step that follows: swap in the functions that note the time."""
-        assert run.plan is not None
-        assert run.stream is not None
         self._turn_to()
         number = self._windows_opened
         self._windows_opened += 1
@@ -218,7 +216,7 @@ class Timeline:
             self._counter = OperationCounter(run.device, lambda: self._phase)
             self._counter.start()
 
-    def close(self, run: Run) -> None:
+    def close(self, run: FitRun) -> None:
         """End the measured step, and keep what it took."""
         self._turn_to()
         spent, phases, total = self._spent, {}, 0
@@ -253,7 +251,7 @@ class Timeline:
         if self.follower is not None:
             self.follower(record)
 
-    def drop(self, run: Run) -> None:
+    def drop(self, run: FitRun) -> None:
         """End the measured step without keeping it: the epoch was over, or the step failed."""
         self._turn_to()
         for phase in STEP_PHASES:
@@ -314,7 +312,7 @@ class Timeline:
         for phase, taken in record.phases.items():
             self._sums[phase] += taken
 
-    def _plan_next(self, run: Run) -> None:
+    def _plan_next(self, run: FitRun) -> None:
         now = run.progress.total_batches
         if self._windows_opened <= (self.in_a_row or _IN_A_ROW):
             self.due = now
@@ -383,7 +381,7 @@ class Timeline:
         for owner, name in self._communication:
             vars(owner)[name] = self.timed("communication", getattr(owner, name))
 
-    def _swap_out(self, run: Run) -> None:
+    def _swap_out(self, run: FitRun) -> None:
         self.is_open = False
         self._marks = None
         self._phase = "steps"

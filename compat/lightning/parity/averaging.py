@@ -15,6 +15,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn
 from ....callbacks.averaging import stochastic_weight_averaging, weight_averaging
 from ....protocols import AnyBatch, AnyOutput, StateDict
 from ....trainer.loop.schedule import LRSchedulerConfig
+from ....trainer.run import FitRun
 from ....trainer.trainer import Trainer
 
 __all__ = ["EMAWeightAveraging", "StochasticWeightAveraging", "WeightAveraging"]
@@ -268,8 +269,7 @@ class StochasticWeightAveraging(stochastic_weight_averaging.StochasticWeightAver
             self._lw_momenta[norm], norm.momentum = norm.momentum, None
             norm.num_batches_tracked *= 0
         run = trainer.present_run()
-        assert run is not None
-        assert run.plan is not None
+        assert isinstance(run, FitRun)
         self._lw_accumulation = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = int(trainer.num_training_batches) + 1
         # Another plan: of one that is changed, the timeline would still run its own copy.

@@ -16,7 +16,7 @@ from ....protocols import Batch, StepOutput
 from ....trainer.loop.fit_loop import FitLoop
 from ....trainer.loop.loss import Loss, read_loss
 from ....trainer.loop.step import count_window, detached_mean, drop_window, outputs_of
-from ....trainer.run import Run
+from ....trainer.run import FitRun
 from ....trainer.trainer import Trainer
 from ..patch import patch
 
@@ -29,9 +29,8 @@ def step_with_closures(trainer: Trainer) -> None:
     patch(loop, "_choose_step", partial(_choose_step, loop))
 
 
-def _choose_step(loop: FitLoop, run: Run) -> Callable[[Run, int], bool]:
+def _choose_step(loop: FitLoop, run: FitRun) -> Callable[[FitRun, int], bool]:
     chosen, plan = FitLoop._choose_step(loop, run), run.plan
-    assert plan is not None
     is_one_step = run.is_automatic and plan.optimizer is not None and plan.run_window is None
     if not is_one_step or run.fabric.precision.has_scaler or run.skips_bad_steps:
         return chosen
@@ -40,11 +39,9 @@ def _choose_step(loop: FitLoop, run: Run) -> Callable[[Run, int], bool]:
     return train_window_with_closure
 
 
-def train_window_with_closure(run: Run, size: int) -> bool:
+def train_window_with_closure(run: FitRun, size: int) -> bool:
     """Train on the next window; arguments and result as `train_window`."""
     plan, stream, life, metrics, progress = run.plan, run.stream, run.lifecycle, run.metrics, run.progress
-    assert plan is not None
-    assert stream is not None
     assert metrics.sizes is not None
     plan.begin_window(size)
     metrics.window += 1
@@ -98,7 +95,7 @@ class _Evaluation:
         seen: Its loss as a value, detached; None without one.
     """
 
-    def __init__(self, run: Run, batch: Batch, index: int, *, is_first: bool, is_last: bool) -> None:
+    def __init__(self, run: FitRun, batch: Batch, index: int, *, is_first: bool, is_last: bool) -> None:
         self._run, self._batch, self._index = run, batch, index
         self._is_first, self._is_last = is_first, is_last
         self.output: StepOutput = None
@@ -108,7 +105,6 @@ class _Evaluation:
     def __call__(self) -> Tensor | None:
         """Return the loss of the micro-batch, divided as its gradient is."""
         run, plan, life, metrics = self._run, self._run.plan, self._run.lifecycle, self._run.metrics
-        assert plan is not None
         window, backward = run.window_loss, plan.backward
         output: Any = None
         zero: Tensor | None = None
@@ -147,10 +143,9 @@ class _Evaluation:
         return None if share is None else share.detach()
 
 
-def _take_step(run: Run, optimizer: Optimizer, closure: Callable[[], object] | None) -> bool:
+def _take_step(run: FitRun, optimizer: Optimizer, closure: Callable[[], object] | None) -> bool:
     """Step an optimizer with a closure after which gradients are scaled and clipped."""
     plan = run.plan
-    assert plan is not None
 
     def evaluate() -> object:
         loss = None if closure is None else closure()

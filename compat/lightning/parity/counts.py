@@ -13,7 +13,8 @@ from ....protocols import StateDict
 from ....trainer.loop.fit_loop import FitLoop
 from ....trainer.loop.optimizers import ManagedOptimizer
 from ....trainer.loop.step import count_own_step
-from ....trainer.run import Run
+from ....trainer.run import FitRun
+from ....trainer.session.fit import FitSession
 from ....trainer.state import Progress
 from ....trainer.trainer import Trainer
 from ..patch import patch
@@ -62,10 +63,10 @@ def count_optimizers(trainer: Trainer) -> None:
     patch(trainer, "progress", OptimizerProgress(**counts))
 
 
-def count_own_steps(run: Run) -> None:
+def count_own_steps(run: FitRun) -> None:
     """Let each batch of manual optimization count as a step of logs, and each optimizer's step as one of limits."""
     progress, plan, loop = run.progress, run.plan, run.trainer.fit_loop
-    if not isinstance(progress, OptimizerProgress) or plan is None or plan.finish_window is not count_own_step:
+    if not isinstance(progress, OptimizerProgress) or plan.finish_window is not count_own_step:
         return
     before = progress.steps if progress.optimizer_steps is None else progress.global_step
     progress.optimizer_steps, progress.managed = before, run.managed
@@ -74,7 +75,7 @@ def count_own_steps(run: Run) -> None:
         one.__dict__.pop("_uncounted", None)
     patch(loop, "plan_counts_steps", True)
 
-    def finish(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
+    def finish(run: FitRun, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
         progress.steps += 1
         loop.is_used_up = loop.is_used_up or progress.global_step >= loop.max_steps != -1
         return True
@@ -93,15 +94,14 @@ def count_cut_epochs(trainer: Trainer) -> None:
         patch(loop, name, partial(function, loop))
 
 
-def _close_epoch(loop: FitLoop, run: Run, *, is_over: bool, is_stuck: bool) -> None:
+def _close_epoch(loop: FitLoop, run: FitRun, *, is_over: bool, is_stuck: bool) -> None:
     FitLoop._close_epoch(loop, run, is_over=is_over, is_stuck=is_stuck)
     if not is_over:
-        assert run.stream is not None
         run.progress.end_epoch()
         run.stream.close()
 
 
-def _validation_is_due(loop: FitLoop, run: Run, *, is_epoch_over: bool) -> bool:
+def _validation_is_due(loop: FitLoop, run: FitRun, *, is_epoch_over: bool) -> bool:
     if run.progress.epoch_left:  # by a -1 of on_train_batch_start
         return False
     if FitLoop._validation_is_due(loop, run, is_epoch_over=is_epoch_over):
@@ -117,13 +117,13 @@ def _validation_is_due(loop: FitLoop, run: Run, *, is_epoch_over: bool) -> bool:
     return is_epoch_to_validate and loop.stops_here
 
 
-def _when_to_look(loop: FitLoop, run: Run) -> int:
+def _when_to_look(loop: FitLoop, run: FitRun) -> int:
     return 0
 
 
-def keep_callbacks(trainer: Trainer) -> None:
+def keep_callbacks(session: FitSession) -> None:
     """Let callbacks that another Trainer has trained with continue with what they know of that run."""
-    patch(trainer, "_lw_adopt_callbacks", _adopt_as_they_are)
+    patch(session, "adopt_callbacks", _adopt_as_they_are)
 
 
 def _adopt_as_they_are() -> None:
@@ -143,16 +143,15 @@ def estimate_steps(trainer: Trainer) -> int | float | None:
     None outside of fit.
     """
     run, loop = trainer.present_run(), trainer.fit_loop
-    if run is None:
+    if not isinstance(run, FitRun):
         return None
     if loop.epoch_limit == -1:
         return math.inf if loop.max_steps == -1 else loop.max_steps
-    trainer.open_training(run)
-    assert run.stream is not None
+    run.session.open_data()
     if math.isinf(run.stream.num_batches):
         return loop.max_steps
     scheduler, accumulate = trainer.accumulation_scheduler, trainer.accumulate_grad_batches
-    if scheduler is not None and run.plan is not None:
+    if scheduler is not None and run.is_bound:
         accumulate = scheduler.get_accumulate_grad_batches(trainer.current_epoch)
     steps = math.ceil(run.stream.num_batches / accumulate) * max(loop.epoch_limit, 1)
     return steps if loop.max_steps == -1 else min(steps, loop.max_steps)

@@ -13,6 +13,7 @@ from ....protocols import Batch
 from ....trainer.loop.eval_loader import EvalLoader, ReadOnce
 from ....trainer.loop.eval_loop import EvalLoop
 from ....trainer.run import Run
+from ....trainer.session.session import Session
 from ....trainer.trainer import Trainer
 from ..patch import patch
 from .reading import try_to_iterate
@@ -38,8 +39,12 @@ class BegunLoader(EvalLoader):
 
 def begin_before_hooks(trainer: Trainer) -> None:
     """Let each evaluation begin to iterate before its hooks: what the first loader draws then, it draws before them."""
-    patch(trainer, "_lw_eval_loop", partial(_loop_that_begins, trainer._lw_eval_loop))
     trainer.parts.loaders.opened = _try
+
+
+def begin_in_loops(session: Session) -> None:
+    """Let the loops of a verb continue where `begin_before_hooks` has begun."""
+    patch(session, "evaluation_loop", partial(_loop_that_begins, session.evaluation_loop))
 
 
 def _try(data: EvalLoader) -> None:
@@ -48,8 +53,8 @@ def _try(data: EvalLoader) -> None:
             try_to_iterate(loader)
 
 
-def _loop_that_begins(make: Callable[..., EvalLoop], run: Run, stage: str, data: EvalLoader) -> EvalLoop:
-    loop = make(run, stage, data)
+def _loop_that_begins(make: Callable[..., EvalLoop], stage: str, data: EvalLoader) -> EvalLoop:
+    loop = make(stage, data)
     loop.begin = _begin
     return loop
 

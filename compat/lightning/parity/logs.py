@@ -18,6 +18,7 @@ from ....trainer.loop.eval_loop import EvalLoop
 from ....trainer.metrics.accumulators import with_suffix
 from ....trainer.metrics.current_values import CurrentValues
 from ....trainer.run import Run
+from ....trainer.session.session import Session
 from ....trainer.trainer import Trainer
 from ..patch import patch
 
@@ -115,16 +116,18 @@ def keep_step_values(run: Run) -> None:
     run.lifecycle.wrap("on_train_batch_end", at_batch_end)
 
 
-def log_each_evaluation_step(trainer: Trainer) -> None:
+def log_each_evaluation_step(session: Session) -> None:
     """Let each batch of an evaluation have a row of its step values; its step counts the batches of its loader."""
-    patch(trainer, "_lw_eval_loop", partial(_counting_loop, trainer._lw_eval_loop, {}))
+    patch(session, "evaluation_loop", partial(_counting_loop, session, session.evaluation_loop, {}))
 
 
 _Seen = dict[str, tuple[EvalLoader, Counter[int]]]
 
 
-def _counting_loop(make: Callable[..., EvalLoop], seen: _Seen, run: Run, stage: str, data: EvalLoader) -> EvalLoop:
-    loop = make(run, stage, data)
+def _counting_loop(
+    session: Session, make: Callable[..., EvalLoop], seen: _Seen, stage: str, data: EvalLoader
+) -> EvalLoop:
+    loop = make(stage, data)
     if stage not in seen or seen[stage][0] is not data:  # loaders that are made again are counted again
         seen[stage] = (data, Counter())
     counts, present = seen[stage][1], [0]
@@ -132,7 +135,7 @@ def _counting_loop(make: Callable[..., EvalLoop], seen: _Seen, run: Run, stage: 
 
     def transfer_noting(batch: AnyBatch, dataloader_idx: int) -> AnyBatch:
         present[0] = dataloader_idx
-        if not run.trainer.sanity_checking:
+        if session.state.stage != "sanity_check":
             counts[dataloader_idx] += 1
         return transfer(batch, dataloader_idx)
 

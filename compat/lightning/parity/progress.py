@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ....protocols import Batch, StateDict
 from ....trainer.hooks import Hook
-from ....trainer.run import Run
+from ....trainer.run import FitRun
 from ....trainer.trainer import Trainer
 from ..loops import TrackedCounts, trainer_of
 from ..patch import patch
@@ -190,19 +190,18 @@ class LoopCounts:
             validated.is_last_batch = True
         self._loaded, self._restarts, self.leaves_validation_out = None, False, False
 
-    def begin_batch(self, run: Run) -> None:
+    def begin_batch(self, run: FitRun) -> None:
         """Count a batch that is there."""
-        assert run.stream is not None
         self.batch.is_last_batch = not run.stream.has_next()
         self.batch.add("ready")
 
-    def start_batch(self, run: Run) -> None:
+    def start_batch(self, run: FitRun) -> None:
         """Count a batch that is trained on, and the step that it ends in."""
         trainer, ready = self._trainer, self.batch.current.ready
         self.batch.add("started")
         self._is_in_batch = True
         is_last = self.batch.is_last_batch or ready == trainer.num_training_batches
-        is_whole = ready % trainer.accumulation_for_epoch(trainer.current_epoch) == 0
+        is_whole = ready % trainer.fit_loop.accumulation_for_epoch(trainer.current_epoch) == 0
         self._steps_at_end = run.is_automatic and (is_whole or is_last)
         if self._steps_at_end:
             self.step.add("ready")
@@ -230,17 +229,17 @@ def begin_counts(trainer: Trainer) -> None:
 
 
 def _run_unless_over(
-    counts: LoopCounts, train: Callable[..., None], run: Run, restore: Callable[[], None] | None
+    counts: LoopCounts, train: Callable[..., None], run: FitRun, restore: Callable[[], None] | None
 ) -> None:
     if not counts.is_fit_over:
         train(run, restore)
 
 
-def count_zero_grad(run: Run) -> None:
+def count_zero_grad(run: FitRun) -> None:
     """Count the gradients that are zeroed."""
     counts: LoopCounts = trainer_of(run).loop_counts
     plan = run.plan
-    if plan is None or not run.is_automatic:
+    if not run.is_automatic:
         return
     zero, count = plan.zero_grad, counts.zero_grad
 
@@ -255,7 +254,7 @@ def count_zero_grad(run: Run) -> None:
     plan.zero_grad = zero_grad
 
 
-def follow_hooks(run: Run) -> None:
+def follow_hooks(run: FitRun) -> None:
     """Count what happens around the hooks of a run."""
     counts: LoopCounts = trainer_of(run).loop_counts
     lifecycle, own, of_callbacks = run.lifecycle, run.lifecycle.own, run.lifecycle.of_callbacks
@@ -314,7 +313,7 @@ def _around_fit_start(counts: LoopCounts, fire: Hook) -> None:
     counts.load()
 
 
-def _around_training(run: Run, counts: LoopCounts, fire: Hook) -> None:
+def _around_training(run: FitRun, counts: LoopCounts, fire: Hook) -> None:
     counts.begin_fit()
     fire()
     if (run.progress.epoch_open or run.progress.epoch_announced) and not run.trainer.fit_loop.is_done:
@@ -329,7 +328,7 @@ def _around_epoch_start(counts: LoopCounts, fire: Hook) -> None:
     counts.begin_batches()
 
 
-def _around_batch_start(run: Run, counts: LoopCounts, fire: Hook, batch: Batch, index: int) -> object:
+def _around_batch_start(run: FitRun, counts: LoopCounts, fire: Hook, batch: Batch, index: int) -> object:
     counts.begin_batch(run)
     result = fire(batch, index)
     if result == -1:
@@ -345,7 +344,7 @@ def _around_zero_grad(counts: LoopCounts, fire: Hook, optimizer: Optimizer) -> N
     counts.zero_grad.add("started")
 
 
-def _around_own_step(run: Run, counts: LoopCounts, fire: Hook, optimizer: Optimizer) -> None:
+def _around_own_step(run: FitRun, counts: LoopCounts, fire: Hook, optimizer: Optimizer) -> None:
     if run.is_automatic:
         fire(optimizer)
         return
@@ -384,7 +383,7 @@ def _count_from_zero(count: Count, fire: Hook) -> Hook:
     return begin
 
 
-def _count_batch(run: Run, stage: str, count: Count, moments: tuple[str, str], fire: Hook) -> Hook:
+def _count_batch(run: FitRun, stage: str, count: Count, moments: tuple[str, str], fire: Hook) -> Hook:
     def counted(*arguments: object) -> object:
         if moments[0] == "ready":
             trainer = trainer_of(run)

@@ -24,8 +24,8 @@ from ....data.tree import map_loaders
 from ....fabric import Fabric, reset_seed
 from ....protocols import Loaders
 from ....strategies import ParallelStrategy, Strategy
-from ....trainer.loop.eval_loader import EvalLoader
 from ....trainer.run import Run
+from ....trainer.session.evaluation import EvaluationSession
 from ....trainer.trainer import Trainer
 from ..loops import trainer_of
 from ..patch import patch
@@ -87,7 +87,9 @@ def insert_samplers(run: Run) -> None:
     """Give loaders without a sampler for ranks a `DistributedSampler`; each rank predicts for itself."""
     if not run.has_ranks or not trainer_of(run).use_distributed_sampler:
         return
-    patch(run.trainer, "order_predictions", _own_predictions)
+    session = trainer_of(run)._lw_session
+    if isinstance(session, EvaluationSession):
+        patch(session, "in_order", _own_predictions)
     run.loaders.prepare = partial(_with_samplers, run)
 
 
@@ -98,7 +100,7 @@ def _with_samplers(run: Run, stage: str, loaders: Loaders) -> Loaders:
     return map_loaders(lambda one: _distributed(run, one, stage), loaders)
 
 
-def _own_predictions(outputs: list[list[Any]], data: EvalLoader) -> list[list[Any]]:  # Any: of any module
+def _own_predictions(outputs: list[list[Any]]) -> list[list[Any]]:  # Any: of any module
     """Leave each rank the predictions that it has made."""
     return outputs
 

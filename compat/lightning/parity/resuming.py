@@ -11,10 +11,9 @@ from ....checkpoint.content import Content
 from ....protocols import StateDict
 from ....trainer.hooks import Hook
 from ....trainer.loop.fit_loop import FitLoop
-from ....trainer.run import Run
-from ....trainer.session import begin
-from ....trainer.trainer import Trainer
-from ..loops import trainer_of
+from ....trainer.run import FitRun
+from ....trainer.session.fit import FitSession
+from ..loops import fit_session_of
 from ..patch import patch
 
 __all__ = [
@@ -26,49 +25,46 @@ __all__ = [
 ]
 
 
-def start_before_restoring(trainer: Trainer) -> None:
+def start_before_restoring(session: FitSession) -> None:
     """Let `on_fit_start` come before counts and states of optimizers are read from a checkpoint."""
-    patch(trainer, "restore_and_start", partial(_start_and_restore, trainer))
+    patch(session, "restore_and_start", partial(_start_and_restore, session))
 
 
 def _start_and_restore(
-    trainer: Trainer, run: Run, content: Content | None, path: str | None, before: StateDict | None
+    session: FitSession, content: Content | None, path: str | None, before: StateDict | None
 ) -> Callable[[], None] | None:
-    trainer.state.stage = "train"
-    run.lifecycle.on_fit_start()
-    trainer.write_hyperparameters()
-    restore = begin.restore_training(run, content, path, before)
-    trainer.fit_loop.is_used_up = trainer.has_used_up_data(run)
-    return restore
+    session.state.stage = "train"
+    session.run.lifecycle.on_fit_start()
+    session.write_hyperparameters()
+    return session.restore_training(content, path, before)
 
 
-def leave_frozen_as_it_is(trainer: Trainer) -> None:
+def leave_frozen_as_it_is(session: FitSession) -> None:
     """Let the program say which parameters require gradients and which modules evaluate, not the checkpoint."""
-    patch(trainer, "restore_and_start", partial(_restore_without_frozen, trainer.restore_and_start))
+    patch(session, "restore_and_start", partial(_restore_without_frozen, session.restore_and_start))
 
 
 def _restore_without_frozen(
     restore: Callable[..., Callable[[], None] | None],
-    run: Run,
     content: Content | None,
     path: str | None,
     before: StateDict | None,
 ) -> Callable[[], None] | None:
     if content is not None:
         content.states.pop("frozen", None)
-    return restore(run, content, path, before)
+    return restore(content, path, before)
 
 
-def begin_new_logs(trainer: Trainer) -> None:
+def begin_new_logs(session: FitSession) -> None:
     """Let loggers of a resumed fit write as those of any fit: where their arguments say, after the rows there are."""
-    patch(trainer, "continue_logs", _continue_nothing)
+    patch(session, "continue_logs", _continue_nothing)
 
 
 def _continue_nothing(states: StateDict) -> None:
     """Leave loggers as they are."""
 
 
-def begin_with_saved_epoch(run: Run) -> None:
+def begin_with_saved_epoch(run: FitRun) -> None:
     """Let a resumed fit see the epoch at whose end the checkpoint was taken, until training begins."""
     lifecycle, progress = run.lifecycle, run.progress
     saved: list[int] = []
@@ -94,7 +90,7 @@ def begin_with_saved_epoch(run: Run) -> None:
         finally:
             progress.epochs = now
 
-    trainer = trainer_of(run)
+    session = fit_session_of(run)
     until: list[ExitStack] = []
 
     def at_sanity_check(fire: Hook) -> Hook:
@@ -112,16 +108,16 @@ def begin_with_saved_epoch(run: Run) -> None:
 
         return on_sanity_check_end
 
-    def open_training(run: Run) -> None:
-        del trainer.open_training
+    def open_data() -> None:
+        del session.open_data
         with at_saved_epoch():
-            trainer.open_training(run)
+            session.open_data()
 
     def at_fit_start(fire: Hook) -> Hook:
         def on_fit_start() -> None:
             fire()
             if saved:
-                patch(trainer, "open_training", open_training)
+                patch(session, "open_data", open_data)
 
         return on_fit_start
 
@@ -131,7 +127,7 @@ def begin_with_saved_epoch(run: Run) -> None:
     lifecycle.wrap("on_sanity_check_end", after_sanity_check)
 
 
-def leave_events_unfinished(run: Run) -> None:
+def leave_events_unfinished(run: FitRun) -> None:
     """Let a resumed run continue after the event in which its checkpoint was taken.
 
     A validation that was to follow is left out; only its first loader is iterated. After an epoch's last batch, the end
@@ -156,7 +152,7 @@ def leave_events_unfinished(run: Run) -> None:
         progress.epoch_announced = True
 
 
-def _and_begin_to_validate(run: Run, fire: Hook) -> Hook:
+def _and_begin_to_validate(run: FitRun, fire: Hook) -> Hook:
     def on_train_start() -> None:
         fire()
         data = run.loaders.open_validation()

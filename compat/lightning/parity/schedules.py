@@ -9,25 +9,24 @@ from ....errors import ModuleError, nearest
 from ....protocols import AnyBatch
 from ....trainer.hooks import Hook
 from ....trainer.loop.schedule import LRSchedulerConfig, step_scheduler
-from ....trainer.run import Run
+from ....trainer.run import FitRun
 
 __all__ = ["count_batches", "save_before_plateaus"]
 
 
-def count_batches(run: Run) -> None:
+def count_batches(run: FitRun) -> None:
     """Let schedules that count steps count the batches of the epoch, and be stepped where a window ends.
 
     Plateau schedules among them follow at the next batch, or at the epoch's end: after a validation that is due.
     """
     plan = run.plan
-    if plan is None or not run.schedulers or not run.is_automatic:
+    if not run.schedulers or not run.is_automatic:
         return
     begin_window = plan.begin_window
     waiting: list[int] = []
 
-    def step_schedules(run: Run) -> None:
+    def step_schedules(run: FitRun) -> None:
         number, stream = run.progress.batches_in_epoch, run.stream
-        assert stream is not None
         own = run.lifecycle.own("lr_scheduler_step")
         for interval, count in (("step", number), ("epoch", run.progress.epochs + 1)):
             if interval == "step" or not stream.has_next():
@@ -72,13 +71,13 @@ def count_batches(run: Run) -> None:
         run.lifecycle.wrap("on_train_epoch_end", before)
 
 
-def save_before_plateaus(run: Run) -> None:
+def save_before_plateaus(run: FitRun) -> None:
     """Let plateau schedules be stepped after the epoch's checkpoints, at each epoch with the value that there is."""
     plan = run.plan
-    if plan is None or not run.is_automatic:
+    if not run.is_automatic:
         return
 
-    def step_plateaus(run: Run, epochs: int) -> None:
+    def step_plateaus(run: FitRun, epochs: int) -> None:
         for config in run.schedulers:
             if config.reduce_on_plateau and config.is_due("epoch", epochs):
                 run.after_epoch.append(partial(step_plateau, run, config))
@@ -86,7 +85,7 @@ def save_before_plateaus(run: Run) -> None:
     plan.step_plateaus = step_plateaus
 
 
-def step_plateau(run: Run, config: LRSchedulerConfig) -> None:
+def step_plateau(run: FitRun, config: LRSchedulerConfig) -> None:
     """Step a plateau schedule with the latest value of its metric, whether it has had it before or not.
 
     Raises:

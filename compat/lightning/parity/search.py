@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ....data.rng import capture_rng, restore_rng
+from ....trainer.session.fit import FitSession
 from ....trainer.trainer import Trainer
 from ....tuner.batch_size import Search, Trials
 from ....tuner.lr_curve import SMOOTHING, LearningRateCurve
@@ -18,7 +19,6 @@ from .reading import fetch_batches
 
 if TYPE_CHECKING:
     from ....protocols import StateDict as RngState
-    from ....trainer.run import Run
 
 __all__ = ["SearchCurve", "choose_batch_sizes", "train_in_trials", "try_sizes"]
 
@@ -143,12 +143,15 @@ def _open_as_after(trainer: Trainer, drawn: RngState) -> None:
         drawn: The generators after the trial.
     """
 
-    def open_training(run: Run) -> None:
-        delattr(trainer, "open_training")
-        if run.stream is None:
+    session = trainer._lw_session
+    assert isinstance(session, FitSession)
+
+    def open_data() -> None:
+        delattr(session, "open_data")
+        if session.run.opened is None:
             now = capture_rng()
             restore_rng(drawn)
-            trainer.open_training(run)
+            session.open_data()
             restore_rng(now)
 
-    patch(trainer, "open_training", open_training)
+    patch(session, "open_data", open_data)

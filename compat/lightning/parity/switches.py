@@ -25,12 +25,13 @@ class Switch(NamedTuple):
         loopwright: What Loopwright does, and a program without it.
         changes: Where it hooks in: the moment, a colon, and a function of this package as `file.function`. Moments are
             "arguments" (those of a Trainer or Fabric, before it is made), "trainer" (its first verb begins in this
-            process), "hooks" (a verb's hooks are in order), "run" (its run is made), "step" (the functions of fit's
-            step are bound), "before" (what the Trainer's last fit left is taken), "evaluation" (that of another verb
-            begins), "around" (a context manager around each verb), "bar" (the bar's metrics are read), "estimate" (so
-            are estimated_stepping_batches), "search" (makes a search's curve), "tuning" (a Trainer was made, for its
-            searches), "fabric" (a Fabric was made), "sampler" (it gets a loader to distribute), "loader" (that loader
-            is prepared), and "method" (a method of a Fabric module is bound).
+            process), "session" (a verb's session is made), "fit" (that of a fit), "hooks" (a verb's hooks are in
+            order), "run" (its run is made), "step" (the functions of fit's step are bound), "before" (what the
+            Trainer's last fit left is taken), "evaluation" (that of another verb begins), "around" (a context manager
+            around each verb), "bar" (the bar's metrics are read), "estimate" (so are estimated_stepping_batches),
+            "search" (makes a search's curve), "tuning" (a Trainer was made, for its searches), "fabric" (a Fabric was
+            made), "sampler" (it gets a loader to distribute), "loader" (that loader is prepared), and "method" (a
+            method of a Fabric module is bound).
         names: Names of Lightning that mean another class: `Name=file.Class`.
     """
 
@@ -55,7 +56,12 @@ SWITCHES = (
         "generators of training. A run that is resumed in mid-epoch begins the loader again.",
         "A loader's own generator is drawn from as in a plain loop, iterable data and workers have random numbers of "
         "their own, and a run that is resumed continues with the next batch.",
-        ("trainer:reading.fetch_batches", "trainer:evaluations.begin_before_hooks", "loader:workers.read_as_it_is"),
+        (
+            "trainer:reading.fetch_batches",
+            "trainer:evaluations.begin_before_hooks",
+            "session:evaluations.begin_in_loops",
+            "loader:workers.read_as_it_is",
+        ),
     ),
     Switch(
         "means",
@@ -139,19 +145,19 @@ SWITCHES = (
         "fit_start",
         "In on_fit_start of a resumed fit, counts and states of optimizers are those before the checkpoint is read.",
         "They are those of the checkpoint.",
-        ("trainer:resuming.start_before_restoring",),
+        ("fit:resuming.start_before_restoring",),
     ),
     Switch(
         "frozen_parameters",
         "A resumed fit trains the parameters that the program has not frozen, in the modes that it has set.",
         "Which parameters are frozen and which modules are in eval mode is as in the checkpoint.",
-        ("trainer:resuming.leave_frozen_as_it_is",),
+        ("fit:resuming.leave_frozen_as_it_is",),
     ),
     Switch(
         "resumed_logs",
         "A resumed fit has a new version of its logs, and files beside them. Rows that are there stay.",
         "It continues in the logs of the run, without the rows after the checkpoint.",
-        ("trainer:resuming.begin_new_logs",),
+        ("fit:resuming.begin_new_logs",),
     ),
     Switch(
         "resumed_events",
@@ -254,7 +260,7 @@ SWITCHES = (
         "evaluation_steps",
         "Values of evaluation steps are logged at each batch; their step counts the batches of each loader.",
         "They are logged at log intervals; their step counts all batches.",
-        ("trainer:logs.log_each_evaluation_step",),
+        ("session:logs.log_each_evaluation_step",),
     ),
     Switch(
         "equal_scores",
@@ -317,7 +323,7 @@ SWITCHES = (
         "kept_callbacks",
         "A callback that is passed to another Trainer continues with its counters, scores and files.",
         "It begins again.",
-        ("trainer:counts.keep_callbacks", "run:checkpoints.keep_written_steps"),
+        ("fit:counts.keep_callbacks", "run:checkpoints.keep_written_steps"),
     ),
     Switch(
         "due_checkpoints",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....trainer.loop.loss import RanksWindowLoss, WindowLoss
 from ....trainer.loop.step import finish_window
-from ....trainer.run import Run
+from ....trainer.run import FitRun, Run
 
 __all__ = [
     "FullRanksWindowLoss",
@@ -82,15 +82,15 @@ def divide_short_windows(run: Run) -> None:
         run.window_loss = FullRanksWindowLoss(run)
 
 
-def step_without_loss(run: Run) -> None:
+def step_without_loss(run: FitRun) -> None:
     """Let the optimizer step after a window in which every training_step returned None."""
     plan = run.plan
     _change_outputs(run, lambda outputs: {} if outputs is None else outputs)
-    if plan is None or plan.finish_window is not finish_window or plan.optimizer is None:
+    if plan.finish_window is not finish_window or plan.optimizer is None:
         return
     optimizer = plan.optimizer
 
-    def finish(run: Run, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
+    def finish(run: FitRun, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
         if is_plain or not is_finite or not run.window_loss.is_empty:
             return finish_window(run, loss, is_plain=is_plain, is_finite=is_finite)
         run.lifecycle.on_before_optimizer_step(optimizer)
@@ -104,7 +104,7 @@ def step_without_loss(run: Run) -> None:
     plan.finish_window = finish
 
 
-def divide_outputs(run: Run) -> None:
+def divide_outputs(run: FitRun) -> None:
     """Let hooks at the end of a batch get the loss divided by the size of a full window."""
     if not run.is_automatic:
         return
@@ -119,9 +119,9 @@ def divide_outputs(run: Run) -> None:
     _change_outputs(run, divided)
 
 
-def _change_outputs(run: Run, change: Callable[[Any], Any]) -> None:  # Any: what `outputs_of` returns
+def _change_outputs(run: FitRun, change: Callable[[Any], Any]) -> None:  # Any: what `outputs_of` returns
     """Let listeners to the end of a training batch get other outputs."""
-    if run.plan is None or not run.plan.hears_batch_end:
+    if not run.plan.hears_batch_end:
         return
     run.lifecycle.wrap(
         "on_train_batch_end", lambda fire: lambda outputs, batch, index: fire(change(outputs), batch, index)

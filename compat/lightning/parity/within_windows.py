@@ -8,13 +8,16 @@ from functools import partial
 from typing import Any
 
 from ....trainer.hooks import Hook
-from ....trainer.run import Run
+from ....trainer.run import FitRun
 from ....trainer.trainer import Trainer
-from ..loops import trainer_of
+from ..loops import fit_session_of, trainer_of
 from ..patch import patch
 from .windows import window_size
 
 __all__ = ["WindowEnded", "act_within_windows", "end_windows_early"]
+
+
+_Step = Callable[[FitRun, int], bool]
 
 
 class WindowEnded(Exception):
@@ -35,13 +38,13 @@ def end_windows_early(trainer: Trainer) -> None:
     patch(loop, "_choose_step", partial(_choose_step, loop._choose_step))
 
 
-def _choose_step(choose: Callable[[Run], Callable[[Run, int], bool]], run: Run) -> Callable[[Run, int], bool]:
+def _choose_step(choose: Callable[[FitRun], _Step], run: FitRun) -> _Step:
     step = choose(run)
     if not run.is_automatic:
         return step
     full_size = window_size(run)
 
-    def train(run: Run, size: int) -> bool:
+    def train(run: FitRun, size: int) -> bool:
         full = full_size()
         try:
             return step(run, min(size, full - run.progress.batches_in_epoch % full))
@@ -53,13 +56,12 @@ def _choose_step(choose: Callable[[Run], Callable[[Run, int], bool]], run: Run) 
     return train
 
 
-def act_within_windows(run: Run) -> None:
+def act_within_windows(run: FitRun) -> None:
     """Let a validation that is due follow the micro-batch at which it is, and training stop and save there."""
     if not run.is_automatic:
         return
     run.lifecycle.wrap("on_train_batch_end", partial(_then_validate, run))
     plan, full_size = run.plan, window_size(run)
-    assert plan is not None
     zero_grad = plan.zero_grad
 
     def zero_at_first() -> None:
@@ -71,7 +73,7 @@ def act_within_windows(run: Run) -> None:
     patch(saving, "save", partial(_save, type(saving).save.__get__(saving)))
 
 
-def _then_validate(run: Run, fire: Hook) -> Hook:
+def _then_validate(run: FitRun, fire: Hook) -> Hook:
     trainer, loop = run.trainer, run.trainer.fit_loop
 
     def on_train_batch_end(outputs: Any, batch: Any, index: int) -> None:  # Any: of any user
@@ -92,39 +94,38 @@ def _then_validate(run: Run, fire: Hook) -> Hook:
     return on_train_batch_end
 
 
-def _validate(run: Run) -> None:
+def _validate(run: FitRun) -> None:
     """Validate with the gradients of the window kept; rows stand at the step that the window will make."""
     trainer, metrics = run.trainer, run.metrics
     log = trainer.log_metrics
     window = metrics.window
-    own: dict[str, Any] = {"free_gradients": _keep, "log_metrics": partial(_log_at_present_step, run, log)}
-    for name, function in own.items():
-        patch(trainer, name, function)
+    session = fit_session_of(run)
+    patch(session, "free_gradients", _keep)
+    patch(trainer, "log_metrics", partial(_log_at_present_step, run, log))
     try:
-        trainer.validate_in_fit(run)
+        session.validate()
     finally:
-        for name in own:
-            delattr(trainer, name)
+        del session.free_gradients, trainer.log_metrics
     metrics.window += 1  # what the window logs from now on is newer than the validation's values
     for accumulator in metrics.accumulators("train"):  # an evaluation counts windows, too
         if accumulator.window == window:
             accumulator.window = metrics.window
 
 
-def _keep(run: Run) -> None:
+def _keep() -> None:
     """Leave gradients as they are."""
 
 
 def _log_at_present_step(
-    run: Run, log: Callable[..., None], metrics: Mapping[str, float], step: int | None = None
+    run: FitRun, log: Callable[..., None], metrics: Mapping[str, float], step: int | None = None
 ) -> None:
     if step is None and "step" not in metrics:
         metrics, step = {**metrics, "epoch": run.progress.epochs}, run.progress.steps
     log(metrics, step)
 
 
-def _save(save: Callable[..., None], run: Run, *arguments: Any, **options: Any) -> None:  # Any: see `Saving.save`
-    if run.at_boundary or run.stream is None:
+def _save(save: Callable[..., None], run: FitRun, *arguments: Any, **options: Any) -> None:  # Any: see `Saving.save`
+    if run.at_boundary or run.opened is None:
         save(run, *arguments, **options)
         return
     with _counted(run):
@@ -132,7 +133,7 @@ def _save(save: Callable[..., None], run: Run, *arguments: Any, **options: Any) 
 
 
 @contextmanager
-def _counted(run: Run) -> Iterator[None]:
+def _counted(run: FitRun) -> Iterator[None]:
     """Count the micro-batches of the present window as done."""
     num_batches = run.batch_idx + 1 - run.progress.batches_in_epoch
     _advance(run, num_batches)
@@ -144,6 +145,6 @@ def _counted(run: Run) -> Iterator[None]:
         run.at_boundary = False
 
 
-def _advance(run: Run, num_batches: int) -> None:
+def _advance(run: FitRun, num_batches: int) -> None:
     run.progress.batches_in_epoch += num_batches
     run.progress.total_batches += num_batches

@@ -1,0 +1,184 @@
+"""The sessions of a Trainer for programs of Lightning: what its verbs do besides, and what parity changes in them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from torch import nn
+
+from ...protocols import StateDict
+from ...trainer.run import Run
+from ...trainer.session import evaluation, fit
+from .actions import MeasuredLifecycle
+from .errors import PossibleUserWarning
+from .iterating_steps import taking_batches
+from .loops import count_evaluations
+from .own_parts import call_strategy_hooks, set_strategy_up
+from .parity import switches
+
+if TYPE_CHECKING:
+    from ...trainer.session.session import Session
+    from .trainer import Trainer, _Metrics
+
+__all__ = ["EvaluationSession", "FitSession"]
+
+
+class FitSession(fit.FitSession):
+    """One fit of a program for Lightning."""
+
+    lifecycle_type = MeasuredLifecycle
+    trainer: Trainer
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:  # Any: those of the core's session
+        super().__init__(*arguments, **options)
+        self.around = ExitStack()
+        for moment in ("session", "fit"):
+            for change in switches.functions(moment):
+                change(self)
+
+    def __enter__(self) -> Self:
+        """Enter also what parity puts around a verb."""
+        self.around = _around(self)
+        with self.around:
+            super().__enter__()
+            self.around.push(super().__exit__)
+            self.around = self.around.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave all of it."""
+        self.around.__exit__(kind, error, trace)
+
+    def begin(self, model: nn.Module) -> None:
+        """Begin with the limits that Lightning shows, and without gradients."""
+        self.trainer._lw_has_fitted = True
+        loop = self.loop
+        loop.max_epochs = loop.epoch_limit
+        loop.min_epochs = int(loop.min_steps is not None) if loop.min_epochs is None else loop.min_epochs
+        self.attachment.enter_context(taking_batches(model))
+        super().begin(model)
+        _forget_gradients(self.run)
+
+    def make_run(self) -> Run:
+        """Return the run, whose accelerator is set up."""
+        return _complete(self, super().make_run())
+
+    def restore(self, before: StateDict | None) -> Callable[[], None] | None:
+        """Restore, and change what parity changes when the functions of a step are bound."""
+        trainer = self.trainer
+        for change in switches.functions("before"):
+            before = change(trainer, before)
+        every = trainer.check_val_every_n_epoch or 1
+        is_checked = bool(trainer.num_sanity_val_steps) or self.ckpt_path is not None
+        self.loaders.waits_for_validation = not is_checked and bool((trainer.current_epoch + 1) % every)
+        put_back = super().restore(before)
+        if all(parameter.grad is None for parameter in self.module.parameters()):
+            self.module.zero_grad()  # where Lightning calls it, after on_fit_start
+        resting = sum(not module.training for module in self.module.modules())
+        if resting:
+            text = f"{resting} modules are in eval mode when training begins; call .train() on them unless it is wanted"
+            warnings.warn(text, PossibleUserWarning, stacklevel=2)
+        set_strategy_up(trainer)
+        for change in switches.functions("step"):
+            change(self.run)
+        return put_back
+
+    def finish_evaluation(self, stage: str) -> None:
+        """Finish an evaluation, which returns what is logged with `logger=True`."""
+        super().finish_evaluation(stage)
+        _leave_out(self)
+
+    def release_trainer(self) -> None:
+        """Stay with the module, which programs ask for its Trainer when they have dropped their own reference."""
+
+
+class EvaluationSession(evaluation.EvaluationSession):
+    """One validate, test or predict of a program for Lightning."""
+
+    lifecycle_type = MeasuredLifecycle
+    trainer: Trainer
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:  # Any: those of the core's session
+        super().__init__(*arguments, **options)
+        self.around = ExitStack()
+        for change in switches.functions("session"):
+            change(self)
+
+    def __enter__(self) -> Self:
+        """Enter also what parity puts around a verb."""
+        self.around = _around(self)
+        with self.around:
+            super().__enter__()
+            self.around.push(super().__exit__)
+            self.around = self.around.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave all of it."""
+        self.around.__exit__(kind, error, trace)
+
+    def start(self) -> None:
+        """Begin, and change what parity changes in an evaluation."""
+        super().start()
+        set_strategy_up(self.trainer)
+        for change in switches.functions("evaluation"):
+            change(self.run)
+
+    def begin(self, model: nn.Module) -> None:
+        """Begin without gradients."""
+        self.attachment.enter_context(taking_batches(model))
+        super().begin(model)
+        self.module.zero_grad()
+        _forget_gradients(self.run)
+
+    def make_run(self) -> Run:
+        """Return the run, whose accelerator is set up."""
+        return _complete(self, super().make_run())
+
+    def finish_evaluation(self, stage: str) -> None:
+        """Finish an evaluation, which returns what is logged with `logger=True`."""
+        super().finish_evaluation(stage)
+        _leave_out(self)
+
+    def release_trainer(self) -> None:
+        """Stay with the module, which programs ask for its Trainer when they have dropped their own reference."""
+
+
+def _around(session: Session) -> ExitStack:
+    """Return a stack in which the context managers of parity are entered."""
+    with ExitStack() as stack:
+        for around in switches.functions("around"):
+            stack.enter_context(around(session.trainer, session.verb))
+        return stack.pop_all()
+
+
+def _complete(session: Session, run: Run) -> Run:
+    for change in switches.functions("hooks"):
+        change(run)
+    count_evaluations(session.trainer, run)
+    call_strategy_hooks(run)
+    for change in switches.functions("run"):
+        change(run)
+    setup = getattr(session.trainer.accelerator, "setup", None)
+    if setup is not None:
+        setup(session.trainer)
+    return run
+
+
+def _forget_gradients(run: Run) -> None:
+    for parameter in run.module.parameters():
+        parameter.grad = None  # of an earlier run; those of a checkpoint are put back later
+
+
+def _leave_out(session: Session) -> None:
+    trainer = session.trainer
+    left_out = cast("_Metrics", session.metrics).keys_without_logger("validation", "test")
+    trainer._lw_results = {name: value for name, value in trainer._lw_results.items() if name not in left_out}

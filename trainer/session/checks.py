@@ -1,0 +1,163 @@
+"""What was passed to a verb: the user's module, its data, and what they lack. All of it before processes start."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ...data.module import DataModule
+from ...errors import ConfigError, ModuleError
+from ...protocols import Loaders
+from ...strategies.optional import ChecksLayers, ConfiguresOptimizers
+from ..hooks import check_hook_names
+from ..lifecycle import hook_names
+from ..module import Module
+from . import assemble
+
+if TYPE_CHECKING:
+    from ...strategies import Strategy
+    from .fit import FitSession
+    from .session import Session
+
+__all__ = [
+    "STAGE_OF",
+    "both_given",
+    "builders",
+    "check",
+    "check_evaluation",
+    "check_fit",
+    "check_layers",
+    "module_of_evaluation",
+    "split_datamodule",
+    "unwrapped",
+]
+
+STAGE_OF = {"validate": "validation", "test": "test", "predict": "predict"}
+
+
+def unwrapped(model: object) -> nn.Module:
+    """Return the user's module, also from what torch.compile returned.
+
+    Raises:
+        ModuleError: It is not an nn.Module.
+    """
+    if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod"):
+        original: nn.Module = model._orig_mod
+        return original
+    if not isinstance(model, nn.Module):
+        raise ModuleError(
+            "Expected lw.Module or another nn.Module, got "
+            f"{f'the class {model.__name__}' if isinstance(model, type) else type(model).__name__}.",
+            fix=f"pass an instance: {model.__name__}(...)."
+            if isinstance(model, type)
+            else "pass the module first, then its data: trainer.fit(module, loader).",
+        )
+    if "_modules" not in vars(model):
+        raise ModuleError(
+            f"{type(model).__name__}.__init__ did not call the one of nn.Module.",
+            fix="call super().__init__() first in __init__.",
+        )
+    return model
+
+
+def split_datamodule(loaders: Loaders, datamodule: object, name: str) -> tuple[Loaders, DataModule | None]:
+    """Accept a DataModule passed instead of the loaders.
+
+    Raises:
+        ConfigError: Both are given.
+        ModuleError: `datamodule` is not a data module.
+    """
+    for given in (loaders, datamodule):
+        if isinstance(given, type):
+            raise ModuleError(
+                f"Expected loaders or a data module, got the class {given.__name__}.",
+                fix=f"pass an instance: {given.__name__}(...).",
+            )
+    if isinstance(loaders, DataModule):
+        if datamodule is not None:
+            raise both_given(name)
+        return None, loaders
+    if datamodule is not None and not isinstance(datamodule, DataModule):
+        raise ModuleError(
+            f"datamodule is {type(datamodule).__name__}, expected lw.DataModule.", fix="pass loaders by position."
+        )
+    return loaders, datamodule
+
+
+def both_given(name: str) -> ConfigError:
+    """Return the error about loaders and a data module at once."""
+    return ConfigError(f"both {name} and datamodule are given.", fix="pass one of them.")
+
+
+def check(session: Session, module: nn.Module, datamodule: DataModule | None) -> None:
+    """Refuse module and data that look like something else than they are."""
+    if not isinstance(module, Module):
+        from .forward_loss import equip
+
+        equip(module, session.verb)
+    check_hook_names(module, "module", hook_names("module"))
+    if datamodule is not None:
+        check_hook_names(datamodule, "datamodule", hook_names("datamodule"))
+
+
+def check_evaluation(session: Session, module: nn.Module) -> None:
+    """Refuse a module without the step, and an evaluation without data."""
+    stage = STAGE_OF[session.verb]
+    if session.verb != "predict":
+        assemble.require_step(module, f"{stage}_step", session.verb)
+    elif not callable(getattr(module, "predict_step", None)):
+        raise ModuleError(
+            f"trainer.predict needs {type(module).__name__}.predict_step(self, batch, batch_idx).", fix="define it."
+        )
+    session.loaders.require(stage, session.verb)
+
+
+def check_fit(session: FitSession, module: nn.Module) -> None:
+    """Refuse a module that cannot be trained, a fit without data, and arguments that manual optimization forbids."""
+    assemble.require_step(module, "training_step", "fit")
+    if not isinstance(session.strategy, ConfiguresOptimizers):  # an engine's configuration may say
+        assemble.require_step(module, "configure_optimizers", "fit")
+    session.loaders.require("train", "fit")
+    if getattr(module, "automatic_optimization", True):
+        return
+    trainer, wrong = session.trainer, []
+    if trainer.accumulate_grad_batches != 1:
+        wrong.append(f"accumulate_grad_batches={trainer.accumulate_grad_batches}")
+    if trainer.global_batch_size is not None:
+        wrong.append(f"global_batch_size={trainer.global_batch_size}")
+    if trainer.gradient_clip_val:
+        wrong.append(f"gradient_clip_val={trainer.gradient_clip_val}")
+    if trainer.accumulation_scheduler is not None:
+        wrong.append("GradientAccumulationScheduler")
+    if wrong:
+        raise ConfigError(
+            f"{' and '.join(wrong)}: the trainer does neither in manual optimization.",
+            fix="accumulate manually, and call self.clip_gradients(optimizer, ...) in training_step.",
+        )
+
+
+def check_layers(strategy: Strategy, module: nn.Module) -> None:
+    """Refuse layers that the strategy cannot split, unless the module builds them later."""
+    if isinstance(strategy, ChecksLayers) and not builders(module):
+        strategy.check_layers(module)
+
+
+def builders(module: nn.Module) -> list[str]:
+    """Return the names of the hooks in which the module builds layers."""
+    return [name for name in ("configure_sharded_model", "configure_model") if assemble.has_override(module, name)]
+
+
+def module_of_evaluation(verb: str, model: nn.Module | None, last: nn.Module | None) -> nn.Module:
+    """Return the module to evaluate: the one that was passed, or that of the last run.
+
+    Raises:
+        ModuleError: There is none.
+    """
+    module = model if model is not None else last
+    if module is None:
+        raise ModuleError(
+            f"trainer.{verb}() was called without a module, and none was used before.",
+            fix=f"pass one: trainer.{verb}(module, ...).",
+        )
+    return module

@@ -1,0 +1,103 @@
+"""The end of a verb with an error: what it is about, who hears of it, and what is told. Imported when that happens."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from ...errors import LoopwrightError, StopBySignal
+from ..batch_shapes import shapes_of
+from ..checkpointing.requeue import requeue
+from ..error_place import place_of
+from ..fit_lines import tell_failure
+from ..graph_advice import advice_on_evaluation, advice_on_graph
+from ..inference_tensors import advice_on
+from ..loop.run_signals import add_place
+
+if TYPE_CHECKING:
+    from ..run import Run
+    from .session import Session
+
+__all__ = ["fail"]
+
+logger_ = logging.getLogger(__name__)
+
+_STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
+
+
+def fail(session: Session, error: BaseException) -> None:
+    """Let callbacks, data module and loggers know that the verb has failed, and tell it.
+
+    Args:
+        session: The verb; its run is there, or not yet.
+        error: What ended it.
+
+    Raises:
+        BaseException: The failure of another rank, or the agreed stop, that this error only follows from.
+    """
+    trainer = session.trainer
+    session.state.status = "interrupted"
+    if isinstance(error, StopBySignal) and trainer.run_signals.is_to_requeue:
+        requeue(trainer)
+    cause = _cause_elsewhere(session, error)
+    if trainer._lw_run is not None:
+        _explain(session, trainer._lw_run, error if cause is None else cause)
+        _notify(session, trainer._lw_run, error if cause is None else cause)
+    tell_failure(trainer, error if cause is None else cause)
+    if cause is not None:
+        raise cause from None
+
+
+def _cause_elsewhere(session: Session, error: BaseException) -> BaseException | None:
+    """Return the failure of another rank, or the agreed stop, that this error only follows from; None for none."""
+    watch = session.fabric.watch
+    if watch is None:
+        return None
+    stop_coordination = session.trainer.stop_coordination
+    if stop_coordination is not None and stop_coordination.is_by_signal:
+        stopped = isinstance(error, KeyboardInterrupt | StopBySignal)
+        return None if stopped else session.trainer.run_signals.stop_error()
+    return watch.explain_or_report(error)
+
+
+def _explain(session: Session, run: Run, error: BaseException) -> None:
+    """Add to an error of the user's code where it happened, and what to do about it where that is known."""
+    if not isinstance(error, Exception) or isinstance(error, LoopwrightError):
+        return
+    add_place(error, place_of(session.trainer, run, error))
+    hook = run.metrics.table.hook
+    if hook in _STEPS and run.metrics.batch is not None:
+        add_place(error, f"Loopwright: the batch is {shapes_of(run.metrics.batch)}")
+    if not isinstance(error, RuntimeError):
+        return
+    if "DTensor" in str(error) or "invalid python storage" in str(error):
+        from ...strategies.fsdp.steps import explain
+
+        explain(error)
+    if session.verb == "fit":
+        advice = advice_on(error, run.module) or advice_on_graph(error, run.module, hook)
+    else:
+        advice = advice_on_evaluation(error, session.verb, session.arguments.inference_mode)
+    if advice is not None:
+        add_place(error, advice)
+
+
+def _notify(session: Session, run: Run, error: BaseException) -> None:
+    """Tell callbacks and data module; close the loggers. A hook that fails here does not hide the first error."""
+    saving = session.trainer._lw_saving
+    saving.is_after_error = run.is_after_error = True
+    try:
+        saving.wait_after(error)
+        run.metrics.table = run.metrics.nowhere
+        run.lifecycle.on_exception(error)
+        saving.wait_after(error)
+    # The first error is the one to see: whatever a hook raises now is added to it as a note.
+    except Exception as second:
+        logger_.exception("on_exception failed after %s", type(error).__name__)
+        add_place(error, f"then on_exception failed: {type(second).__name__}: {second}")
+    finally:
+        saving.is_after_error = run.is_after_error = False
+    session.output.finalize("failed")
+    if session.profiler is not None:
+        session.profiler.teardown(session.verb)
+    session.output.send_files()
