@@ -13,7 +13,6 @@ from ..files import replacing
 from ..remote import absolute_place
 from .base import Lock, Metrics, scalars
 from .folder import DEFAULT_NAME, FolderLogger, keep_old_file
-from .hyperparameters import plain_hyperparameters
 
 if TYPE_CHECKING:
     from ..protocols import StateDict
@@ -87,19 +86,6 @@ class CSVLogger(FolderLogger):
     def _lw_is_flush_due(self, step: int) -> bool:
         """Whether the row of this step is to reach the disk: the first one, and then at each interval."""
         return step // self._lw_flush_every != self._lw_flushed_step // self._lw_flush_every
-
-    def log_hyperparams(self, params: object = None, *args: object, **kwargs: object) -> None:
-        """Write hyperparameters to `hparams.yaml` at once, merged with those of earlier calls.
-
-        Args:
-            params: A mapping, an `argparse.Namespace`, a dataclass, or None.
-            args: Ignored; accepted for compatibility with other loggers.
-            kwargs: Ignored.
-        """
-        if self.is_silent:
-            return
-        self.hparams.update(plain_hyperparameters(params))
-        self._lw_write_hparams()
 
     def save(self) -> None:
         """Append the pending rows to the file."""

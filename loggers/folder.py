@@ -7,7 +7,7 @@ import logging
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ConfigError
 from ..messages import warn
@@ -227,6 +227,20 @@ class FolderLogger(RunLogger):
         else:
             warn(f"{message}which is missing, or does not contain what was logged then.")
 
+    def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:  # Any: as in `Logger`
+        """Write hyperparameters to `hparams.yaml` at once, merged with those of earlier calls.
+
+        Args:
+            params: A mapping, an `argparse.Namespace`, a dataclass, or None.
+            args: Ignored; accepted for compatibility with other loggers.
+            kwargs: Ignored.
+        """
+        if not self.is_silent:
+            from .hyperparameters import plain_hyperparameters
+
+            self.hparams.update(plain_hyperparameters(params))
+            self._lw_write_hparams()
+
     def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
         """Write pictures as `media/<key>/<step>-<number>.png` in the run's folder; captions as `.txt` beside them.
 
@@ -242,15 +256,10 @@ class FolderLogger(RunLogger):
         """
         if self.is_silent:
             return
-        from ..files import replace_file
-        from .pictures import read_pictures, to_png  # not imported where there are no pictures
+        from .pictures import read_pictures, write_pictures  # not imported where there are no pictures
 
-        for number, (pixels, options) in enumerate(read_pictures(key, images, kwargs)):
-            stem = os.path.join(self._lw_media_folder(key), f"{self._lw_at(step)}-{number}")
-            with open(f"{stem}.png", "wb") as file:
-                file.write(to_png(pixels))
-            if options.get("caption"):
-                replace_file(f"{stem}.txt", str(options["caption"]))
+        pictures = read_pictures(key, images, kwargs)
+        write_pictures(self._lw_media_folder(key), self._lw_at(step), pictures)
         self._lw_send_if_due()
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:

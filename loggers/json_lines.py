@@ -14,7 +14,6 @@ from ..errors import DataError
 from ..remote import absolute_place
 from .base import Metrics, scalars
 from .folder import DEFAULT_NAME, FolderLogger, keep_old_file
-from .hyperparameters import plain_hyperparameters
 
 if TYPE_CHECKING:
     from ..protocols import StateDict
@@ -91,18 +90,6 @@ class JSONLinesLogger(FolderLogger):
         """Append one line with the progress of training."""
         self._lw_has_trainer_time = True
         self.log_metrics({"samples": int(axes.get("samples", 0)), "wall_s": round(self.wall_s, 3), **metrics}, step)
-
-    def log_hyperparams(self, params: object = None, *args: object, **kwargs: object) -> None:
-        """Write hyperparameters to `hparams.yaml` at once, merged with those of earlier calls.
-
-        Args:
-            params: A mapping, an `argparse.Namespace`, a dataclass, or None.
-            args: Ignored; accepted for compatibility with other loggers.
-            kwargs: Ignored.
-        """
-        if not self.is_silent:
-            self.hparams.update(plain_hyperparameters(params))
-            self._lw_write_hparams()
 
     def save(self) -> None:
         """Send what is new to a URL if it is time; a local file has every line already."""

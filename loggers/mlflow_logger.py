@@ -15,7 +15,7 @@ from ..files import replace_file
 from ..messages import warn
 from .base import rank_zero_experiment
 from .hyperparameters import Plain, to_yaml
-from .pictures import read_pictures, to_png
+from .pictures import read_pictures, write_pictures
 from .service import ServiceLogger, require_package
 
 if TYPE_CHECKING:
@@ -137,11 +137,7 @@ class MLFlowLogger(ServiceLogger):
             return
         step = self._lw_at(step)
         with tempfile.TemporaryDirectory() as folder:
-            for number, (pixels, options) in enumerate(read_pictures(key, images, kwargs)):
-                with open(os.path.join(folder, f"{step}-{number}.png"), "wb") as file:
-                    file.write(to_png(pixels))
-                if options.get("caption"):
-                    replace_file(os.path.join(folder, f"{step}-{number}.txt"), str(options["caption"]))
+            write_pictures(folder, step, read_pictures(key, images, kwargs))
             self.experiment.log_artifacts(self._lw_run(), folder, f"media/{_clean(key)}")
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:

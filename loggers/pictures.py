@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, MissingDependency
+from ..files import replace_file
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["read_pictures", "to_png"]
+__all__ = ["options_of_each", "read_pictures", "to_png", "write_pictures"]
 
 
 def read_pictures(
@@ -29,19 +31,41 @@ def read_pictures(
         ConfigError: An item is not a picture, or an option has another length.
     """
     several = list(images) if isinstance(images, (list, tuple)) else [images]
-    columns: dict[str, Sequence[object]] = {}
+    given = {name: [values] if isinstance(values, str) else values for name, values in options.items()}
+    own = options_of_each(f"log_image({key!r}, ...)", len(several), "picture", given)
+    return [(_pixels(key, image), of_one) for image, of_one in zip(several, own, strict=True)]
+
+
+def options_of_each(call: str, count: int, item: str, options: Mapping[str, object]) -> list[dict[str, Any]]:
+    """Return the options of each of some items, from lists with one entry per item.
+
+    Args:
+        call: How the user called it, for the message.
+        count: Number of items.
+        item: What an item is called.
+        options: Name -> list.
+
+    Raises:
+        ConfigError: An option is no list, or has another length.
+    """
     for name, values in options.items():
-        given = [values] if isinstance(values, str) else values
-        if not isinstance(given, (list, tuple)) or len(given) != len(several):
+        if not isinstance(values, (list, tuple)) or len(values) != count:
             raise ConfigError(
-                f"log_image({key!r}, ...) got {len(several)} pictures, and {name}={values!r}.",
-                fix=f"pass {name} as a list with one entry per picture.",
+                f"{call} got {count} {item}s, and {name}={values!r}.",
+                fix=f"pass {name} as a list with one entry per {item}.",
             )
-        columns[name] = given
-    return [
-        (_pixels(key, image), {name: values[number] for name, values in columns.items()})
-        for number, image in enumerate(several)
-    ]
+    columns: Any = options  # of lists, as checked
+    return [{name: values[number] for name, values in columns.items()} for number in range(count)]
+
+
+def write_pictures(folder: str, step: int, pictures: Iterable[tuple[NDArray[np.uint8], Mapping[str, object]]]) -> None:
+    """Write pictures as `<step>-<number>.png` into a folder; captions as `.txt` beside them."""
+    for number, (pixels, options) in enumerate(pictures):
+        stem = os.path.join(folder, f"{step}-{number}")
+        with open(f"{stem}.png", "wb") as file:
+            file.write(to_png(pixels))
+        if options.get("caption"):
+            replace_file(f"{stem}.txt", str(options["caption"]))
 
 
 def to_png(pixels: NDArray[np.uint8]) -> bytes:

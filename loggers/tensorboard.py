@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ConfigError, MissingDependency, nearest
+from ..fabric.undisturbed import undisturbed
 from ..remote import absolute_place
 from ..strategies.distributed.shards import is_sharded
 from .base import Metrics, scalars
@@ -130,7 +131,7 @@ class TensorBoardLogger(FolderLogger):
             writer.add_scalar(tag, value, chosen)
 
     def log_hyperparams(
-        self, params: object, metrics: Metrics | float | None = None, step: int | None = None, **kwargs: object
+        self, params: object = None, metrics: Metrics | float | None = None, step: int | None = None, **kwargs: object
     ) -> None:
         """Write `hparams.yaml` at once, and keep the record for TensorBoard until the first metric or `finalize`.
 
@@ -359,15 +360,8 @@ class TensorBoardLogger(FolderLogger):
         parameter = next(model.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         moved = _to(inputs, device)
-        modes = [(module, module.training) for module in model.modules()]
-        devices = [device.index or 0] if device.type == "cuda" else []
-        try:
-            model.eval()
-            with torch.random.fork_rng(devices), torch.no_grad():
-                self.experiment.add_graph(model, moved)
-        finally:
-            for module, training in modes:
-                module.training = training
+        with undisturbed(model):
+            self.experiment.add_graph(model, moved)
 
 
 def _to(inputs: object, device: torch.device) -> object:

@@ -6,12 +6,12 @@ import glob
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError
 from .hyperparameters import Plain
-from .pictures import read_pictures
+from .pictures import options_of_each, read_pictures
 from .service import ServiceLogger, require_package
 
 if TYPE_CHECKING:
@@ -345,14 +345,5 @@ def _made(
     """Return one media object per item, each with its own entry of every option."""
     if not isinstance(items, list):
         raise ConfigError(f"{method}({key!r}, ...) got {type(items).__name__}; expected a list.", fix="pass a list.")
-    columns: dict[str, Sequence[object]] = {}
-    for name, values in options.items():
-        if not isinstance(values, (list, tuple)) or len(values) != len(items):
-            raise ConfigError(
-                f"{method}({key!r}, ...) got {len(items)} items, and {name}={values!r}.",
-                fix=f"pass {name} as a list with one entry per item.",
-            )
-        columns[name] = values
-    return [
-        kind(item, **{name: values[number] for name, values in columns.items()}) for number, item in enumerate(items)
-    ]
+    own = options_of_each(f"{method}({key!r}, ...)", len(items), "item", options)
+    return [kind(item, **of_one) for item, of_one in zip(items, own, strict=True)]
