@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ..protocols import Batch, Loaders
+from .changed_loader import change_loader
 from .distributed.evaluation import EvalShard
 from .persistent_workers import PersistentWorkersLoader
 from .sources.indexed import is_indexed
@@ -90,6 +91,5 @@ def record_indices(loader: Loaders) -> tuple[Any, IndexRecord | None]:  # Any: w
     record = IndexRecord(getattr(read, name))
     if ours is None:
         loader = read = copy.copy(read)
-    object.__setattr__(read, name, record)  # DataLoader refuses plain assignment
-    object.__setattr__(read, "_iterator", None)
+    change_loader(read, **{name: record, "_iterator": None})
     return loader, record

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from .changed_loader import change_loader
+
 __all__ = ["GatherDataset", "gathering", "gathering_parts", "pinned_parts"]
 
 # Any in this file: datasets, loaders and batches of any kind.
@@ -41,10 +43,7 @@ def gathering(loader: L) -> L:
     parts = gathering_parts(loader)
     if not parts:
         return loader
-    twin = copy.copy(loader)
-    for name, value in parts.items():
-        object.__setattr__(twin, name, value)  # DataLoader refuses plain assignment
-    return twin
+    return change_loader(copy.copy(loader), **parts)
 
 
 def gathering_parts(loader: DataLoader[Any], *, pins: bool = False) -> dict[str, Any]:

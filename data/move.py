@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ..protocols import Batch
+from ..tree import map_tree
 
 __all__ = [
     "apply_to_collection",
@@ -128,53 +127,6 @@ def apply_to_collection(
         kwargs: Further keyword arguments of `function`.
     """
     return map_tree(data, lambda leaf: isinstance(leaf, dtype), lambda leaf: function(leaf, *args, **kwargs))
-
-
-def map_tree(data: Any, is_leaf: Callable[[Any], bool], function: Callable[[Any], Any]) -> Any:
-    """Map over a tree and keep every container that does not change."""
-    if is_leaf(data):
-        return function(data)
-    if isinstance(data, (list, tuple)):
-        items = [map_tree(item, is_leaf, function) for item in data]
-        if all(new is old for new, old in zip(items, data, strict=True)):
-            return data
-        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
-    if isinstance(data, Mapping):
-        pairs = {key: map_tree(value, is_leaf, function) for key, value in data.items()}
-        if all(pairs[key] is value for key, value in data.items()):
-            return data
-        return _rebuild_mapping(data, pairs)
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        return _map_dataclass(data, is_leaf, function)
-    return data
-
-
-def _rebuild_mapping(data: Mapping[object, object], pairs: dict[object, object]) -> object:
-    if type(data) is dict:
-        return pairs
-    if isinstance(data, defaultdict):
-        return defaultdict(data.default_factory, pairs)
-    if hasattr(data, "__setitem__"):
-        changed: Any = copy.copy(data)  # keeps what a subclass holds besides its items
-        for key, value in pairs.items():
-            changed[key] = value
-        return changed
-    return type(data)(pairs)  # type: ignore[call-arg]  # every mapping of the standard library takes a dict
-
-
-def _map_dataclass(data: Any, is_leaf: Callable[[object], bool], function: Callable[[object], object]) -> object:
-    changes = {}
-    for field in dataclasses.fields(data):
-        old = getattr(data, field.name, None)
-        new = map_tree(old, is_leaf, function)
-        if new is not old:
-            changes[field.name] = new
-    if not changes:
-        return data
-    changed = copy.copy(data)
-    for name, value in changes.items():
-        object.__setattr__(changed, name, value)  # also works for a frozen one; __post_init__ must not run again
-    return changed
 
 
 def find_batch_size(batch: Batch) -> int | None:

@@ -6,17 +6,17 @@ has random numbers of its own, as in training, that depend only on the global ge
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from ..protocols import Batch, Loaders, StateDict
+from .changed_loader import with_indices
 from .rng import capture_rng, derive_key, restore_rng
 from .sources.indexed import is_indexed
 from .sources.reread import without_persistent_workers
-from .worker import Numbered, SeedingDataset, WorkerInit
+from .worker import Numbered
 
 __all__ = ["PersistentWorkersLoader", "with_persistent_workers"]
 
@@ -42,16 +42,8 @@ class PersistentWorkersLoader:
         self.loader = loader
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._sampler = _NumberedSampler(getattr(loader, name))
-        self._dataset = SeedingDataset(loader.dataset)
-        self._copy = copy.copy(loader)
-        changes = {
-            name: self._sampler,
-            "dataset": self._dataset,
-            "worker_init_fn": WorkerInit(loader.worker_init_fn),
-            "_iterator": None,
-        }
-        for attribute, value in changes.items():
-            object.__setattr__(self._copy, attribute, value)  # DataLoader refuses plain assignment
+        self._copy = with_indices(loader, self._sampler, seeds_workers=True)
+        self._dataset: Any = self._copy.dataset
 
     def __len__(self) -> int:
         return len(self.loader)

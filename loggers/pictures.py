@@ -46,7 +46,7 @@ def options_of_each(call: str, count: int, item: str, options: Mapping[str, obje
         options: Name -> list.
 
     Raises:
-        ConfigError: An option is no list, or has another length.
+        ConfigError: An option is not a list, or has another length.
     """
     for name, values in options.items():
         if not isinstance(values, (list, tuple)) or len(values) != count:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,6 +20,7 @@ from torch.overrides import has_torch_function_unary
 
 from ..deferred_compiler import step_uncompiled
 from ..protocols import AnyBatch, StateDict
+from ..tree import map_tree
 
 __all__ = [
     "DefaultDtype",
@@ -220,46 +219,11 @@ def cast_floats(data: AnyBatch, dtype: torch.dtype) -> AnyBatch:
     Mappings, lists, tuples, named tuples and dataclass instances are walked and keep their type; a container in
     which nothing changes is returned as it is. Integers, complex tensors and everything else stay.
     """
-    if isinstance(data, Tensor):
-        return data.to(dtype) if data.is_floating_point() else data
-    if isinstance(data, Mapping):
-        return _cast_mapping(data, dtype)
-    if isinstance(data, (list, tuple)):
-        items = [cast_floats(item, dtype) for item in data]
-        if all(new is old for new, old in zip(items, data, strict=True)):
-            return data
-        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        return _cast_dataclass(data, dtype)
-    return data
+    return map_tree(data, _is_float, lambda tensor: tensor.to(dtype))
 
 
-def _cast_mapping(data: Mapping[object, AnyBatch], dtype: torch.dtype) -> AnyBatch:
-    changed = {key: new for key, value in data.items() if (new := cast_floats(value, dtype)) is not value}
-    if not changed:
-        return data
-    try:
-        # A copy keeps what the class has beside its items (a defaultdict's factory).
-        result = data.copy()  # type: ignore[attr-defined]
-        result.update(changed)
-    except (AttributeError, TypeError):  # a read-only mapping
-        return {**data, **changed}
-    return result
-
-
-def _cast_dataclass(data: AnyBatch, dtype: torch.dtype) -> AnyBatch:
-    changed = {}
-    for field in dataclasses.fields(data):
-        old = getattr(data, field.name)
-        new = cast_floats(old, dtype)
-        if new is not old:
-            changed[field.name] = new
-    if not changed:
-        return data
-    result = copy.copy(data)
-    for name, value in changed.items():
-        object.__setattr__(result, name, value)  # also for frozen ones; __post_init__ has already run
-    return result
+def _is_float(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 # -- calls of torch ----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import nn
 from ..data.move import move_to_device
 from ..errors import ConfigError, MissingDependency, ModuleError
 from ..fabric.compiling import CompiledMethod
+from ..fabric.undisturbed import evaluating
 from ..strategies.distributed.shards import is_sharded
 
 if TYPE_CHECKING:
@@ -117,17 +118,13 @@ def _exporting(module: nn.Module) -> Iterator[None]:
             f"the parameters of {type(module).__name__} are sharded over processes, and an exporter needs all of each.",
             fix="save a checkpoint, load it in one process with load_from_checkpoint, and export that.",
         )
-    modes = [(one, one.training) for one in module.modules()]
-    hidden = [(one, name, one.__dict__.pop(name)) for one, _ in modes for name in _hidden(one)]
-    module.eval()
+    hidden = [(one, name, one.__dict__.pop(name)) for one in module.modules() for name in _hidden(one)]
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        with evaluating(module), torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
             # torch names torch.export as what follows TorchScript; whoever asks for TorchScript has their reason.
             warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
             yield
     finally:
-        for one, mode in modes:
-            one.training = mode
         for one, name, value in hidden:
             one.__dict__[name] = value
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import shutil
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from ..accelerators.usage import synchronize
 from ..callbacks import Callback
+from ..data.changed_loader import change_loader, changed_loader
 from ..errors import ConfigError, nearest
 from ..optim.fused import fuse, is_fusable
 from ..trainer.hooks import data_bases, find_override, module_bases
@@ -349,7 +349,7 @@ def _changed_loaders(
     if not options:
         return given
     if given is not None:
-        return _changed(given, options)
+        return changed_loader(given, **_options_of(given, options))
     name = LOADER_OF["train"]
     for owner, bases in ((datamodule, data_bases()), (module, module_bases())):
         hook = None if owner is None else find_override(owner, name, bases)
@@ -360,15 +360,8 @@ def _changed_loaders(
 
 
 def _built(hook: Callable[[], Any], options: Mapping[str, Any]) -> Any:
-    return _changed(hook(), options)
-
-
-def _changed(loader: Any, options: Mapping[str, Any]) -> Any:
-    """Return a copy of a DataLoader with these options."""
-    changed = copy.copy(loader)
-    for name, value in {**_options_of(loader, options), "_iterator": None}.items():
-        object.__setattr__(changed, name, value)  # DataLoader refuses plain assignment of some
-    return changed
+    loader = hook()
+    return changed_loader(loader, **_options_of(loader, options))
 
 
 def _options_of(loader: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -440,8 +433,7 @@ def _apply(subject: Subject, setting: _Setting) -> str | None:
 def _apply_to_loader(subject: Subject, setting: _Setting) -> str | None:
     given: Any = subject.given.get("train")
     if given is not None:
-        for name, value in _options_of(given, {setting.kind: setting.value}).items():
-            object.__setattr__(given, name, value)
+        change_loader(given, **_options_of(given, {setting.kind: setting.value}))
         return None
     try:
         name, _ = find_setting(subject.owners, (setting.kind,), requested_by="Tuner.speed")

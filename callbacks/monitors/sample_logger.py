@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ...data.rng import capture_rng, restore_rng
 from ...errors import ConfigError
+from ...fabric.undisturbed import undisturbed
 from ..base import AnyModule, Callback, as_hook
 from .measuring import LogSteps
 
@@ -101,7 +98,7 @@ class SampleLogger(Callback):
     on_test_batch_end = as_hook(_lw_evaluated, "test")
 
     def _lw_log(self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch) -> None:
-        with _undisturbed(pl_module):
+        with undisturbed(pl_module):
             images = self.images(pl_module, outputs, batch) if self.images is not None else None
             text = self.text(pl_module, outputs, batch) if self.text is not None else None
         if not trainer.is_global_zero:
@@ -128,18 +125,3 @@ class SampleLogger(Callback):
     def state_key(self) -> str:
         """One name per place and time of samples."""
         return self._generate_state_key(stage=self.stage, every_n_steps=self.every_n_steps, name=self.name)
-
-
-@contextmanager
-def _undisturbed(module: torch.nn.Module) -> Iterator[None]:
-    """Return a context that leaves modes and random numbers as they were, and makes no gradients."""
-    modes = [(child, child.training) for child in module.modules()]
-    rng = capture_rng()
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for child, was_training in modes:
-            child.training = was_training
-        restore_rng(rng)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import ConfigError
-from ...fabric.seed import isolate_rng
+from ...fabric.undisturbed import undisturbed
 from ...strategies.distributed.shards import all_parameters
 from ..sharded_pass import gathered, root_around
 
@@ -204,7 +204,7 @@ def _measure(
     counter = FlopCounterMode(display=False)
     forward = gathered(module, module)
     try:
-        with _undisturbed(module), torch.no_grad(), forward_context, counter:
+        with undisturbed(module), forward_context, counter:
             example = _moved(example, module)
             if isinstance(example, Mapping):
                 forward(**example)
@@ -253,19 +253,6 @@ def _moved(example: Any, module: nn.Module) -> object:
     if isinstance(example, tuple | list):
         return tuple(_moved(item, module) for item in example)
     return example
-
-
-@contextmanager
-def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Run in eval mode; put modes and random generators back."""
-    modes = [(submodule, submodule.training) for submodule in module.modules()]
-    module.eval()
-    try:
-        with isolate_rng():
-            yield
-    finally:
-        for submodule, training in modes:
-            submodule.training = training
 
 
 def human_count(number: int) -> str:

@@ -5,7 +5,6 @@ Processes may have different numbers of batches, or none: a loop over a shard mu
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
@@ -14,6 +13,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from ...protocols import Batch, Loaders, StateDict
+from ..changed_loader import change_loader, with_indices
 from ..combined import CombinedLoader
 from ..gather import gathering_parts
 from ..limit import find_length
@@ -23,7 +23,6 @@ from ..sources.combined import combined_length
 from ..sources.indexed import is_indexed
 from ..sources.stateful import is_stateful
 from ..tree import map_loaders
-from ..worker import SeedingDataset, WorkerInit
 from .indexed import ShardedIndexStream, borrowed_rng
 from .iterable import EvalIterableShard, is_sharded_iterable, of_rank
 from .shard import Shard, interleave, is_rank_aware
@@ -165,14 +164,8 @@ class EvalShard:
         self._has_persistent_workers = loader.num_workers > 0 and loader.persistent_workers
         self._draws = self._has_persistent_workers or not _is_sequential(sampler)
         self._index = ShardedIndexStream(sampler, 1, self._shard, first_number=0)
-        self._copy = copy.copy(loader)
-        changes: StateDict = {name: self._index, "_iterator": None}
-        if self._has_persistent_workers:
-            changes["dataset"] = SeedingDataset(loader.dataset)
-            changes["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
-        changes.update(gathering_parts(loader))
-        for attribute, value in changes.items():
-            object.__setattr__(self._copy, attribute, value)  # DataLoader refuses plain assignment
+        self._copy = with_indices(loader, self._index, seeds_workers=self._has_persistent_workers)
+        change_loader(self._copy, **gathering_parts(loader))
 
     @property
     def num_global_batches(self) -> int | None:

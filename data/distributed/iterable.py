@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections import deque
@@ -14,6 +13,7 @@ from typing_extensions import override
 
 from ...messages import counted
 from ...protocols import Batch, Loaders, StateDict
+from ..changed_loader import changed_loader
 from ..limit import find_length, resolve_limit
 from ..rng import RngStream, capture_generators, capture_rng, derive_key, find_generators, restore_generators
 from ..sharded_iterable import CollateShare, IterableShare, ShardedIterable
@@ -52,20 +52,13 @@ def of_rank(loader: Loaders, shard: Shard) -> Loaders:
     if data.split is None or not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         data.set_shard(rank, size)
         return loader
-    return _changed(loader, dataset=data.of_rank(rank, size))
-
-
-def _changed(loader: DataLoader[Batch], **changes: Any) -> DataLoader[Batch]:
-    changed = copy.copy(loader)
-    for name, value in {**changes, "_iterator": None}.items():
-        object.__setattr__(changed, name, value)  # DataLoader refuses plain assignment
-    return changed
+    return changed_loader(loader, dataset=data.of_rank(rank, size))
 
 
 def _find_length(loader: DataLoader[Batch]) -> int | None:
     """Return how many batches one process would read; None where the user's data set does not say."""
     data: Any = loader.dataset
-    return find_length(_changed(loader, dataset=data.dataset))
+    return find_length(changed_loader(loader, dataset=data.dataset))
 
 
 def _open_share(
@@ -93,7 +86,7 @@ def _open_share(
         "in_order": True,
     }  # fmt: skip
     with RngStream(key + b"workers"):
-        return iter(_changed(loader, **changes))
+        return iter(changed_loader(loader, **changes))
 
 
 class ShardedIterableSource(Source):

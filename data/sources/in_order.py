@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TypeVar
 
 from torch.utils.data import DataLoader
 
 from ...messages import warn
+from ..changed_loader import changed_loader
 
 __all__ = ["gives_any_order", "in_order"]
 
@@ -29,7 +29,4 @@ def in_order(loader: L) -> L:
         "each time, and a resumed run would lose samples and repeat others. Leave the argument out; if samples take "
         "unequally long, more workers or a larger prefetch_factor keep them busy."
     )
-    twin = copy.copy(loader)
-    object.__setattr__(twin, "in_order", True)  # DataLoader refuses plain assignment
-    object.__setattr__(twin, "_iterator", None)
-    return twin
+    return changed_loader(loader, in_order=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -11,10 +10,12 @@ from typing_extensions import override
 
 from ...errors import DataError
 from ...protocols import Batch, StateDict
+from ..changed_loader import change_loader, with_indices
+from ..gather import gathering_parts, pinned_parts
 from ..limit import find_length
 from ..rng import capture_generators, capture_rng, derive_key, find_generators, restore_generators, restore_rng
-from ..worker import SeedingDataset, WorkerInit
 from .base import Source, position_of
+from .in_order import in_order
 from .index_stream import IndexStream, count_indices
 
 __all__ = ["IndexedSource", "is_indexed"]
@@ -50,20 +51,12 @@ class IndexedSource(Source):
 
     def __init__(self, loader: DataLoader[Batch]) -> None:
         super().__init__(loader)
-        from ..gather import gathering_parts
-        from .in_order import in_order  # a program that only makes a Trainer reads no data
-
         self._has_workers = loader.num_workers > 0
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         most_in_flight = (loader.prefetch_factor or 0) * loader.num_workers + getattr(loader, "prefetch_batches", 0) + 1
         self._index = self._make_index(getattr(loader, name), most_in_flight)
-        self._copy = copy.copy(in_order(loader))
-        changes: StateDict = {name: self._index, "_iterator": None}
-        if self._has_workers:
-            changes["dataset"] = SeedingDataset(loader.dataset)
-            changes["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
-        changes.update(gathering_parts(loader))
-        self._change(changes)
+        self._copy = with_indices(in_order(loader), self._index, seeds_workers=self._has_workers)
+        change_loader(self._copy, **gathering_parts(loader))
         self._fetch: Callable[[], Any] = iter(()).__next__
         self._is_open = False
         self._is_at_end = False
@@ -75,15 +68,9 @@ class IndexedSource(Source):
     def _make_index(self, sampler: object, most_in_flight: int) -> IndexStream:
         return IndexStream(sampler, most_in_flight)
 
-    def _change(self, attributes: StateDict) -> None:
-        for name, value in attributes.items():
-            object.__setattr__(self._copy, name, value)  # DataLoader refuses plain assignment
-
     @override
     def pin_batches(self) -> None:
-        from ..gather import gathering_parts, pinned_parts
-
-        self._change(pinned_parts(self.loader) or gathering_parts(self.loader, pins=True))
+        change_loader(self._copy, **(pinned_parts(self.loader) or gathering_parts(self.loader, pins=True)))
 
     @override
     def announce_epoch(self, epoch: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 from collections.abc import Collection, Iterator
@@ -15,6 +14,7 @@ from typing_extensions import override
 from ...errors import DataError
 from ...messages import counted
 from ...protocols import Batch, Loader, Loaders, StateDict
+from ..changed_loader import changed_loader
 from ..limit import find_length
 from ..rng import (
     KINDS,
@@ -314,10 +314,7 @@ def without_persistent_workers(loader: L) -> L:
     """
     if not isinstance(loader, DataLoader) or not _num_workers(loader) or not loader.persistent_workers:
         return loader
-    changed = copy.copy(loader)
-    for name, value in {"persistent_workers": False, "_iterator": None}.items():
-        object.__setattr__(changed, name, value)  # DataLoader refuses plain assignment
-    return changed
+    return changed_loader(loader, persistent_workers=False)
 
 
 def is_one_shot(loader: object) -> bool:

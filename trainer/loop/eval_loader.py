@@ -13,7 +13,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from ...data.combined import CombinedLoader
 from ...data.limit import find_length, resolve_limit
-from ...data.persistent_workers import with_persistent_workers
 from ...data.sources.base import announce_epoch
 from ...data.sources.reread import is_one_shot
 from ...data.tree import flatten_loaders, is_collection
@@ -127,7 +126,7 @@ def make_eval_loader(
     *,
     name: str,
     mode_error: str | None = None,
-    share: Callable[[Loaders], Any] = with_persistent_workers,  # Any: a loader of the given kind
+    share: Callable[[Loaders], Any] | None = None,  # Any: a loader of the given kind
     count: Callable[[Loaders], int | None] = find_length,
 ) -> EvalLoader:
     """Return loaders of an evaluation stage with their limits.
@@ -137,7 +136,7 @@ def make_eval_loader(
         limit: The `limit_*_batches` argument.
         name: Name of that argument, for errors.
         mode_error: Stage that takes sequential loaders only, for its error; None where any mode is fine.
-        share: Returns what this rank reads of a loader, the same at each pass.
+        share: Returns what this rank reads of a loader, the same at each pass; None: all of it.
         count: Returns how many batches that is on the rank with the most; None where that is unknown.
     """
     if isinstance(loaders, CombinedLoader) and loaders.mode != "sequential":
@@ -145,16 +144,18 @@ def make_eval_loader(
             raise ConfigError(
                 f"{mode_error} got a CombinedLoader with mode={loaders.mode!r}.", fix="use mode='sequential'."
             )
-        shared = share(loaders) if share is not with_persistent_workers else loaders
+        shared = loaders if share is None else share(loaders)
         iter(shared)  # its length is known from here on; nothing is read yet
         return EvalLoader(loaders, [_Batches(shared)], [resolve_limit(limit, count(shared), name)], shared)
     if isinstance(loaders, CombinedLoader):
         combined = loaders
     else:  # a list of batches is one loader
         combined = CombinedLoader(loaders if is_collection(loaders) else (loaders,), "sequential")
-    from ...data.sources.in_order import in_order
+    from ...data.persistent_workers import with_persistent_workers  # here: a program that only makes a Trainer
+    from ...data.sources.in_order import in_order  # reads no data
 
-    members = [share(in_order(member)) for member in combined.flattened]
+    read: Callable[[Loaders], Any] = share or with_persistent_workers  # Any: a loader of the given kind
+    members = [read(in_order(member)) for member in combined.flattened]
     own = combined.limits if isinstance(combined.limits, list) else [combined.limits] * len(members)
     limits: list[int | float] = []
     for member, own_limit in zip(members, own, strict=True):

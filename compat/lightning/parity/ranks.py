@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from ....callbacks import EarlyStopping, ModelCheckpoint
+from ....data.changed_loader import changed_loader
 from ....data.combined import CombinedLoader
 from ....data.tree import map_loaders
 from ....fabric import Fabric, reset_seed
@@ -138,8 +139,7 @@ def _with_sampler(loader: DataLoader[Any], strategy: Strategy, *, is_shuffled: b
         sampler = DistributedSampler(loader.dataset, **options)
     else:
         sampler = DistributedSamplerWrapper(given, **options)
-    changed = copy.copy(loader)
-    changes: dict[str, Any] = {"sampler": sampler, "_iterator": None}
+    changes: dict[str, Any] = {"sampler": sampler}
     if type(loader.batch_sampler) is BatchSampler:
         changes["batch_sampler"] = BatchSampler(
             sampler, loader.batch_sampler.batch_size, loader.batch_sampler.drop_last
@@ -147,6 +147,4 @@ def _with_sampler(loader: DataLoader[Any], strategy: Strategy, *, is_shuffled: b
     elif loader.batch_sampler is not None:
         changes["batch_sampler"] = copy.copy(loader.batch_sampler)
         changes["batch_sampler"].sampler = sampler
-    for name, value in changes.items():
-        object.__setattr__(changed, name, value)  # DataLoader refuses plain assignment
-    return changed
+    return changed_loader(loader, **changes)
