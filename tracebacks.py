@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -11,7 +13,7 @@ from .console import is_notebook
 from .errors import LoopwrightError
 from .messages import is_of_library, is_of_loopwright
 
-__all__ = ["end_in_silence", "end_with_line", "show_trimmed", "trimmed"]
+__all__ = ["end_in_silence", "end_with_line", "show_trimmed", "trimmed", "user_frames", "where_raised"]
 
 _LINE = "_loopwright_line"
 # Files of torch that call modules, graphs and data sets: their frames say nothing about the user's.
@@ -139,6 +141,25 @@ def trimmed(error: BaseException) -> TracebackType | None:
         if one not in mine:
             kept = TracebackType(kept, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return kept
+
+
+def user_frames(error: BaseException) -> list[tuple[FrameType, int]]:
+    """Return the frames of an error that lie outside Loopwright, Python and installed packages, with their lines."""
+    steps = traceback.walk_tb(error.__traceback__)
+    return [(one, line) for one, line in steps if not (is_of_loopwright(one) or is_of_library(one))]
+
+
+def where_raised(error: BaseException) -> str:
+    """Return the places of an error in the user's code, the innermost last: at most three."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_shown(error.filename)}, line {error.lineno}"
+    places = [(one.f_code, line) for one, line in user_frames(error)[-3:]]
+    return " > ".join(f"{_shown(code.co_filename)}, line {line}, in {code.co_name}" for code, line in places)
+
+
+def _shown(filename: str) -> str:
+    path = Path(filename)
+    return str(path.relative_to(Path.cwd())) if path.is_absolute() and path.is_relative_to(Path.cwd()) else filename
 
 
 def _is_internal(frame: FrameType) -> bool:

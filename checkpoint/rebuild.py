@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..protocols import MapLocation, StateDict, TrustedClasses
+from ..settings.make import make
 from ..strategies.load_weights import load_weights
 from . import content, hparams, storage
 from .file.reading import require_small
@@ -102,8 +103,6 @@ def _build(
     # Also with a file of hyperparameters: a logger's has the object's text.
     hparams.require_passed(cls, checkpoint, prefix, overrides, source=source)
     if settings is not None and hparams_file is None:
-        from ..cli.make import make  # settings of a command line are converted as it does
-
         return make(cls, settings, overrides, trusted_classes)
     saved = checkpoint.get(f"{prefix}hyper_parameters") or {}
     former = {} if prefix else {**(checkpoint.get("module_arguments") or {}), **(checkpoint.get("hparams") or {})}

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from ..callbacks import Callback
 from ..errors import ConfigError, LoopwrightError, nearest
+from ..settings.build import Building
+from ..settings.complete import is_plain
+from ..settings.tree import CLASS_KEYS, SettingsTree, escaped
+from ..settings.typed import ObjectPlan
 from ..yaml_file import write
-from .build import Building
-from .complete import is_plain
 from .ending import told
 from .groups import Groups, put
 from .plans import plan_all
 from .program import SUBCOMMANDS, Program
 from .saved_config import SaveConfig, config_of, written_settings
 from .seeds import draw_seed
-from .settings import CLASS_KEYS, SettingsTree, escaped
 from .sources import gather, parse_command_line
 from .topics import help_on
-from .typed import ObjectPlan
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

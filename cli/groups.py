@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
-from .parameters import EMPTY, Parameter
-from .settings import WRONG, SettingsTree
+from ..settings.parameters import EMPTY, Parameter
+from ..settings.tree import WRONG, SettingsTree
 
 __all__ = ["TYPED", "Groups", "put"]
 

@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import Any
 
 from ..lazy import origin
-from .parameters import EMPTY, Parameter, parameters_of
+from ..settings.parameters import EMPTY, Parameter, parameters_of
+from ..settings.typed import show_type
 from .sources import CONFIG_VARIABLE, PREFIX
-from .typed import show_type
 
 __all__ = ["describe_class", "describe_parameter", "overview"]
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ConfigError, nearest
-from .complete import complete
-from .names import ClassProblem, find_class, find_maker
-from .parameters import parameters_of
+from ..settings.complete import complete
+from ..settings.names import ClassProblem, find_class, find_maker
+from ..settings.parameters import parameters_of
+from ..settings.tree import WRONG, Settings, SettingsTree, is_class_node, resolve
+from ..settings.typed import ObjectPlan, Typed
 from .program import Program
-from .settings import WRONG, Settings, SettingsTree, is_class_node, resolve
 from .trainer_types import TRAINER_TYPES
-from .typed import ObjectPlan, Typed
 
 __all__ = ["Plans", "plan_all", "plan_trainer"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..lazy import home_of
+from ..settings.names import ClassProblem, Trust, find_class
+from ..settings.parameters import EMPTY, Parameter, parameters_of
+from ..settings.tree import CLASS_KEYS, SettingsTree, is_class_node
 from .groups import Groups
-from .names import ClassProblem, Trust, find_class
-from .parameters import EMPTY, Parameter, parameters_of
-from .settings import CLASS_KEYS, SettingsTree, is_class_node
 
 __all__ = ["SUBCOMMANDS", "Program"]
 

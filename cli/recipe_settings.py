@@ -8,13 +8,13 @@ from typing import Any
 
 from ..errors import ConfigError, nearest
 from ..messages import counted
-from .build import Building
-from .complete import complete, written_default
+from ..settings.build import Building
+from ..settings.complete import complete, written_default
+from ..settings.parameters import EMPTY, Parameter, parameters_of
+from ..settings.tree import CLASS_KEYS, WRONG, Settings, SettingsTree, is_class_node, resolve
+from ..settings.typed import Typed
 from .help_text import describe_class, describe_parameter
-from .parameters import EMPTY, Parameter, parameters_of
-from .settings import CLASS_KEYS, WRONG, Settings, SettingsTree, is_class_node, resolve
 from .sources import CONFIG_VARIABLE, PREFIX
-from .typed import Typed
 
 __all__ = ["RecipeSettings"]
 

@@ -14,8 +14,8 @@ from ..errors import ConfigError
 from ..files import only_describes, replace_file
 from ..messages import warn
 from ..remote import is_url
+from ..settings.tree import SettingsTree
 from ..yaml_file import parse
-from .settings import SettingsTree
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..settings.names import Trust
+from ..settings.tree import CLASS_KEYS, Settings, SettingsTree
 from ..yaml_file import parse_scalar, read
-from .names import Trust
-from .settings import CLASS_KEYS, Settings, SettingsTree
 
 __all__ = ["CONFIG_VARIABLE", "PREFIX", "Assignment", "CommandLine", "gather", "parse_command_line", "read_source"]
 

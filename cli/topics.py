@@ -13,11 +13,11 @@ from ..errors import ConfigError
 from ..lazy import home_of
 from ..loggers import Logger
 from ..profilers import Profiler
+from ..settings.names import ClassProblem, find_class, known_classes
+from ..settings.parameters import Parameter, parameters_of
+from ..settings.tree import SettingsTree
 from .help_text import describe_class, describe_parameter, overview
-from .names import ClassProblem, find_class, known_classes
-from .parameters import Parameter, parameters_of
 from .program import Program
-from .settings import SettingsTree
 from .trainer_types import TRAINER_TYPES
 
 __all__ = ["help_on"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..cli.complete import public_path
-from ..cli.names import ClassProblem, find_class
-from ..cli.settings import Settings
-from ..cli.typed import Typed
+from ..settings.complete import public_path
+from ..settings.names import ClassProblem, find_class
+from ..settings.tree import Settings
+from ..settings.typed import Typed
 
 __all__ = ["class_node"]
 

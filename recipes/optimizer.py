@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from ..cli.names import ClassProblem, find_class
 from ..errors import ConfigError, nearest
 from ..optim import adamw
+from ..settings.names import ClassProblem, find_class
 
 __all__ = [
     "PARAMETER_KINDS",

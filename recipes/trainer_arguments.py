@@ -7,14 +7,14 @@ from datetime import timedelta
 from typing import Any
 
 from ..callbacks import Callback, ModelCheckpoint
-from ..cli.build import Building
-from ..cli.parameters import parameters_of
-from ..cli.settings import Settings
 from ..cli.trainer_types import TRAINER_TYPES
-from ..cli.typed import Typed
 from ..errors import ConfigError, nearest
 from ..fabric import Fabric
 from ..loggers import CSVLogger
+from ..settings.build import Building
+from ..settings.parameters import parameters_of
+from ..settings.tree import Settings
+from ..settings.typed import Typed
 from ..strategies import Strategy
 from ..strategies.registry import STRATEGY_REGISTRY
 from ..trainer.trainer import Trainer

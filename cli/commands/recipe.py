@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import MissingDependency, nearest
+from ...settings.tree import escaped
 from ...yaml_file import write
 from ..ending import told
 from ..recipe_settings import RecipeSettings
-from ..settings import escaped
 from ..sources import CommandLine, gather, parse_command_line
 
 __all__ = ["RECIPES", "recipe"]

@@ -93,9 +93,6 @@ class TensorBoardLogger(FabricTensorBoardLogger):
 
     root_dir = loggers.TensorBoardLogger.root_dir  # with the name
 
-    _fs = property(_filesystem)
-    _version = property(_get_version, _set_version)  # libraries assign it to start the next run of a logger
-
     def __init__(
         self, save_dir: str | os.PathLike[str], name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any
     ) -> None:
@@ -104,6 +101,9 @@ class TensorBoardLogger(FabricTensorBoardLogger):
 
 class FabricCSVLogger(loggers.CSVLogger):
     """`lw.CSVLogger` with Lightning's default folder; Fabric calls its first argument `root_dir`."""
+
+    _fs = property(_filesystem)
+    _version = property(_get_version, _set_version)  # libraries assign it to start the next run of a logger
 
     def __init__(
         self, root_dir: str | os.PathLike[str], name: str | None = DEFAULT_NAME, *args: Any, **kwargs: Any

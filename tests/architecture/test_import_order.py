@@ -17,6 +17,7 @@ LAYERS = (
     {"yaml_file"},
     {"console", "deferred_compiler", "files", "lazy", "remote", "tree"},
     {"tracebacks"},
+    {"settings"},
     {"accelerators"},
     {"optim", "precision"},
     {"strategies"},
@@ -34,9 +35,8 @@ RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 
 # Imports within a function that go to the side or up: (file or folder, imported part) and why.
 DOCUMENTED = {
-    ("compat/lightning/cli", "cli"): "Lightning's command line is a module of the library, as any other",
-    ("compat/lightning/imports/finder.py", "cli"): "evaluates annotations as the command line does",
-    ("checkpoint/rebuild.py", "cli"): "a checkpoint may hold settings of a command line",
+    ("compat/lightning/cli", "cli"): "Lightning's command line has the types of the Trainer's arguments",
+    ("settings/typed.py", "loggers"): "a logger gets the folder of the run where its own is not set",
     ("checkpoint/hparams.py", "data"): "puts saved hyperparameters into the module that it builds",
     ("callbacks/batch_size_finder.py", "tuner"): "searches when a verb begins",
     ("callbacks/lr_finder.py", "tuner"): "searches when fit begins",

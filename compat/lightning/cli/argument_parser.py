@@ -17,12 +17,12 @@ from typing import Any, TypeAlias, Union
 from torch.optim import Optimizer
 
 from ....callbacks import Callback
-from ....cli.names import ClassProblem, import_object, known_classes
-from ....cli.parameters import parameters_of
 from ....cli.trainer_types import TRAINER_TYPES
 from ....data import DataModule
 from ....errors import ConfigError, MissingDependency
 from ....lazy import is_core
+from ....settings.names import ClassProblem, import_object, known_classes
+from ....settings.parameters import parameters_of
 from ....trainer.module import Module
 from ....trainer.trainer import Trainer as BaseTrainer
 from ..imports.finder import VERSION, resolve

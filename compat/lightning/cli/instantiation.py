@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ....cli.make import make
+from ....settings.make import make
 
 __all__ = [
     "LRSchedulerCallable",

@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 
 from ....checkpoint.hparams import calls_resolver
 from ....checkpoint.tools.formats import Reading, open_checkpoint
-from ....cli.make import check
-from ....cli.names import imported_object
 from ....data.hparams import given_to
 from ....errors import ConfigError
 from ....fabric.seed import seed_everything
 from ....lazy import origin
+from ....settings.make import check
+from ....settings.names import imported_object
 from ....trainer.module import Module
 from ....trainer.trainer import Trainer as BaseTrainer
 from ....yaml_file import parse

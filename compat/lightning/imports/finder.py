@@ -14,6 +14,7 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, cast
 
 from ....lazy import is_core, restore_paths, show_path
+from ....settings.parameters import evaluate_annotations
 from .absent import make_absent
 from .homes import find_home, has_home, shown_paths
 from .metadata import find
@@ -204,6 +205,4 @@ def _evaluate_annotations(found: type) -> None:
         constructor = vars(owner).get("__init__")
         annotations = getattr(constructor, "__annotations__", None)
         if annotations and any(isinstance(one, str) for one in annotations.values()):
-            from ....cli.parameters import evaluate_annotations
-
             evaluate_annotations(constructor)  # type: ignore[arg-type]  # it has annotations

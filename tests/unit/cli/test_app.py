@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 import loopwright as lw
 from loopwright.checkpoint import storage
 from loopwright.cli.groups import Groups
-from loopwright.cli.parameters import EMPTY
 from loopwright.cli.seeds import draw_seed
-from loopwright.cli.settings import Settings, escaped, resolve
 from loopwright.cli.sources import CommandLine, gather, parse_command_line
 from loopwright.errors import ConfigError
+from loopwright.settings.parameters import EMPTY
+from loopwright.settings.tree import Settings, escaped, resolve
 from loopwright.yaml_file import parse, parse_scalar, write
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "cli"

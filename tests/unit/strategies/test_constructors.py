@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from loopwright.cli.parameters import parameters_of
+from loopwright.settings.parameters import parameters_of
 from loopwright.strategies import ParallelStrategy
 from loopwright.strategies.data_parallel import DataParallelStrategy
 from loopwright.strategies.ddp.strategy import DDPStrategy

@@ -72,7 +72,7 @@ def test_help_describes_settings_of_all_kinds(capsys: pytest.CaptureFixture[str]
 
 
 def test_every_setting_of_a_training_has_a_description() -> None:
-    from loopwright.cli.parameters import parameters_of
+    from loopwright.settings.parameters import parameters_of
 
     for name in ("finetune", "pretrain"):
         known = parameters_of(RECIPES[name].settings_class()).named

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import loopwright as lw
-from loopwright.cli.complete import public_path
-from loopwright.cli.names import find_class
 from loopwright.compat import lightning as compat
 from loopwright.compat.lightning.imports.homes import shown_paths
 from loopwright.compat.lightning.overrides import find_own
 from loopwright.lazy import is_core
+from loopwright.settings.complete import public_path
+from loopwright.settings.names import find_class
 from loopwright.trainer.checkpointing.snapshot import counts_batches
 
 # Where Lightning 2.6.6 defines what a program imports from the module on the left.

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..lazy import origin
 from .parameters import EMPTY, Parameter, parameters_of
-from .settings import Settings
+from .tree import Settings
 from .typed import ObjectPlan, Typed
 
 __all__ = ["complete", "is_plain", "public_path", "written_default"]

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from ..lazy import is_core, origin
-from ..loggers import Logger
 from ..yaml_file import read
 from .names import ClassProblem, NotTrusted, Trust, find_class, import_object
 from .parameters import EMPTY, Parameter, parameters_of
-from .settings import WRONG, Settings, SettingsTree, class_nodes, is_class_node
+from .tree import WRONG, Settings, SettingsTree, class_nodes, is_class_node
 
 __all__ = ["ObjectPlan", "Typed", "lazy_node", "show_type", "with_class_defaults"]
 
@@ -455,6 +454,8 @@ _Harmless.__name__ = (
 
 
 def _is_logger(target: object) -> bool:
+    from ..loggers import Logger
+
     return inspect.isclass(target) and issubclass(target, Logger)
 
 

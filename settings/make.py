@@ -11,7 +11,7 @@ from ..yaml_file import MOST_VALUES
 from .build import Building
 from .names import ClassProblem, NotTrusted, Trust, find_class
 from .parameters import parameters_of
-from .settings import Settings
+from .tree import Settings
 from .typed import ObjectPlan, Typed
 
 __all__ = ["check", "make"]

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ..lazy import home_of, is_core, origin
-from .ending import where_raised
+from ..tracebacks import where_raised
 
 __all__ = [
     "ClassProblem",

@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 from ..errors import ConfigError, LoopwrightError
-from .ending import where_raised
-from .settings import WRONG, Settings
+from ..tracebacks import where_raised
+from .tree import WRONG, Settings
 from .typed import ObjectPlan
 
 __all__ = ["Building"]

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import loopwright as lw
-from loopwright.cli.make import make
 from loopwright.errors import ConfigError
+from loopwright.settings.make import make
 
 SETTINGS = "lightning.pytorch.cli.instantiate_module"
 POPEN = {"class_path": "subprocess.Popen", "init_args": {"args": ["touch", "called"]}}
