@@ -110,7 +110,7 @@ class BasePredictionWriter(Callback):
 
     def on_predict_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Begin to note which samples the loaders read."""
-        ranks = trainer.strategy.reporting_ranks
+        ranks = trainer.strategy.topology.reporting_ranks
         self._lw_is_first = ranks is None or trainer.global_rank in ranks
         data = trainer._lw_loaders.eval["predict"]
         self._lw_records = []

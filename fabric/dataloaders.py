@@ -190,7 +190,8 @@ class FabricDataLoader:
             return own
         state = self._stream.state_dict()
         if self._shard is not None and state.get("is_per_rank"):
-            state = merge_states(self._fabric.strategy.gather_reports(state))
+            strategy = self._fabric.strategy
+            state = merge_states(strategy.topology.reports(strategy.gather_objects(state)))
         return {"num_passes": self._num_passes, "stream": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -330,7 +331,8 @@ def gather_samples(fabric: Fabric, data: object) -> object:
     """Return the data of all processes in rank order; see `Fabric.gather_for_metrics`."""
     if fabric._evaluation is not None:
         fabric._evaluation.num_gathers += 1
-    everywhere = fabric.strategy.gather_reports((_DATA, move_to_device(data, torch.device("cpu"))))
+    everywhere = fabric.strategy.gather_objects((_DATA, move_to_device(data, torch.device("cpu"))))
+    everywhere = fabric.strategy.topology.reports(everywhere)
     parts = [part for kind, part in everywhere if kind == _DATA and part is not None]
     return move_to_device(_merge(parts), fabric.device) if parts else None
 

@@ -33,7 +33,7 @@ from ..precision import MixedPrecision, Precision
 from ..precision.base import compute_gradients
 from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
 from ..strategies.distributed.shards import is_sharded
-from ..strategies.optional import PlacesBatches, changing
+from ..strategies.optional import PlacesBatches, SetsUpTogether, changing, saves_shards, written_state
 from ..tracebacks import show_trimmed
 from .launch import InProcessLauncher
 from .resolve import Environment, Parts, resolve
@@ -395,7 +395,7 @@ class Fabric:
         converted = self._convert(module, move_to_device)
         for optimizer in optimizers:
             self.precision.check_optimizer(optimizer)
-        if type(self.strategy).setup_module_and_optimizers is not Strategy.setup_module_and_optimizers:
+        if isinstance(self.strategy, SetsUpTogether):
             running, ready = self.strategy.setup_module_and_optimizers(converted, optimizers)
         else:
             running = self._run_by_strategy(converted, move_to_device)
@@ -951,8 +951,8 @@ class Fabric:
 
                 others = {name: content[name] for name, obj in state.items() if not is_wrapped(obj)}
                 content |= merge_rank_states(others, self.strategy.gather_objects)
-            has_own_part = self.strategy.saves_shards("sharded")
-            content = self.strategy.arrange_shards(content) if has_own_part else self.strategy.gather_state(content)
+            has_own_part = saves_shards(self.strategy, "sharded")
+            content = written_state(self.strategy, content, "sharded")
             if has_own_part or self.is_global_zero:
                 self.write_content(content, path)
 

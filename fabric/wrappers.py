@@ -312,7 +312,7 @@ class FabricOptimizer:
         self._without_fabric.zero_grad(set_to_none)
         strategy = self._fabric.strategy
         if strategy.traits.shards_parameters:  # the optimizer has no access to gradients that are not reduced yet
-            strategy.discard_gradients_of(self._without_fabric)
+            strategy.discard_gradients(None, self._without_fabric)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state."""

@@ -17,6 +17,7 @@ from ..callbacks.summary.summary import count_elements
 from ..errors import NonFiniteError
 from ..fabric.peak_flops import get_available_flops
 from ..fabric.throughput import Counts, per_second
+from ..strategies.distributed.shards import local
 
 if TYPE_CHECKING:
     from ..protocols import AnyBatch, AnyOutput, StateDict
@@ -194,7 +195,7 @@ class Meter(Callback):
 
     def _require_finite(self, trainer: Trainer, module: nn.Module) -> None:
         """Refuse weights that the last step has made useless; the losses until then were finite."""
-        trained = trainer.strategy.local_shards([one for one in module.parameters() if one.requires_grad])
+        trained = local(one for one in module.parameters() if one.requires_grad)
         is_finite = all(bool(part.isfinite().all()) for part in trained)
         if trainer.ranks_answer:
             is_finite = trainer.strategy.reduce_boolean_decision(is_finite)

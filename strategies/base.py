@@ -19,7 +19,6 @@ from .traits import Given, Launcher, TrainerConfig, Traits
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
     from torch.optim import Optimizer
 
@@ -81,6 +80,11 @@ class Topology:
         data_rank: Among the ranks that read different data.
         data_size: Number of ranks that read different data.
         stage: Which layers this process has; 0 where it has all.
+        reporting_ranks: Global ranks whose losses and samples count: one for each share of the data, in their order.
+            None: all ranks.
+        logging_ranks: Global ranks whose logged values count, where ranks that read the same data compute on parts of
+            it; None: the reporting ranks.
+        logging_place: Which of the logging ranks logs for this one.
     """
 
     global_rank: int = 0
@@ -90,6 +94,28 @@ class Topology:
     data_rank: int = 0
     data_size: int = 1
     stage: int = 0
+    reporting_ranks: tuple[int, ...] | None = None
+    logging_ranks: tuple[int, ...] | None = None
+    logging_place: int = 0
+
+    @property
+    def report_place(self) -> tuple[int, int]:
+        """Which of the reporting ranks is this one, or reports for it; and their number."""
+        return (self.global_rank, self.world_size) if self.reporting_ranks is None else (self.data_rank, self.data_size)
+
+    @property
+    def log_place(self) -> tuple[int, int]:
+        """Which of the logging ranks is this one, or logs for it; and their number."""
+        return self.report_place if self.logging_ranks is None else (self.logging_place, len(self.logging_ranks))
+
+    def reports(self, everywhere: list[T]) -> list[T]:
+        """Return the objects of the reporting ranks, from those of all: what is counted counts once."""
+        return everywhere if self.reporting_ranks is None else [everywhere[rank] for rank in self.reporting_ranks]
+
+    def logs(self, everywhere: list[T]) -> list[T]:
+        """Return the objects of the logging ranks, from those of all."""
+        ranks = self.logging_ranks
+        return self.reports(everywhere) if ranks is None else [everywhere[rank] for rank in ranks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +149,6 @@ class Strategy:
         precision: Another name for `precision_plugin`.
     """
 
-    strategy_name: str = "custom"
-    """Name for logs and reports. Behavior depends on the traits, not on the name."""
     traits: Traits = Traits()
     """Facts about the strategy, with which its callers do as it needs."""
     start_method: str | None = None
@@ -135,16 +159,6 @@ class Strategy:
     """Policy for ranks with unequal numbers of training batches: "stop_all", "cycle" or "zero_weight"."""
     accumulate_dtype: torch.dtype | None = None
     """Dtype of gradient sums over a window and over ranks; None: the parameters'. Set before `setup_module`."""
-    saves_optimizers: bool = False
-    """Whether the run saves states of optimizers: what cannot be saved is refused in the first step. The Trainer's."""
-    device_mesh: DeviceMesh | None = None
-    """The devices as a mesh with named axes, for `module.device_mesh`; None: there is no mesh."""
-    reporting_ranks: Sequence[int] | None = None
-    """Global ranks whose logged values, losses and samples count: one for each share of the data, in their order.
-    None: all ranks."""
-    batch_norm_group: ProcessGroup | None = None
-    """The ranks over which batch norms are synchronized: those with the same layers that read different data. None:
-    all ranks."""
 
     # On the class, so that a subclass whose __init__ does not call ours works.
     _accelerator: Accelerator | None = None
@@ -229,14 +243,6 @@ class Strategy:
     def world_size(self) -> int:
         """Number of processes."""
         return self.topology.world_size
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """`num_replicas` and `rank` for a sampler; None if all data are read by this process."""
-        topology = self.topology
-        if topology.data_size == 1:
-            return None
-        return {"num_replicas": topology.data_size, "rank": topology.data_rank}
 
     @property
     def accelerator(self) -> Accelerator | None:
@@ -365,12 +371,6 @@ class Strategy:
         """Return the optimizer as the strategy runs it."""
         return optimizer
 
-    def setup_module_and_optimizers(
-        self, module: nn.Module, optimizers: Sequence[Optimizer]
-    ) -> tuple[nn.Module, list[Optimizer]]:
-        """Set up a module and its optimizers in one call, for engines that need both."""
-        return self.setup_module(module), [self.setup_optimizer(optimizer) for optimizer in optimizers]
-
     def bind_step(self, module: nn.Module, name: str) -> StepFunction:
         """Return what runs `module.<name>` so that the strategy's forward hooks fire.
 
@@ -409,26 +409,19 @@ class Strategy:
         """Compute gradients of a loss (shape (), already scaled by the precision)."""
         compute_gradients(tensor, *args, **kwargs)
 
-    def discard_gradients(self, module: nn.Module | None) -> None:
+    def discard_gradients(self, module: nn.Module | None, optimizer: Optimizer | None = None) -> None:
         """Discard gradients that wait for the end of a window that was broken off.
 
         Args:
             module: What `setup_module` returned; None for all modules.
+            optimizer: Those of its parameters alone, which its own `zero_grad` did not reach; None: all.
         """
-
-    def discard_gradients_of(self, optimizer: Optimizer) -> None:
-        """Discard gradients that the optimizer's own `zero_grad` does not reach. Called after it."""
-        self.discard_gradients(None)
 
     def scale_gradients(self, optimizer: Optimizer, factor: Tensor | float) -> None:
         """Multiply the reduced gradients of the optimizer's parameters, in place, before they are clipped."""
-        shards = self.local_shards([one.grad for one in _parameters(optimizer) if one.grad is not None])
-        if shards:
-            torch._foreach_mul_(shards, factor)
-
-    def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the local shards of these tensors, sharing their memory; the tensors themselves if not sharded."""
-        return tensors
+        gradients = [one.grad for one in _parameters(optimizer) if one.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
 
     def clip_gradients_norm(
         self,
@@ -563,62 +556,11 @@ class Strategy:
         """Return the objects of all ranks in rank order, on every rank; they may differ in kind and size."""
         return [obj]
 
-    def gather_reports(self, obj: T) -> list[T]:
-        """Return the objects of `reporting_ranks`, on every rank: what is logged and counted counts once.
-
-        With a rank for each share of the data they are in the order of `topology.data_rank`.
-        """
-        everywhere = self.gather_objects(obj)
-        ranks = self.reporting_ranks
-        return everywhere if ranks is None else [everywhere[rank] for rank in ranks]
-
-    @property
-    def report_place(self) -> tuple[int, int]:
-        """Which object of `gather_reports` is of this rank, or of the one that reports for it; and their number."""
-        topology = self.topology
-        if self.reporting_ranks is None:
-            return topology.global_rank, topology.world_size
-        return topology.data_rank, topology.data_size
-
-    def gather_logged(self, obj: T) -> list[T]:
-        """Return the objects of the ranks whose logged values count, on every rank: those of `gather_reports`.
-
-        Others where ranks that read the same data compute on parts of it.
-        """
-        return self.gather_reports(obj)
-
-    @property
-    def logged_place(self) -> tuple[int, int]:
-        """Which object of `gather_logged` is of this rank, or of the one that logs for it; and their number."""
-        return self.report_place
-
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks (or with all=False, any rank) decided True."""
         return bool(decision)
 
     # -- state; called by checkpoint/ ----------------------------------------------------------------------------
-
-    def state_dict(self) -> StateDict:
-        """Return what a resume needs beside model and optimizers; {} if nothing. On every rank: it may communicate."""
-        return {}
-
-    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Load a state returned by `state_dict`, now or when the module is set up."""
-
-    def saves_shards(self, default: str) -> bool:
-        """Return whether the checkpoint IO is called on every rank, with the local shards of tensors.
-
-        Args:
-            default: "full" or "sharded", where the user does not choose.
-        """
-        return False
-
-    def arrange_shards(self, state: object) -> Any:  # Any: the content of a checkpoint
-        """Return what this rank gives the checkpoint IO where all ranks write, of the same structure on all ranks.
-
-        On every rank: it may communicate. What another rank has alone is `RemoteShards`.
-        """
-        return state
 
     def gather_state(self, state: object) -> Any:  # Any: the content of a checkpoint
         """Return a state with full tensors on rank 0. On every rank. Without sharded tensors nothing is done."""

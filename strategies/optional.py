@@ -10,22 +10,27 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
+from ..protocols import StateDict, Stateful
 from .traits import MemoryShares, TrainerConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
 
     from ..precision import Precision
-    from ..protocols import StateDict
     from .base import Strategy
 
 __all__ = [
     "ChangesLater",
     "ChecksLayers",
     "ChecksProcesses",
+    "ChecksStates",
     "ConfiguresOptimizers",
     "EvaluatesWithoutData",
     "HasEveryWeight",
+    "HasMesh",
     "HasStages",
     "HasTimeouts",
     "MakesPrecision",
@@ -33,13 +38,19 @@ __all__ = [
     "PlacesBatches",
     "ReadsOptions",
     "RunsWindows",
+    "SavesShards",
+    "SetsUpTogether",
     "SharesMemory",
     "TakesTrainerConfig",
     "changing",
     "evaluation_of",
     "every_weight",
+    "load_strategy_state",
     "memory_shares",
+    "saves_shards",
     "stages_of",
+    "strategy_state",
+    "written_state",
 ]
 
 T = TypeVar("T")
@@ -165,6 +176,24 @@ class HasTimeouts(Protocol):
         ...
 
 
+@runtime_checkable
+class HasMesh(Protocol):
+    """Arranges the devices in a mesh with named axes."""
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh, for `module.device_mesh`; None before the processes are connected."""
+        ...
+
+    @property
+    def batch_norm_group(self) -> ProcessGroup | None:
+        """The ranks over which batch norms are synchronized: those with the same layers that read different data.
+
+        None: all ranks.
+        """
+        ...
+
+
 # -- the model -------------------------------------------------------------------------------------------------------
 
 
@@ -189,6 +218,71 @@ class ConfiguresOptimizers(Protocol):
     def default_optimizers(self, module: nn.Module) -> Any:
         """Return optimizers for a module that configures none, as `configure_optimizers` does; None: there are none."""
         ...
+
+
+@runtime_checkable
+class SetsUpTogether(Protocol):
+    """Makes one engine of a module and its optimizers."""
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: Sequence[Optimizer]
+    ) -> tuple[nn.Module, list[Optimizer]]:
+        """Set up a module and its optimizers in one call; Fabric calls it in place of `setup_module`."""
+        ...
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+def strategy_state(strategy: Strategy) -> StateDict:
+    """Return what a resume needs beside model and optimizers; {} if nothing. On every rank: it may communicate."""
+    return strategy.state_dict() if isinstance(strategy, Stateful) else {}
+
+
+def load_strategy_state(strategy: Strategy, state: StateDict) -> None:
+    """Load what `strategy_state` returned, now or when the module is set up."""
+    if isinstance(strategy, Stateful):
+        strategy.load_state_dict(state)
+
+
+@runtime_checkable
+class SavesShards(Protocol):
+    """Can let every rank write its shards of a checkpoint."""
+
+    def saves_shards(self, default: str) -> bool:
+        """Return whether the checkpoint IO is called on every rank, with the local shards of tensors.
+
+        Args:
+            default: "full" or "sharded", where the user does not choose.
+        """
+        ...
+
+    def arrange_shards(self, state: object) -> Any:
+        """Return what this rank gives the checkpoint IO where all ranks write, of the same structure on all ranks.
+
+        On every rank: it may communicate. What another rank has alone is `RemoteShards`.
+        """
+        ...
+
+
+def saves_shards(strategy: Strategy, default: str) -> bool:
+    """Return whether every rank writes its shards; see `SavesShards`."""
+    return isinstance(strategy, SavesShards) and strategy.saves_shards(default)
+
+
+def written_state(strategy: Strategy, state: object, default: str) -> Any:
+    """Return what this rank writes of a checkpoint: its shards, or on rank 0 full tensors. On every rank."""
+    if isinstance(strategy, SavesShards) and strategy.saves_shards(default):
+        return strategy.arrange_shards(state)
+    return strategy.gather_state(state)
+
+
+@runtime_checkable
+class ChecksStates(Protocol):
+    """Looks in the first step whether the states of optimizers can be saved."""
+
+    saves_optimizers: bool
+    """Whether the run saves them: what cannot be saved is an error then, else a warning. The Trainer sets it."""
 
 
 @runtime_checkable

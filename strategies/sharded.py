@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -77,6 +78,7 @@ class ShardedStrategy(ParallelStrategy):
         sums_gradients_itself=True,
         has_module_hooks=True,
     )
+    saves_optimizers = False
     helps_in_evaluation = True
     """Whether this rank can call `evaluate_without_data`: also before its first batch."""
     axis_names: Mapping[str, str] = {axis: axis for axis in AXES}
@@ -165,8 +167,19 @@ class ShardedStrategy(ParallelStrategy):
         if found.world_size == 1 and not self.is_connected:  # not launched yet
             return found
         axes, rank = self.axes.resolve(found.world_size), found.global_rank  # resolved_axes asks for the topology
-        stage = axes.coordinates(rank)["pp"]
-        return replace(found, data_rank=axes.data_rank(rank), data_size=axes.data_size, stage=stage)
+        size, copies = axes.world_size // axes.pp, axes.cp * axes.tp
+        first = 0 if self._lw_stages is None else size * self._lw_stages.last_rank(axes.pp)
+        of_last_stage = range(first, first + size)  # which has the losses
+        logs_parts = axes.cp > 1 and self.context is not None and self.context.batch is not None
+        return replace(
+            found,
+            data_rank=axes.data_rank(rank),
+            data_size=axes.data_size,
+            stage=axes.coordinates(rank)["pp"],
+            reporting_ranks=None if axes.pp * copies == 1 else tuple(of_last_stage[::copies]),
+            logging_ranks=tuple(of_last_stage[:: axes.tp]) if logs_parts else None,
+            logging_place=rank % size // axes.tp,
+        )
 
     @property
     def groups(self) -> MeshGroups:
@@ -179,7 +192,7 @@ class ShardedStrategy(ParallelStrategy):
         return make_groups(self.device.type, self.resolved_axes, self.axis_names)
 
     @property
-    def device_mesh(self) -> DeviceMesh | None:  # type: ignore[override]  # it is not set, but follows from the axes
+    def device_mesh(self) -> DeviceMesh | None:
         """The processes as a mesh with all axes, also those of size 1: `device_mesh["tp"]` is one of them.
 
         None before the processes are connected.
@@ -211,24 +224,7 @@ class ShardedStrategy(ParallelStrategy):
     # -- data ----------------------------------------------------------------------------------------------------
 
     @property
-    def logs_parts(self) -> bool:
-        """Whether the ranks that share sequences log values of their parts."""
-        return self.context is not None and self.context.batch is not None and self.resolved_axes.cp > 1
-
-    @property
-    def reporting_ranks(self) -> list[int] | None:  # type: ignore[override]  # it follows from the axes
-        """For each share of the data the first of the ranks with the last stage, which has the loss; None: all."""
-        axes = self.resolved_axes
-        return None if axes.pp * axes.cp * axes.tp == 1 else self._lw_of_last_stage(axes.cp * axes.tp)
-
-    def _lw_of_last_stage(self, step: int) -> list[int]:
-        """Return each `step`-th of the ranks with the last stage."""
-        size = self.world_size // self.resolved_axes.pp  # of a stage
-        first = self.last_stage_rank * size
-        return list(range(first, first + size, step))
-
-    @property
-    def batch_norm_group(self) -> ProcessGroup | None:  # type: ignore[override]  # it follows from the axes
+    def batch_norm_group(self) -> ProcessGroup | None:
         """The ranks over which batch norms are synchronized: those with the same layers that read different data."""
         return self.groups.reduce if self.is_connected else None
 
@@ -240,23 +236,8 @@ class ShardedStrategy(ParallelStrategy):
     @property
     def _lw_tensor_group(self) -> ProcessGroup | None:  # type: ignore[override]  # it follows from the axes
         """The ranks over which tensors are reduced and gathered: those that log different values; None: all."""
-        return self.groups.reduce if self.is_connected and self.logs_parts else self._lw_data_group
-
-    def gather_logged(self, obj: T) -> list[T]:
-        """Return the objects of the ranks whose logged values count; see `Strategy.gather_logged`."""
-        if not self.logs_parts:
-            return self.gather_reports(obj)
-        everywhere = self.gather_objects(obj)
-        return [everywhere[rank] for rank in self._lw_of_last_stage(self.resolved_axes.tp)]
-
-    @property
-    def logged_place(self) -> tuple[int, int]:
-        """Which object of `gather_logged` is of this rank, and their number."""
-        if not self.logs_parts:
-            return self.report_place
-        axes = self.resolved_axes
-        size = self.world_size // axes.pp  # of a stage
-        return self.global_rank % size // axes.tp, size // axes.tp
+        logs_parts = self.is_connected and self.topology.logging_ranks is not None
+        return self.groups.reduce if logs_parts else self._lw_data_group
 
     # -- before the launch ---------------------------------------------------------------------------------------
 
@@ -522,17 +503,11 @@ class ShardedStrategy(ParallelStrategy):
             around.enter_context(self._lw_tensor.in_backward())
         return around
 
-    def discard_gradients(self, module: nn.Module | None) -> None:
+    def discard_gradients(self, module: nn.Module | None, optimizer: Optimizer | None = None) -> None:
         """Discard gradients that wait for the end of their window; an optimizer's `zero_grad` does not reach them."""
         for root in self._lw_sharder.roots:
             if root.has_deferred and module in (None, root):
-                root.discard_gradients()
-
-    def discard_gradients_of(self, optimizer: Optimizer) -> None:
-        """Discard those of the optimizer's parameters; another optimizer's window continues."""
-        for root in self._lw_sharder.roots:
-            if root.has_deferred:
-                root.discard_gradients(parameters_of(optimizer))
+                root.discard_gradients(None if optimizer is None else parameters_of(optimizer))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> bool:
         """Step the optimizer; see `Strategy.optimizer_step`.
@@ -551,9 +526,11 @@ class ShardedStrategy(ParallelStrategy):
             refuse_shards(optimizer, warns=not self.saves_optimizers)
         return has_stepped
 
-    def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the local shards of tensors, sharing their memory, without empty ones."""
-        return local(tensors)
+    def scale_gradients(self, optimizer: Optimizer, factor: Tensor | float) -> None:
+        """Multiply the reduced gradients of the optimizer's parameters, in place, before they are clipped."""
+        shards = local(_gradients(optimizer))
+        if shards:
+            torch._foreach_mul_(shards, factor)
 
     def clip_gradients_norm(
         self,

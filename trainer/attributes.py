@@ -454,7 +454,8 @@ class TrainerAttributes:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
         """Number of replicas and rank, None on one device."""
-        return None if self.world_size == 1 else self.fabric.strategy.distributed_sampler_kwargs
+        topology = self.fabric.strategy.topology
+        return None if self.world_size == 1 else {"num_replicas": topology.data_size, "rank": topology.data_rank}
 
     @property
     def received_sigterm(self) -> bool:

@@ -20,6 +20,7 @@ from ..data.hparams import HyperParameters, class_only, save_hyperparameters
 from ..data.move import move_to_device
 from ..errors import ModuleError
 from ..messages import warn
+from ..strategies.optional import HasMesh
 from .loop.optimizers import ManagedOptimizer, toggled
 
 if TYPE_CHECKING:
@@ -805,7 +806,8 @@ class Module(nn.Module):
     @property
     def device_mesh(self) -> DeviceMesh | None:
         """Mesh of a model-parallel strategy; None otherwise."""
-        return self._lw_trainer.strategy.device_mesh if self._lw_trainer is not None else None
+        strategy = None if self._lw_trainer is None else self._lw_trainer.strategy
+        return strategy.device_mesh if isinstance(strategy, HasMesh) else None
 
 
 _has_warned_detached = False

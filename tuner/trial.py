@@ -28,6 +28,7 @@ from ..errors import DataError, ModuleError
 from ..fabric import Fabric
 from ..loggers import DummyLogger
 from ..strategies.distributed.shards import is_sharded
+from ..strategies.optional import load_strategy_state, strategy_state
 from ..trainer.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -338,7 +339,7 @@ def isolated(subject: Subject) -> Iterator[Isolation]:
     drawn = capture_generators(generators)
     stateful = [(one, copy.deepcopy(one.state_dict())) for one in _leaves(subject.given) if is_stateful(one)]
     precision = copy.deepcopy(fabric.precision.state_dict())
-    strategy_state = copy.deepcopy(fabric.strategy.state_dict()) if subject.run is not None else {}
+    own_state = copy.deepcopy(strategy_state(fabric.strategy)) if subject.run is not None else {}
     isolation = Isolation()
     try:
         yield isolation
@@ -347,8 +348,8 @@ def isolated(subject: Subject) -> Iterator[Isolation]:
             session.rejoin_ranks()
     finally:
         free_memory(fabric.device)  # copies of the module go before the strategy's state comes back
-        if strategy_state:
-            fabric.strategy.load_state_dict(strategy_state)
+        if own_state:
+            load_strategy_state(fabric.strategy, own_state)
         if precision:
             fabric.precision.load_state_dict(precision)
         for loader, state in stateful:

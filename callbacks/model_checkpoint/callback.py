@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...console import ONLY_LOGS
 from ...errors import CheckpointError, StopBySignal
+from ...strategies.distributed.shards import local
 from ..base import AnyModule, Checkpoint, from_rank_zero
 from . import files as files
 from .arguments import check_arguments
@@ -454,7 +455,7 @@ class ModelCheckpoint(Checkpoint):
 
     def _lw_is_finite(self, trainer: Trainer, module: Any) -> bool:
         """Whether all weights are finite; on every rank, if the ranks respond."""
-        own = trainer.strategy.local_shards(list(module.parameters()))
+        own = local(module.parameters())
         is_finite = all(bool(part.isfinite().all()) for part in own)
         return bool(trainer.strategy.reduce_boolean_decision(is_finite)) if trainer.ranks_answer else is_finite
 

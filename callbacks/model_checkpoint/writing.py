@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ...checkpoint.checkpoint_io import TorchCheckpointIO
+from ...strategies.optional import saves_shards
 from ..base import from_rank_zero
 from . import files as files
 from .removal import remove_or_warn
@@ -37,7 +38,7 @@ def make_way(trainer: Trainer, paths: list[str], *, has_own_format: bool = False
         return {}  # a user's own format
 
     def rename() -> dict[str, str]:
-        is_folder = trainer.strategy.saves_shards("full")
+        is_folder = saves_shards(trainer.strategy, "full")
         moved = {path: files.make_way(path, for_folder=is_folder, any_folder=has_own_format) for path in paths}
         return {path: name for path, name in moved.items() if name is not None}
 

@@ -236,10 +236,11 @@ class SpikeDetection(Callback):
         own, self._lw_own = self._lw_own, []
         values = torch.stack([loss.detach().double().reshape(()) for _, loss in own]).tolist() if own else []
         trainer = self._lw_trainer
-        rank = 0 if trainer is None else trainer.strategy.report_place[0]
+        rank = 0 if trainer is None else trainer.strategy.topology.report_place[0]
         losses = [(number, rank, value) for (number, _), value in zip(own, values, strict=True)]
         if trainer is not None and trainer.ranks_answer:
-            losses = [one for part in trainer.strategy.gather_reports(losses) for one in part]
+            everywhere = trainer.strategy.gather_objects(losses)
+            losses = [one for part in trainer.strategy.topology.reports(everywhere) for one in part]
         self._lw_known += sorted(losses, key=lambda one: one[:2])
 
     def _lw_look(self, trainer: Trainer) -> None:

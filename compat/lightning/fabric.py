@@ -20,6 +20,7 @@ from ...fabric.wrappers import FabricOptimizer
 from ...precision import Precision
 from ...precision.base import cast_floats
 from ...strategies import Strategy
+from ...strategies.optional import saves_shards
 from .callbacks.external import with_external
 from .imports.finder import show_paths
 from .imports.served import Served
@@ -146,7 +147,7 @@ class Fabric(fabric.Fabric):
 
     def write_content(self, content: dict[str, Any], path: Any) -> None:
         """Write a checkpoint, in which objects stay objects; in the folder of a sharded one they are marked."""
-        is_folder = self.strategy.saves_shards("sharded")
+        is_folder = saves_shards(self.strategy, "sharded")
         super().write_content(trust_objects(content) if is_folder else with_objects(content), path)
 
 

@@ -24,6 +24,7 @@ from ...data.limit import find_length, resolve_limit
 from ...data.move import find_batch_size
 from ...fabric.world import checks_deferred
 from ...strategies import ParallelStrategy
+from ...strategies.optional import saves_shards
 from ...trainer import trainer
 from ...trainer.checkpointing import snapshot
 from ...trainer.checkpointing.saving import Saving
@@ -336,14 +337,14 @@ class _Saving(Saving):
     def complete(self, checkpoint: StateDict) -> None:
         """Add Lightning's own entries, which hooks and libraries look for."""
         own = checkpoint.get(OWN_KEY)
-        if isinstance(own, dict) and not self._trainer.strategy.saves_shards("full"):
+        if isinstance(own, dict) and not saves_shards(self._trainer.strategy, "full"):
             checkpoint.setdefault(LIGHTNING_VERSION_KEY, VERSION)
             loop, counts = lightning_loop(own.get("progress", {})), cast("Trainer", self._trainer).loop_counts
             checkpoint.setdefault("loops", {"fit_loop": loop if counts is None else {**loop, **counts.fit_state()}})
 
     def write_to(self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: object) -> None:
         own = checkpoint.get(OWN_KEY)
-        if isinstance(own, dict) and self._trainer.strategy.saves_shards("full"):
+        if isinstance(own, dict) and saves_shards(self._trainer.strategy, "full"):
             checkpoint = trust_objects(part_hyperparameters(checkpoint))
         elif isinstance(own, dict):
             checkpoint = with_objects(checkpoint)

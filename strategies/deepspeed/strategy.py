@@ -497,15 +497,11 @@ class DeepSpeedStrategy(ParallelStrategy):
             )
         root.backward(tensor, retain_graph=bool(options.get("retain_graph")))
 
-    def discard_gradients(self, module: nn.Module | None) -> None:
+    def discard_gradients(self, module: nn.Module | None, optimizer: Optimizer | None = None) -> None:
         """Discard gradients of a window that ends without a step; of all modules for None."""
         for root in [module] if module is not None else list(self._lw_roots):
             if isinstance(root, EngineRoot) and root.has_engine:
                 root.discard_gradients()
-
-    def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensors."""
-        return tensors
 
     def scale_gradients(self, optimizer: Optimizer, factor: Tensor | float) -> None:
         """Multiply the reduced gradients, in place, before they are clipped."""

@@ -331,7 +331,7 @@ class XLAReplicasStrategy(XLAProcessStrategy, ParallelStrategy):
             self.mark_step()  # a read would execute the graph with the sum in it
         return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
 
-    def discard_gradients(self, module: nn.Module | None) -> None:
+    def discard_gradients(self, module: nn.Module | None, optimizer: Optimizer | None = None) -> None:
         """Forget what waits for the end of a window which was broken off."""
         self._lw_forwarded, self._lw_sums = [], []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,19 @@ from typing import TypeGuard
 
 import pytest
 
+from loopwright import strategies
 from loopwright.strategies import Strategy, optional
 from loopwright.strategies.traits import Traits
 
 from .sources import ROOT, package_files, place, tree_of
 
 # Engines know each other; Lightning's views add attributes of their own.
-OUTSIDE = ("strategies/", "compat/lightning/connectors.py", "compat/lightning/own_parts.py")
+OUTSIDE = (
+    "strategies/",
+    "compat/lightning/connectors.py",
+    "compat/lightning/own_parts.py",
+    "compat/lightning/strategies.py",
+)
 # Names of variables and attributes that hold a strategy; arguments of `strategy=` may be strings.
 HOLDERS = {"strategy", "_strategy", "chosen_strategy"}
 OF_STRINGS = {"lower"}
@@ -99,6 +106,26 @@ def test_an_undeclared_request_is_found(source: str) -> None:
 )
 def test_a_declared_request_is_accepted(source: str) -> None:
     assert not list(problems_in(ast.parse(source)))
+
+
+def test_the_interface_has_few_members_and_none_that_one_engine_alone_answers() -> None:
+    own = {name: one for name, one in vars(Strategy).items() if not name.startswith("_")}
+    # Two names of one function or property are one member.
+    members = {id(one) if inspect.isfunction(one) or isinstance(one, property) else name for name, one in own.items()}
+    assert len(members) <= 50
+    answered: dict[str, set[str]] = {}
+    for cls in (getattr(strategies, name) for name in strategies.__all__):
+        if inspect.isclass(cls) and issubclass(cls, Strategy):
+            for base in set(cls.__mro__) & set(_subclasses(Strategy)):
+                for name in own.keys() & vars(base).keys():
+                    answered.setdefault(name, set()).add(base.__module__.split(".")[2])
+    assert [name for name, engines in answered.items() if len(engines) == 1 and engines != {"parallel"}] == []
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for one in cls.__subclasses__():
+        yield one
+        yield from _subclasses(one)
 
 
 def test_every_trait_is_described() -> None:

@@ -28,9 +28,6 @@ class FakeStrategy:
     traits = Traits()
     checkpoint_io = None
 
-    def local_shards(self, tensors: list[Tensor]) -> list[Tensor]:
-        return tensors
-
     def broadcast(self, value: Any, src: int = 0) -> Any:
         return value
 

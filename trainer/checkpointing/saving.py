@@ -17,7 +17,7 @@ from ...checkpoint.checkpoint_io import saves_in_background
 from ...errors import CheckpointError, ModuleError
 from ...messages import counted
 from ...protocols import StateDict
-from ...strategies.optional import every_weight
+from ...strategies.optional import every_weight, saves_shards, written_state
 from ..loop.run_signals import add_place
 from ..session.assemble import has_override
 from . import snapshot
@@ -176,13 +176,13 @@ class Saving:
             rank_coordination.meet(trainer, "trainer.save_checkpoint")
         self.wait(before_save=True)
         checkpoint = snapshot.collect(run, is_weights_only=is_weights_only, has_score=self.has_score)
-        has_own_part = strategy.saves_shards("full")
+        has_own_part = saves_shards(strategy, "full")
         if run.has_ranks and not ranks_answer:
             from ..loop.rank_coordination import require_full
 
             require_full(checkpoint, filepaths[0])
         else:
-            checkpoint = strategy.arrange_shards(checkpoint) if has_own_part else strategy.gather_state(checkpoint)
+            checkpoint = written_state(strategy, checkpoint, "full")
 
         def write() -> None:
             self.write_to(checkpoint, filepaths, storage_options)

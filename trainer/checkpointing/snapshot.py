@@ -21,7 +21,7 @@ from ...lazy import is_core
 from ...messages import warn
 from ...protocols import StateDict
 from ...strategies.base import plain_name, plain_names
-from ...strategies.optional import stages_of
+from ...strategies.optional import load_strategy_state, stages_of, strategy_state
 from ..hooks import find_override
 from ..loop import manual
 from ..run import BeforeValidation, FitRun, Run
@@ -120,7 +120,7 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
                 states["data"] = rank_coordination.gather_data(fabric.strategy, states["data"])
         # Communicates; after an error of this rank alone the others would not answer.
         if ranks_answer or not run.has_ranks:
-            own_state = fabric.strategy.state_dict()
+            own_state = strategy_state(fabric.strategy)
             if own_state:
                 states["strategy"] = own_state
         precision = fabric.precision.state_dict()
@@ -175,13 +175,14 @@ def _take_from_last_stage(run: Run, checkpoint: StateDict, before: StateDict) ->
     from ..metrics.metric_objects import to_cpu
 
     strategy = run.fabric.strategy
-    assert strategy.reporting_ranks is not None, "there are stages"
+    ranks = strategy.topology.reporting_ranks
+    assert ranks is not None, "there are stages"
     marks, callbacks = _marks_of_callbacks(run), checkpoint.get("callbacks", {})
     changed = {
         key: callbacks[key] for key, mark in marks.items() if key in callbacks and run.callback_marks.get(key) != mark
     }
     added = {key: one for key, one in checkpoint.items() if before.get(key) is not one and not has_parts(one)}
-    found, states = to_cpu(strategy.broadcast(to_cpu((added, changed)), src=strategy.reporting_ranks[0]))
+    found, states = to_cpu(strategy.broadcast(to_cpu((added, changed)), src=ranks[0]))
     checkpoint.update(found)
     callbacks.update(states)
 
@@ -313,7 +314,7 @@ def count_data(run: Run) -> tuple[int, int]:
     """Return the samples and tokens that all ranks have trained on; each counts its own since fit began or resumed."""
     progress, strategy = run.progress, run.fabric.strategy
     own = (progress.samples - progress.samples_before, progress.tokens - progress.tokens_before)
-    everywhere = strategy.gather_reports(own)
+    everywhere = strategy.topology.reports(strategy.gather_objects(own))
     copies = len(everywhere) // strategy.topology.data_size  # ranks that train on the same samples
     samples, tokens = (sum(column) // copies for column in zip(*everywhere, strict=True))
     return progress.samples_before + samples, progress.tokens_before + tokens
@@ -505,7 +506,7 @@ def restore_training(run: FitRun, content: Content, path: str) -> Callable[[], N
     for config, last in zip(run.schedulers, states.get("schedule_progress", []), strict=False):
         config.last_metric_step = last
     if "strategy" in states:
-        strategy.load_state_dict(states["strategy"])
+        load_strategy_state(strategy, states["strategy"])
     if "precision" in states:
         run.fabric.precision.load_state_dict(states["precision"])
     if "metrics" in states:

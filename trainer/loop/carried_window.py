@@ -121,7 +121,8 @@ class CarriedWindow:
             ranks_window = cast(RanksWindowLoss, window)
             state.update(form=ranks_window.form, scale=ranks_window._scale)
         gather = run.has_ranks and run.ranks_answer
-        state["losses"] = run.fabric.strategy.gather_reports(own) if gather else [own]
+        strategy = run.fabric.strategy
+        state["losses"] = strategy.topology.reports(strategy.gather_objects(own)) if gather else [own]
         return {"window": state, "gradients": manual.waiting_gradients(run)}
 
     def load_states(self, states: StateDict, source: str) -> None:
@@ -131,7 +132,7 @@ class CarriedWindow:
             CheckpointError: The window was cut over another number of ranks, or has another size.
         """
         run, state = self._run, states["window"]
-        (place, ranks), accumulate = run.fabric.strategy.report_place, self._trainer.accumulate_grad_batches
+        (place, ranks), accumulate = run.fabric.strategy.topology.report_place, self._trainer.accumulate_grad_batches
         if len(state["losses"]) != ranks or state["planned"] != accumulate:
             raise CheckpointError(
                 f"{source} was taken within a window of {state['planned']} micro-batches ({state['count']} done) on "

@@ -94,7 +94,7 @@ class DataLimits:
     def _exchange(self) -> None:
         trainer, progress, topology = self._trainer, self._progress, self._strategy.topology
         own = (progress.samples - progress.samples_before, progress.tokens - progress.tokens_before, *self._largest)
-        everywhere = self._strategy.gather_reports(own)
+        everywhere = self._strategy.topology.reports(self._strategy.gather_objects(own))
         sums = [sum(column) for column in zip(*everywhere, strict=True)]
         copies = len(everywhere) // topology.data_size  # ranks that train on the same samples
         samples, tokens, most_samples, most_tokens = (count // copies for count in sums)

@@ -147,7 +147,7 @@ class ManagedOptimizer:
         self.optimizer.zero_grad(set_to_none)
         strategy = None if self._trainer is None else self._trainer.strategy
         if strategy is not None and strategy.traits.shards_parameters:
-            strategy.discard_gradients_of(self.optimizer)
+            strategy.discard_gradients(None, self.optimizer)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:

@@ -242,7 +242,8 @@ def check_first_batch(run: FitRun, batch: object) -> None:
         _compare_listed(run.fabric.strategy, loader.flattened if isinstance(loader, CombinedLoader) else [loader])
         return
     strategy = run.fabric.strategy
-    if strategy.topology.data_size > 1 and is_same_on_all(strategy.gather_reports(fingerprint_batch(batch))):
+    topology = strategy.topology
+    if topology.data_size > 1 and is_same_on_all(topology.reports(strategy.gather_objects(fingerprint_batch(batch)))):
         logger.warning(SAME_DATA, type(stream.loader).__name__)
 
 
@@ -290,10 +291,9 @@ def gather_data(strategy: Strategy, state: dict[str, object]) -> dict[str, objec
 
 def one_of_each_share(strategy: Strategy, obj: T) -> list[T]:
     """Return the objects of ranks that read different data, by data rank: of ranks that read the same, one's."""
-    ranks = strategy.reporting_ranks
-    everywhere = strategy.gather_objects((strategy.topology.data_rank, obj))
+    topology = strategy.topology
     of_rank: dict[int, T] = {}
-    for data_rank, theirs in everywhere if ranks is None else [everywhere[rank] for rank in ranks]:
+    for data_rank, theirs in topology.reports(strategy.gather_objects((topology.data_rank, obj))):
         of_rank.setdefault(data_rank, theirs)
     return [of_rank[rank] for rank in sorted(of_rank)]
 

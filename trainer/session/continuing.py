@@ -18,6 +18,7 @@ from ...data.tree import are_same_loaders
 from ...errors import CheckpointError
 from ...messages import warn
 from ...protocols import Loaders, StateDict
+from ...strategies.optional import load_strategy_state, strategy_state
 from ..checkpointing import snapshot
 from ..checkpointing.optimizer_record import all_names, fit_groups, names_of
 from .checks import unwrapped
@@ -66,7 +67,7 @@ def take_before(trainer: Trainer, model: nn.Module) -> Before | None:
         return {}
     if strategy.traits.owns_optimizers:
         return {"engine": type(strategy).__name__}
-    own = strategy.state_dict()
+    own = strategy_state(strategy)
     return {
         "optimizers": [strategy.optimizer_state(one, last.model) for one in last.optimizers],
         "optimizer_record": {
@@ -131,7 +132,7 @@ def continue_training(trainer: TrainerView, run: FitRun, before: Before) -> None
         config.scheduler.load_state_dict(before["schedulers"][index])
         config.last_metric_step = before["schedule_progress"][index]
     if "strategy" in before:
-        trainer.strategy.load_state_dict(before["strategy"])
+        load_strategy_state(trainer.strategy, before["strategy"])
     if "precision" in before:
         trainer.fabric.precision.load_state_dict(before["precision"])
     if told:

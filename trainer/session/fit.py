@@ -18,7 +18,7 @@ from torch.autograd import set_detect_anomaly
 from ...data.batch_size import BatchSizes
 from ...errors import CheckpointError, ConfigError
 from ...messages import counted, warn
-from ...strategies.optional import TakesTrainerConfig
+from ...strategies.optional import HasMesh, TakesTrainerConfig
 from ..checkpointing import snapshot
 from ..checkpointing.locate import can_be_requeued, locate
 from ..fit_lines import tell_beginning, tell_end
@@ -206,7 +206,7 @@ class FitSession(Session):
         if sync is None:
             from ...strategies.distributed.layer_sync import TorchSyncBatchNorm
 
-            sync = TorchSyncBatchNorm(self.strategy.batch_norm_group)
+            sync = TorchSyncBatchNorm(self.strategy.batch_norm_group if isinstance(self.strategy, HasMesh) else None)
         sync.apply(self.module)
         self.ending.callback(sync.revert, self.module)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...errors import ModuleError
 from ...messages import warn
-from ...strategies.optional import ConfiguresOptimizers
+from ...strategies.optional import ChecksStates, ConfiguresOptimizers
 from ..checkpointing import optimizer_record
 from ..loop import manual
 from ..loop.optimizers import ManagedOptimizer
@@ -64,9 +64,10 @@ def build_optimizers(run: Run) -> None:
         has_own_scheduler_step=assemble.has_override(module, "lr_scheduler_step"),
     )
     assemble.check_parameters(module, run.optimizers)
-    run.fabric.strategy.saves_optimizers = any(
-        getattr(one, "save_weights_only", None) is False for one in run.trainer.callbacks
-    )
+    if isinstance(run.fabric.strategy, ChecksStates):
+        run.fabric.strategy.saves_optimizers = any(
+            getattr(one, "save_weights_only", None) is False for one in run.trainer.callbacks
+        )
     run.configured = optimizer_record.describe(run.optimizers, run.schedulers)
     if run.optimizers:
         run.optimizers = list(run.fabric.prepare_optimizers(*run.optimizers))

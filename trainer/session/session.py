@@ -220,9 +220,10 @@ class Session(ABC):
             system=self.actions(),
         )
         has_ranks = fabric.world_size > 1
-        rank, size = strategy.logged_place
+        topology = strategy.topology
+        rank, size = topology.log_place
         metrics.connect(
-            strategy.gather_logged if has_ranks else None,
+            (lambda obj: topology.logs(strategy.gather_objects(obj))) if has_ranks else None,
             rank=rank,
             size=size,
             module=module,

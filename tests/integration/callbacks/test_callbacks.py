@@ -38,9 +38,6 @@ class GlooStrategy:
     traits = Traits()
     checkpoint_io = None
 
-    def local_shards(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return tensors
-
     def __init__(self, rank: int, size: int) -> None:
         self.global_rank, self.world_size = rank, size
         self.is_global_zero = rank == 0

@@ -31,7 +31,6 @@ def test_a_strategy_with_two_methods_works() -> None:
     assert strategy.is_global_zero
     ranks = (strategy.global_rank, strategy.local_rank, strategy.node_rank, strategy.world_size)
     assert ranks == (0, 0, 0, 1)
-    assert strategy.distributed_sampler_kwargs is None
 
 
 def test_names_of_the_same_thing_follow_each_other() -> None:
@@ -240,9 +239,3 @@ def test_optimizer_state_goes_out_and_in() -> None:
     assert again.param_groups[0]["lr"] == 0.1
     with pytest.raises(CheckpointError, match="state does not match Adam"):
         Strategy().load_optimizer_state(torch.optim.Adam([module.weight]), state)
-
-
-def test_joint_setup_is_the_two_single_ones() -> None:
-    module = nn.Linear(2, 2)
-    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1)]
-    assert Strategy().setup_module_and_optimizers(module, optimizers) == (module, optimizers)
