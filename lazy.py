@@ -41,7 +41,7 @@ def attach(
                 if error.name != f"{package}.{name}":
                     raise
             hint = f" (did you mean {_OTHER_NAMES[name]!r}?)" if name in _OTHER_NAMES else nearest(name, homes)
-            # With an `obj`, Python would add a guess of its own to the traceback.
+            # With an `obj`, Python would add its own guess to the traceback.
             raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}", name=name, obj=None)
         value = getattr(import_module(f"{package}.{home}"), name)
         setattr(sys.modules[package], name, value)

@@ -1,6 +1,6 @@
 """Which rows of the step benchmark became slower since a commit, and by which commit: `make bench ARGS=--compare`.
 
-The present tree and the other commit, in a worktree of its own, take turns with the same programs. A row is the
+The present tree and the other commit, in its own worktree, take turns with the same programs. A row is the
 Trainer's step divided by the handwritten one of the same turn, so that a slow moment of the machine cancels.
 """
 
@@ -129,7 +129,7 @@ def stored_commit() -> str:
 
 @contextlib.contextmanager
 def worktree(commit: str) -> Iterator[Path]:
-    """Check a commit out into a folder of its own, for a block."""
+    """Check a commit out into its own folder, for a block."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         _git("worktree", "add", "--quiet", "--detach", str(tree), commit)
@@ -140,7 +140,7 @@ def worktree(commit: str) -> Iterator[Path]:
 
 
 def measure_tree(tree: Path, rows: Sequence[str], num_batches: int) -> Ratios:
-    """Return the ratios of a tree's package, measured in a process of its own with this tree's programs."""
+    """Return the ratios of a tree's package, measured in its own process with this tree's programs."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "loopwright").symlink_to(tree)
         environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}

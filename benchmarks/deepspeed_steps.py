@@ -40,7 +40,7 @@ def measure_deepspeed(*, num_steps: int, rounds: int, is_quick: bool = False) ->
 
 
 def config_of(stage: int) -> dict[str, Any]:
-    """Return what the engine is told, in all of the ways."""
+    """Return each configuration of the engine."""
     # As small as the model: buckets of the usual size are memory that each backward pass asks for.
     zero = {"stage": stage, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
     return {

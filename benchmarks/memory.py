@@ -190,7 +190,7 @@ def run_limited(ranks: int, cases: Iterable[str]) -> list[dict[str, Any]]:
     command = [sys.executable, __file__, str(ranks), *cases]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **EXACT_MEMORY}
-    # A session of its own: the program's own children end with it.
+    # Its own session: the program's own children end with it.
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     ) as process:

@@ -1,6 +1,6 @@
 """What a save costs: time and memory of `trainer.save_checkpoint` beside torch.save; run.py starts it and prints it.
 
-It runs as a process of its own (`python benchmarks/saving.py speed PARAMETERS ROUNDS`, or `stall`), because the peak of
+It runs as its own process (`python benchmarks/saving.py speed PARAMETERS ROUNDS`, or `stall`), because the peak of
 memory is a number of the whole process.
 """
 
@@ -192,12 +192,12 @@ def train(num_parameters: int, saver: lw.Callback, folder: str, *, num_steps: in
 
 
 def time_saves(*, num_parameters: int, rounds: int) -> dict[str, Any]:
-    """Measure saves that training waits for, in a process of their own; times and memory are medians."""
+    """Measure saves that training waits for, in their own process; times and memory are medians."""
     return _run("speed", num_parameters, rounds)
 
 
 def time_stalls(*, num_parameters: int, rounds: int) -> dict[str, Any]:
-    """Measure how long training waits for saves in the background, in a process of their own; times are medians."""
+    """Measure how long training waits for saves in the background, in their own process; times are medians."""
     return _run("stall", num_parameters, rounds)
 
 

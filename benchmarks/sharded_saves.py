@@ -43,7 +43,7 @@ def measure_sharded_saves(*, megabytes: int, rounds: int) -> dict[str, Any]:
 
 
 class Layers(nn.Module):
-    """Square layers, each a unit of its own; 4 MiB each in float32."""
+    """Square layers, each its own unit; 4 MiB each in float32."""
 
     def __init__(self, megabytes: int) -> None:
         super().__init__()

@@ -115,7 +115,7 @@ VARIANTS = (
 
 
 class _Nowhere(io.TextIOWrapper):
-    """Swallows what is written, and says whether it is a terminal as it was told."""
+    """Swallows what is written, and says whether it is a terminal as its constructor was asked to."""
 
     def __init__(self, is_terminal: bool) -> None:
         super().__init__(open(os.devnull, "wb", buffering=0))  # noqa: SIM115  # closed with the wrapper

@@ -185,7 +185,7 @@ def _ahead(devices: int, data: list[Tensor]) -> Iterable[Tensor]:
         import torch_xla.distributed.spmd as spmd
 
         options["input_sharding"] = spmd.ShardingSpec(_mesh(devices), ("data", None))
-    # It cuts graphs, too, unless it is told not to; the loop does so.
+    # It cuts graphs, too, unless its arguments prevent that; the loop does so.
     loader: Iterable[Tensor] = parallel_loader.MpDeviceLoader(
         DataLoader(data, batch_size=None), torch_xla.device(), batches_per_execution=2**62, **options  # type: ignore[arg-type]  # a list is a dataset
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Fine-tuning: callbacks that train a part of the module first and unfreeze more of it later.
 
-A frozen parameter that is unfrozen gets a parameter group of its own. A resumed run has the same groups again before
+A frozen parameter that is unfrozen gets its own parameter group. A resumed run has the same groups again before
 the optimizer's state is put back.
 """
 
@@ -166,7 +166,7 @@ class BaseFinetuning(Callback):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Unfreeze modules and train them in a parameter group of their own.
+        """Unfreeze modules and train them in their own parameter group.
 
         Args:
             modules: A module, or any structure of them.
@@ -226,7 +226,7 @@ class BaseFinetuning(Callback):
             missing = [name for group in saved for name in group["params"] if name not in known]
             if missing:
                 raise CheckpointError(
-                    f"{type(self).__name__}: the checkpoint trains parameters that the module has not: "
+                    f"{type(self).__name__}: the checkpoint trains parameters that the module does not have: "
                     f"{', '.join(missing)}.",
                     fix="resume with the module of the run that saved it.",
                 )

@@ -433,7 +433,7 @@ class ModelPruning(Callback):
         ]
         if wrong:
             raise ModuleError(
-                f"ModelPruning: {self.pruning_fn} removes slices along dimension {dim}, which these have not: "
+                f"ModelPruning: {self.pruning_fn} removes slices along dimension {dim}, which these do not have: "
                 f"{', '.join(wrong)}.",
                 fix="pass parameter_names=['weight'], or parameters_to_prune.",
             )

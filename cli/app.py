@@ -20,7 +20,7 @@ from ..settings.complete import is_plain
 from ..settings.tree import CLASS_KEYS, SettingsTree, escaped
 from ..settings.typed import ObjectPlan
 from ..yaml_file import write
-from .ending import told
+from .ending import reporting_errors
 from .groups import Groups, put
 from .plans import plan_all
 from .program import SUBCOMMANDS, Program
@@ -128,7 +128,7 @@ class CLI:
                 raise
             sys.stderr.write(f"{self._lw_shown_program()}: {error}\n")
             raise SystemExit(2) from None
-        with told(self._lw_shown_program()) if exits else nullcontext():
+        with reporting_errors(self._lw_shown_program()) if exits else nullcontext():
             self._lw_seed()
             self._lw_build()
             if run:

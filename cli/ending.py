@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from ..errors import CheckpointError, ConfigError, LaunchError, LoopwrightError, MissingDependency, ModuleError
 from ..tracebacks import user_frames
 
-__all__ = ["told"]
+__all__ = ["reporting_errors"]
 
 _OF_SETTINGS = (ConfigError, CheckpointError, LaunchError, MissingDependency, ModuleError)
 
 
 @contextmanager
-def told(name: str) -> Iterator[None]:
+def reporting_errors(name: str) -> Iterator[None]:
     """Report an error caused by settings, and end the program with code 2; with 130 after Ctrl+C.
 
     Where the user's own code raised it, or had called what raised it, the traceback is of use and stays.

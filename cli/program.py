@@ -32,7 +32,7 @@ class Program:
     Attributes:
         name: How it was started, for texts.
         trainer_class: Trainer, or a subclass.
-        bases: "model" and "data" to the class that the program gave, None if it gave none, and to the class of all.
+        bases: "model" and "data" to the class that the program passed, None for none, and to the class of all.
         declared: What `CLI.add_arguments` declared.
         seed_default: The seed where none is given.
         subcommand: What is to be run; None: objects are made only.

@@ -204,7 +204,7 @@ def _text_on(settings_class: Any, name: str) -> str:
 
 
 def _text_of(name: str, value: Any) -> Any:
-    """Return the text of a path that an earlier source gave as a mapping, which makes it look like a class."""
+    """Return the text of a path that an earlier source has as a mapping, which makes it look like a class."""
     is_path = name in CLASS_KEYS[:2] and is_class_node(value)
     return value["class_path"] if is_path else value
 

@@ -21,7 +21,7 @@ def draw_seed(num_nodes: int = 1, variables: Mapping[str, str] | None = None) ->
     has started several, each makes the seed of what the job has in common, since a drawn seed could not reach them.
 
     Args:
-        num_nodes: Machines of the run: each of them starts a process of its own.
+        num_nodes: Machines of the run: each of them starts its own process.
         variables: Environment variables; None takes those of this process.
     """
     variables = os.environ if variables is None else variables

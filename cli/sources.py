@@ -142,7 +142,7 @@ def gather(
         defaults: What the program sets by itself, dotted.
         checkpoint: The configuration of a checkpoint, and its name.
         variables: Environment variables; None takes those of this process.
-        groups: Keys whose settings may stand in a file of their own, as in `data=data.yaml`.
+        groups: Keys whose settings may stand in their own file, as in `data=data.yaml`.
         onto: Settings that these are laid over; None begins with none.
 
     Raises:

@@ -23,7 +23,7 @@ class IndexRecord:
     """Stands for a sampler or batch sampler, and records the indices that the loader draws from it.
 
     Attributes:
-        latest: The indices of the batch that `following` gave last; None where they are not known.
+        latest: The indices of the batch that `following` yielded last; None where they are not known.
 
     A loader with workers draws indices before it yields their batches, in the same order.
 

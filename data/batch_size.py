@@ -32,7 +32,7 @@ class BatchSizes:
 
     Args:
         loader: The user's loader, or what stands for it; None where nothing is known.
-        count: Returns how many indices the sampler gave for the latest batch; None where that is not known.
+        count: Returns how many indices the sampler returned for the latest batch; None where that is not known.
 
     Attributes:
         expected: What `find_batch_size` finds in batches that need no second look; `resolve` is for others.
@@ -57,7 +57,7 @@ class BatchSizes:
         if isinstance(loader, DataLoader):
             self._read(loader)
             self.needs_indices = not self._is_certain and is_indexed(loader)
-            # Without automatic batching an index is a batch of unknown size, unless a sampler of batches gave it.
+            # Without automatic batching an index is a batch of unknown size, unless a sampler of batches returned it.
             self.is_batched = loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
             if self.needs_indices and count is not None:
                 self.follow(count)

@@ -1,7 +1,7 @@
 """`CopyStream`: copies of batches to a CUDA device that overlap with its computation.
 
-On the current stream, the copy of a batch would wait for the step before it. Here copies run on a CUDA stream of their
-own: the host is ahead of the device, so a batch is copied while the device still computes the previous step. Batches
+On the current stream, the copy of a batch would wait for the step before it. Here copies run on their own CUDA
+stream: the host is ahead of the device, so a batch is copied while the device still computes the previous step. Batches
 are not read from the loader early: a checkpoint misses nothing, and random numbers are drawn in the usual order.
 """
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class CopyStream:
-    """Moves batches on a stream of its own; the current stream waits for the copy.
+    """Moves batches on its own stream; the current stream waits for the copy.
 
     Batches with objects that move themselves, or with tensors that are on a device already, are moved on the current
     stream, because other work on their memory is unknown.

@@ -146,7 +146,7 @@ def find_batch_size(batch: Batch) -> int | None:
             if type(item) is not Tensor:
                 return _common_size(batch)
             if item.ndim:
-                # `size(0)` takes four times as long as the shape, which a nested tensor has not.
+                # `size(0)` takes four times as long as the shape, which a nested tensor does not have.
                 found = item.size(0) if item.is_nested else item.shape[0]
                 if size is None:
                     size = found

@@ -1,4 +1,4 @@
-"""`RngWatch`: which global generators code draws from, told without taking them from it."""
+"""`RngWatch`: which global generators code draws from, known without drawing from them."""
 
 from __future__ import annotations
 

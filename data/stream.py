@@ -33,7 +33,7 @@ class BatchStream:
     Without a resume, batches and the use of the global generators equal a hand-written `for batch in loader`, bit for
     bit, for loaders with a map-style data set and no workers, and for lists.
 
-    With several processes, each has a stream of its own with its `Shard`. DataLoaders with a map-style data set and
+    With several processes, each has its own stream with its `Shard`. DataLoaders with a map-style data set and
     lists of batches are distributed batch by batch, with any sampler. Other loaders, and those whose sampler knows its
     rank, are read by each process as they are. All processes call `open`, `reopen` and `remaining` at the same points
     and get the same answers there and from `has_next`, `position` and `num_batches`, which count the batches of *one*
@@ -119,7 +119,7 @@ class BatchStream:
             self._source.begin_shared(epoch, shared_rng)
         self.num_batches = self._source.apply_limit(self._limit, self._name)  # it may differ by epoch
         if self._limit != 0 and not (self.num_batches and self._source.has_next()):
-            fix, what = _advice(self.loader, self._shard), f"The training data gave no batches in epoch {epoch}."
+            fix, what = _advice(self.loader, self._shard), f"The training data has no batches in epoch {epoch}."
             if not may_be_empty or self._shard is not None or not math.isinf(self.num_batches):
                 raise DataError(what, fix=fix)
             warn(f"{what} The epoch is skipped. If that is a mistake, {fix}")

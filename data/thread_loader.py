@@ -77,7 +77,7 @@ class ThreadDataLoader(DataLoader[Any]):
     def _get_iterator(self) -> _BaseDataLoaderIter:
         return _ThreadIterator(self)
 
-    # Read by `is_indexed`; a subclass with an iteration of its own does not have it.
+    # Read by `is_indexed`; a subclass with its own iteration does not have it.
     _get_iterator.follows_indices = True  # type: ignore[attr-defined]
 
 

@@ -1,6 +1,6 @@
 """Check the documentation: `make docs-test`. Runs every example, follows every link, compares generated pages.
 
-The Python blocks of a page run one after the other as one program, in a process and an empty folder of its own, with
+The Python blocks of a page run one after the other as one program, in its own process and empty folder, with
 warnings as errors. A block that begins with "```python no-run" is only shown. A comment "<!-- first: ... -->" is code
 that a page needs and need not show.
 """

@@ -54,6 +54,14 @@ SOURCES: tuple[str, ...] = (
 PHRASES: tuple[tuple[str, str], ...] = (
     (r"(?:there )?(?:is|are|was|were) no(?![-\w])(?! longer| more than| less than| fewer than)", "is not a"),
     (r"(?:there )?(?:is|are) (?-i:none)(?! of)", "is not one"),
+    (r"that there (?:is|are) not", "that does not exist, unknown"),
+    (
+        r"(?:has|have) not(?= (?:the|a|an|its|their|that|this|one|any|all)\b)|(?:has|have) not(?=\s*[.,;:)])",
+        "does not have",
+    ),
+    (r"gave", "returned, passed, had"),
+    (r"told", "notified, logged, known"),
+    (r"an? (?:[\w.-]+ ){1,3}of (?:its|their|his|your|our) own", "its own folder, not: a folder of its own"),
     (r"for ever", "forever"),
     (r"mend(?:s|ed|ing)?", "fix"),
     (r"by hand", "manually, hand-written"),
@@ -99,7 +107,7 @@ PHRASES: tuple[tuple[str, str], ...] = (
 PHRASES_OF_PAGES: tuple[tuple[str, str], ...] = (
     (r"(?:as a |on the )?whole", "full, complete"),
     (r"cuts?|cutting", "split, shard"),
-    (r"(?:is|are|was|were) (?:said|told)", "reported, logged, notified"),
+    (r"(?:is|are|was|were) said", "reported, logged"),
 )
 
 # Matches that begin like this are plain English: "there is no", "as a whole".

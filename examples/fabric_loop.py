@@ -1,6 +1,6 @@
 """A hand-written loop on any number of processes: `python examples/fabric_loop.py --devices 2 --strategy ddp`.
 
-Classifies points on two spirals. Shows what `lw.Fabric` handles in a loop of your own: processes, devices, precision,
+Classifies points on two spirals. Shows what `lw.Fabric` handles in your own loop: processes, devices, precision,
 gradient accumulation, exact evaluation, and checkpoints. A stopped run resumes where it was: the checkpoint also has
 the position in the data and the random generators of all ranks.
 """

@@ -116,7 +116,7 @@ def _count_local_processes(cluster: Cluster) -> int | None:
 
 
 def infer_num_nodes(cluster: Cluster, num_nodes: int) -> int:
-    """Return the number of nodes: the user's value, or the environment's if the user gave none."""
+    """Return the number of nodes: the user's value, or the environment's if the user passed none."""
     if num_nodes > 1 or not cluster.creates_processes_externally:
         return num_nodes
     local, size = _count_local_processes(cluster), cluster.world_size()

@@ -82,7 +82,7 @@ class FolderLogger(RunLogger):
     def _lw_in_use(self) -> ConfigError:
         return ConfigError(
             f"{type(self).__name__}: another process is logging to {self._lw_folder.path}; rows of two runs in one "
-            "folder cannot be told apart.",
+            "folder look the same.",
             fix="leave version out for a new folder, pass another version or name, or wait until that process ends.",
         )
 

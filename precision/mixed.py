@@ -142,7 +142,7 @@ class MixedPrecision(Precision):
             return super().optimizer_step(optimizer, closure)
         if optimizer not in self._hooked:
             self.check_optimizer(optimizer)
-            # The scaler does not say whether it skipped; a hook on the optimizer does, without a read of our own.
+            # The scaler does not say whether it skipped; a hook on the optimizer does, without our own read.
             optimizer.register_step_post_hook(self._note_step)
             self._hooked.add(optimizer)
         if closure is not None:

@@ -141,7 +141,7 @@ class PyTorchProfiler(Profiler):
         self._lw_tables: dict[str, str] = {}
         self._lw_counts: dict[str, int] = {}
         self._lw_module: nn.Module | None = None
-        self._lw_session: Session | None = None
+        self._lw_session: ProfilerSession | None = None
         self._lw_is_evaluating = False
         self._lw_nvtx: AbstractContextManager[object] | None = None
 
@@ -194,7 +194,7 @@ class PyTorchProfiler(Profiler):
         if kind is not None and self._lw_session is None:
             number = self._lw_counts.setdefault(kind, 0)
             if self._lw_action(number) is not ProfilerAction.NONE:
-                self._lw_session = Session(self, kind, number)
+                self._lw_session = ProfilerSession(self, kind, number)
         if self._lw_session is not None:
             self._lw_session.enter(action_name)
 
@@ -274,7 +274,7 @@ class PyTorchProfiler(Profiler):
         if session is not None:
             session.finish()
 
-    def keep(self, session: Session) -> None:
+    def keep(self, session: ProfilerSession) -> None:
         """Keep the table of a finished window and write its files."""
         recorded = session.profile
         averages = self.averages[session.kind] = recorded.key_averages(group_by_input_shape=self.group_by_input_shapes)
@@ -328,7 +328,7 @@ class PyTorchProfiler(Profiler):
         return {**self.__dict__, "_lw_session": None, "_lw_nvtx": None, "_lw_module": None, "averages": {}}
 
 
-class Session:
+class ProfilerSession:
     """One window: torch's profile of it, and what it names.
 
     Args:
@@ -417,7 +417,7 @@ def _check(
     for name in table_kwargs:
         if name in ("sort_by", "row_limit"):
             own = "sort_by_key" if name == "sort_by" else name
-            problems.append((f"table_kwargs has {name!r}, which is an argument of its own", f"pass {own}="))
+            problems.append((f"table_kwargs has {name!r}, which is an argument of the profiler itself", f"pass {own}="))
         elif name not in allowed:
             problems.append((f"table_kwargs has {name!r}{nearest(name, allowed)}", f"pass some of {sorted(allowed)}"))
     taken = set(inspect.signature(profile.__init__).parameters) - {"self", *_RESERVED}

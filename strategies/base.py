@@ -282,7 +282,7 @@ class Strategy:
 
     @property
     def given(self) -> Given:
-        """What the user gave to the constructor, or set on the strategy."""
+        """What the user passed to the constructor, or set on the strategy."""
         return Given(
             accelerator=self._accelerator,
             device=self._lw_device,
@@ -291,7 +291,7 @@ class Strategy:
         )
 
     def fill(self, **choices: object) -> None:
-        """Take what Fabric chose; what the user gave to the constructor or set on the strategy wins.
+        """Take what Fabric chose; what the user passed to the constructor or set on the strategy wins.
 
         Args:
             choices: accelerator, device, precision, parallel_devices, cluster_environment, and checkpoint_io or, for

@@ -147,7 +147,7 @@ class MakesPrecision(Protocol):
 
 @runtime_checkable
 class TakesTrainerConfig(Protocol):
-    """Has a configuration of its own that must agree with the Trainer's arguments."""
+    """Has its own configuration that must agree with the Trainer's arguments."""
 
     def apply_trainer_config(self, config: TrainerConfig) -> None:
         """Take the Trainer's arguments, before processes start.
@@ -328,8 +328,8 @@ class RunsWindows(Protocol):
             batches: The micro-batches, on the device, in order.
             step: Runs `training_step` on a micro-batch, given with its number in the window: `step(batch, number)`.
                 Returns its loss (a tensor or `lw.Loss`), None where it has none, or `NoLoss` where the strategy's own
-                `bind_step` or `without_data` gave one. `step(batch, number, counts=False)` runs it on a pipeline stage
-                before the last: it returns what `bind_step` gave, and nothing that it logs counts.
+                `bind_step` or `without_data` returned one. `step(batch, number, counts=False)` runs it on a pipeline
+                stage before the last: it returns what `bind_step` returned, and nothing that it logs counts.
             share: Returns what backward is called on for a loss: its share of the window's loss, shape (), with its
                 graph, scaled where the precision scales. Called once for each loss that `step` returned.
 

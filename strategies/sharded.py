@@ -277,7 +277,7 @@ class ShardedStrategy(ParallelStrategy):
 
         Args:
             empty_init: True: values will be loaded from a checkpoint, nothing is initialized. None: they will be those
-                that the module's constructors gave it, bit for bit. False builds the full module on the CPU.
+                that the module's constructors set, bit for bit. False builds the full module on the CPU.
         """
         if empty_init is False:
             yield

@@ -32,7 +32,7 @@ class Launcher(Protocol):
 
 
 class TrainerConfig(TypedDict, total=False):
-    """Trainer arguments that matter to an engine with a configuration of its own.
+    """Trainer arguments that matter to an engine with its own configuration.
 
     Attributes:
         accumulate_grad_batches: Micro-batches per optimizer step; None where that is not known before the launch.
@@ -55,7 +55,7 @@ class TrainerConfig(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Parts that the user gave to a strategy, which win over the choices of Fabric. None: Fabric chooses.
+    """Parts that the user passed to a strategy, which win over the choices of Fabric. None: Fabric chooses.
 
     Attributes:
         accelerator: The kind of device.

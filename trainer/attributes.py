@@ -515,22 +515,22 @@ class TrainerAttributes:
 
     @property
     def train_dataloader(self) -> Loaders:
-        """The training loaders as the user gave them."""
+        """The training loaders as the user passed them."""
         return self._lw_loaders.train
 
     @property
     def val_dataloaders(self) -> Loaders:
-        """The validation loaders as the user gave them."""
+        """The validation loaders as the user passed them."""
         return self._lw_loaders.original("validation")
 
     @property
     def test_dataloaders(self) -> Loaders:
-        """The test loaders as the user gave them."""
+        """The test loaders as the user passed them."""
         return self._lw_loaders.original("test")
 
     @property
     def predict_dataloaders(self) -> Loaders:
-        """The loaders to predict as the user gave them."""
+        """The loaders to predict as the user passed them."""
         return self._lw_loaders.original("predict")
 
     # Arguments that can be read back under their own names.

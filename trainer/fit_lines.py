@@ -84,7 +84,7 @@ def tell_end(trainer: Trainer, seconds: float) -> None:
 def _warn_of_no_step(trainer: Trainer) -> None:
     """Warn of data without batches, and of manual optimization in which no optimizer was stepped."""
     if trainer.progress.epochs and not trainer.progress.total_batches and trainer.limit_train_batches != 0:
-        logger.warning("Nothing was trained: the training data gave no batches.")
+        logger.warning("Nothing was trained: the training data has no batches.")
     module = trainer.lightning_module
     is_manual = module is not None and not getattr(module, "automatic_optimization", True)
     if is_manual and trainer.optimizers and trainer.progress.total_batches and not trainer.global_step:

@@ -142,7 +142,7 @@ class Run:
         is_automatic: Whether the trainer calls backward and steps the optimizer.
         skips_bad_steps: Whether a loss that is not finite drops the step, which takes a host read per micro-batch.
         before_validation: What a checkpoint that is taken during a validation has to hold; None outside.
-        configured: What `configure_optimizers` gave, as plain values; see trainer/checkpointing/optimizer_record.py.
+        configured: What `configure_optimizers` returned, as plain values; see checkpointing/optimizer_record.py.
         validated: The weights that the epoch's last validation saw, while hooks may change them; else None.
         has_ranks: Whether there are several processes.
         stop_coordination: Lets all ranks stop at the same point; None with one process.

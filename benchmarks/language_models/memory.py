@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def measure_recipes_memory() -> dict[str, Any]:
-    """Measure every case in a process of its own."""
+    """Measure every case in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         return {"rows": [run_program("language_models.memory", case, folder) for case in CASES]}
 

@@ -1,6 +1,6 @@
 """A finetuning by `loopwright recipe finetune` beside other programs, on the same model and data; run.py prints it.
 
-Each program is a process of its own with the python of .venv-peers, and prints a line after each step. This process
+Each program is its own process with the python of .venv-peers, and prints a line after each step. This process
 reads the clock, and the CPU time and the peak memory of the other one, when a line arrives: what is measured does not
 depend on what programs say about themselves. Programs take turns, and the order rotates from round to round.
 """

@@ -660,7 +660,7 @@ class ModelCheckpoint(Checkpoint):
         trainer.when_saved(lambda: notify_loggers(trainer, self, num_files=len(paths)), take_back)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        """Write one file; a subclass may write a folder of its own format."""
+        """Write one file; a subclass may write its own folder format."""
         trainer.save_checkpoint(filepath, self.save_weights_only)
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:

@@ -74,7 +74,7 @@ def render_name(
         metrics: Values by name; 0-dim tensors or numbers. Reading a tensor waits for its device. What is absent is 0.
         insert_names: Write `name=value` instead of the value alone.
         equals: What stands between name and value.
-        number_format: How a number without a format of its own is written.
+        number_format: How a number without its own format is written.
     """
     rendered = []
     for literal, name, spec, _ in Formatter().parse(template):

@@ -163,7 +163,7 @@ class EarlyStopping(Callback):
 
     @property
     def stop_reason(self) -> str | None:  # type: ignore[override]  # read only
-        """Why it ended training; None while it has not."""
+        """Why it ended training; None while it has not ended."""
         is_stopped = self.stopping_reason != EarlyStoppingReason.NOT_STOPPED
         return self.stopping_reason_message if is_stopped else None
 

@@ -83,11 +83,11 @@ class Timer(Callback):
         self._lw_shared: SharedDeadline | None = None
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return when the stage began, in seconds of the monotonic clock; None if it has not."""
+        """Return when the stage began, in seconds of the monotonic clock; None before it."""
         return self._lw_started.get(_checked(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return when the stage ended, in seconds of the monotonic clock; None if it has not."""
+        """Return when the stage ended, in seconds of the monotonic clock; None before it."""
         return self._lw_ended.get(_checked(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:

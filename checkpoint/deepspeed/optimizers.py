@@ -125,7 +125,7 @@ def numbered(
     state = {}
     for name, number in numbers.items():
         if states.get(name):
-            # torch counts steps in place: each parameter needs a tensor of its own.
+            # torch counts steps in place: each parameter needs its own tensor.
             state[number] = {key: value.clone() if isinstance(value, Tensor) and value.ndim == 0 else value
                              for key, value in states[name].items()}  # fmt: skip
     return {"state": state, "param_groups": result}

@@ -47,7 +47,7 @@ class ShardFiles:
         content: The bytes that the manifest was decoded from.
 
     Attributes:
-        least_run_bytes: Bytes in a row that are worth a read of their own.
+        least_run_bytes: Bytes in a row that are worth their own read.
     """
 
     def __init__(self, backend: LocalBackend | RemoteBackend, manifest: Manifest, content: bytes) -> None:

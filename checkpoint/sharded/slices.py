@@ -30,7 +30,7 @@ def read_slice(file: IO[bytes], chunk: Chunk, within: tuple[int, ...], into: Ten
         chunk: What is read from.
         within: First index of the slice in the chunk.
         into: Receives the slice, and has its shape.
-        least_run: Bytes in a row that are worth a read of their own.
+        least_run: Bytes in a row that are worth their own read.
 
     Returns:
         The CRC-32 of the bytes, which is the chunk's if the slice is all of it; else without meaning.

@@ -287,7 +287,7 @@ class _Writer(StorageWriter):
         except CheckpointError:
             raise
         except OSError as error:
-            # Only rank 0 has a target; the others write below the folder that it gave them.
+            # Only rank 0 has a target; the others write below the folder that it sent them.
             target = self.target or _shown_target(self._path, self._options)
             raise target.explained(error, size_bytes) from error
         except Exception as error:  # a remote store has errors of its own, which pickle may not be able to carry

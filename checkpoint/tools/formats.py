@@ -70,7 +70,7 @@ class Opened:
     """A checkpoint of any format.
 
     Attributes:
-        path: As the user gave it.
+        path: As the user passed it.
         format: "checkpoint", "sharded checkpoint", "Lightning checkpoint", "Lightning sharded checkpoint",
             "DCP folder", "DeepSpeed folder", "DeepSpeed universal folder", "state dict", "safetensors", or "file of
             torch.save".

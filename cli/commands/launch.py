@@ -130,7 +130,7 @@ def _num_processes(options: Mapping[str, str], num_gpus: int, num_cpus: int, pro
 
 
 def _num_nodes(options: Mapping[str, str], problems: Problems) -> str | None:
-    """Return the number of machines, or MIN:MAX; None if the user gave none."""
+    """Return the number of machines, or MIN:MAX; None if the user passed none."""
     nnodes, num_nodes = options.get("nnodes"), options.get("num-nodes")
     if nnodes is not None and num_nodes is not None and nnodes != num_nodes:
         problems.add(f"--nnodes={nnodes} and --num-nodes={num_nodes} differ.", fix="omit one of the two.")

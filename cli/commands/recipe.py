@@ -18,7 +18,7 @@ from typing import Any
 from ...errors import MissingDependency, nearest
 from ...settings.tree import escaped
 from ...yaml_file import write
-from ..ending import told
+from ..ending import reporting_errors
 from ..recipe_settings import RecipeSettings
 from ..sources import CommandLine, gather, parse_command_line
 
@@ -89,7 +89,7 @@ def recipe(arguments: Sequence[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     is_json = "--json" in rest
-    with told(f"loopwright recipe {name}"):
+    with reporting_errors(f"loopwright recipe {name}"):
         report = _run(name, chosen, parse_command_line([one for one in rest if one != "--json"]), is_json=is_json)
     if report is not None:
         sys.stdout.write(json.dumps(report.as_dict(), indent=1, default=str) if is_json else report.describe())

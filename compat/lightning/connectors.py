@@ -42,7 +42,7 @@ __all__ = ["ResultsView", "of_trainer"]
 
 
 def of_trainer(strategy: Strategy, name: str) -> Any:  # what the trainer has
-    """Return an attribute that Lightning's strategies have, of the trainer of a strategy or of its own.
+    """Return an attribute that Lightning's strategies have, of the trainer of a strategy, or its own.
 
     Args:
         strategy: The strategy.

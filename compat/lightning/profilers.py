@@ -12,7 +12,7 @@ from torch.profiler import ProfilerAction
 
 from ... import profilers
 from ...messages import warn
-from ...profilers.pytorch import Session
+from ...profilers.pytorch import ProfilerSession
 from .imports.served import Served
 
 __all__ = ["AdvancedProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler"]
@@ -144,7 +144,7 @@ class PyTorchProfiler(profilers.PyTorchProfiler):
         super().setup(stage, local_rank, log_dir)
         self.function_events = None
         if self._lw_records_all and not self.emit_nvtx:
-            self._lw_session = Session(self, _KINDS.get(stage, stage), 0)
+            self._lw_session = ProfilerSession(self, _KINDS.get(stage, stage), 0)
 
     def start(self, action_name: str) -> None:
         """Note that an activity begins; outside of a run, the first one begins a window with `schedule=None`.
@@ -153,10 +153,10 @@ class PyTorchProfiler(profilers.PyTorchProfiler):
             action_name: Name of the activity.
         """
         if self._lw_records_all and self._lw_session is None and self._stage is None and not self.emit_nvtx:
-            self._lw_session = Session(self, "train", 0)
+            self._lw_session = ProfilerSession(self, "train", 0)
         super().start(action_name)
 
-    def keep(self, session: Session) -> None:
+    def keep(self, session: ProfilerSession) -> None:
         """Keep the records and the table of a finished window, and write its files."""
         events = session.profile.events()
         if self._stage is None:  # there are no steps

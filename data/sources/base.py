@@ -28,7 +28,7 @@ NO_BATCH: Final = NoBatch()
 
 
 def position_of(state: StateDict) -> int:
-    """Return how many batches a process had read; on one process, a state need not have an entry of its own for it."""
+    """Return how many batches a process had read; on one process, a state need not have its own entry for it."""
     return int(state["rounds"] if "rounds" in state else state["position"])
 
 
@@ -139,7 +139,7 @@ class Source(ABC):
         announce_epoch(self.loader, epoch)
 
     def count_latest(self, back: int = 0) -> int | None:
-        """Return how many indices the sampler gave for the batch that was given last; None where that is not known.
+        """Return how many indices the sampler returned for the latest batch; None where that is not known.
 
         Args:
             back: For the batch that came this number of batches before it.

@@ -40,8 +40,8 @@ class IndexStream:
 
     It reads indices ahead when asked to, never data: so the end of an epoch is known in time even if the sampler has
     no length. The first batch of indices is drawn from the global generators, as in a hand-written loop, and this is
-    where nearly every sampler draws all that it draws. A sampler that continues to draw does so from a stream of its
-    own: its order then depends on nothing that training draws in between, and can be found again without training
+    where nearly every sampler draws all that it draws. A sampler that continues to draw does so from its own
+    stream: its order then depends on nothing that training draws in between, and can be found again without training
     again.
 
     Args:
@@ -111,7 +111,7 @@ class IndexStream:
         """Raise what skipping found. Not raised at once: skipping happens while the loader starts its workers.
 
         Raises:
-            DataError: The sampler gave other indices than before the stop.
+            DataError: The sampler returned other indices than before the stop.
         """
         self._rewind = None  # it refers back to the loader's iterator: a cycle would delay the end of its workers
         if self._problem is not None:
@@ -268,8 +268,8 @@ class IndexStream:
         digest = self._digest if regroup is None else before
         if self._expected["hash_check"] == _HASH_CHECK and self._expected["digest"] not in (None, digest):
             self._problem = DataError(
-                f"The sampler {type(self.sampler).__name__} gave other indices for the epoch's first {count} batches "
-                "than before the stop, so the epoch cannot continue from its position.",
+                f"The sampler {type(self.sampler).__name__} returned other indices for the epoch's first {count} "
+                "batches than before the stop, so the epoch cannot continue from its position.",
                 fix=_OTHER_ORDER,
             )
 

@@ -81,7 +81,7 @@ class IndexedSource(Source):
         copied: Any = self._copy.dataset
         if copied.has_changed():
             self.shut_down()
-        super().announce_epoch(epoch)  # which workers are told, too
+        super().announce_epoch(epoch)  # which workers learn, too
         copied.has_changed()
 
     @override
@@ -174,7 +174,7 @@ class IndexedSource(Source):
     def has_next(self) -> bool:
         if self._is_at_end or not self._is_open:
             return False
-        # Also at the end: a sampler with a generator of its own may draw from it when it is exhausted.
+        # Also at the end: a sampler with its own generator may draw from it when it is exhausted.
         has_index = self._index.look_ahead(self.position + self.shift) == 1
         return has_index and (self.length is None or self.position < self.length)
 

@@ -43,7 +43,7 @@ L = TypeVar("L")
 
 
 class RereadSource(Source):
-    """An iterable without indices and without a state of its own: generators, iterable data sets, lists of batches.
+    """An iterable without indices and without its own state: generators, iterable data sets, lists of batches.
 
     Iteration begins and the first batch is fetched with the global generators, as in a hand-written loop; the
     generators that this moved are a stream of the iterable's own after that. So the same batches come when it is
@@ -159,7 +159,7 @@ class RereadSource(Source):
         self._fetched = 1
 
     def _keep_apart(self, kinds: Collection[str]) -> None:
-        """Let the iterable draw from a stream of its own for these generators, and watch the others."""
+        """Let the iterable draw from its own stream for these generators, and watch the others."""
         from ..rng_watch import RngWatch
 
         self._watch = RngWatch(kind for kind in KINDS if kind not in kinds)

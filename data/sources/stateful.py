@@ -30,7 +30,7 @@ def is_stateful(loader: object) -> TypeGuard[StatefulLoader]:
 def has_stateful_data(loader: object) -> TypeGuard[DataLoader[Batch]]:
     """Return whether this is a DataLoader that reads, in this process, a streaming data set which saves its place.
 
-    With workers, each of them has a data set of its own, whose place the loader does not tell.
+    With workers, each of them has its own data set, whose place the loader does not tell.
     """
     return (
         isinstance(loader, DataLoader)

@@ -81,7 +81,7 @@ class FailureStore:
     """Reads and writes the keys above.
 
     Args:
-        store: A torch.distributed store, with a connection of its own.
+        store: A torch.distributed store, with its own connection.
         rank: This rank.
         size: Number of ranks.
     """

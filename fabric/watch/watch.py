@@ -17,8 +17,8 @@ What the other ranks do
 
 What is not a failure
     An exception that all ranks raise (a NonFiniteError, say, that the program catches to try other settings). A rank
-    with an error of its own continues in its main thread. Runs are counted: a failure belongs to the n-th run of this
-    program, and is settled when a rank with an error of its own leaves that run.
+    with its own error continues in its main thread. Runs are counted: a failure belongs to the n-th run of this
+    program, and is settled when a rank with its own error leaves that run.
 
 When nothing moves
     A rank without progress for `stall_timeout` requests the status of all ranks (stall_report.py). The report ends
@@ -236,7 +236,7 @@ class Watch:
             self._is_in_run = False
             if self._notified_of != "own":
                 return
-            # This rank has an error of its own: failures of other ranks in the same run are settled with it.
+            # This rank has its own error: failures of other ranks in the same run are settled with it.
             self._settled = self._run
             self._notified_of = self._last_error = self._late = None
             self._is_explaining = False
@@ -377,7 +377,7 @@ class Watch:
             return failure
         culprit = report.culprit
         if culprit.has_ended:
-            return None  # that is not a failure of its own
+            return None  # that is not its own failure
         failure = Failure(
             rank=culprit.rank,
             host=culprit.host,

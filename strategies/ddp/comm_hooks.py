@@ -233,7 +233,7 @@ def _leave(state: object, bucket: Any) -> Any:
 
 
 def _make_state(name: str | None, hook: object, state: object, strategy: ParallelStrategy) -> Any:
-    """Return the state object from what the user gave; subgroups are made here, on every rank alike."""
+    """Return the state object from what the user passed; subgroups are made here, on every rank alike."""
     if callable(state) and not isinstance(state, type) and not hasattr(state, "iter"):
         state = state()
     if name == "powersgd":

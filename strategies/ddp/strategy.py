@@ -403,7 +403,7 @@ class DDPStrategy(ParallelStrategy):
     def _lw_with_stream(self, make: Callable[[], Replica]) -> Replica:
         if self.device.type != "cuda":
             return make()
-        # A stream of its own keeps the hooks usable when steps are captured as CUDA graphs.
+        # Its own stream keeps the hooks usable when steps are captured as CUDA graphs.
         with torch.cuda.stream(torch.cuda.Stream()):
             return make()
 

@@ -2,8 +2,8 @@
 
 torch builds an operator silently in the process that first needs it. Other processes wait for a file `lock`, forever if
 its owner was killed. Here the build runs in a child process, which ends with its parent or at a time limit. Processes
-that need the same operator take turns by a lock of the operating system, which ends with the build. Builds are in a
-folder of their own, so that a file `lock` found in a turn is that of a killed build: it is removed.
+that need the same operator take turns by a lock of the operating system, which ends with the build. Builds are in
+their own folder, so that a file `lock` found in a turn is that of a killed build: it is removed.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class MeshAxes:
         fsdp: Processes over which parameters are sharded, each with its own data.
         cp: Processes that share a sequence.
         tp: Processes that share the matrices of a layer.
-        ep: Processes that share the experts of a layer. No axis of its own: `ep` of the `fsdp` processes do it.
+        ep: Processes that share the experts of a layer. Not a separate axis: `ep` of the `fsdp` processes do it.
 
     Raises:
         ConfigError: A size is neither positive nor -1, or several are -1; every problem is named.

@@ -20,7 +20,7 @@ __all__ = ["MeshStrategy"]
 
 
 class MeshStrategy(ShardedStrategy):
-    """Processes as a mesh: pipeline stages, copies, shards, context and tensors, each along an axis of its own.
+    """Processes as a mesh: pipeline stages, copies, shards, context and tensors, each along its own axis.
 
     The axes are, outside in: `pp`, `dp`, `fsdp`, `cp`, `tp`; ranks that follow each other are neighbors on the last
     one. Ranks that differ on `pp`, `cp` or `tp` only read the same batches, draw the same random numbers, and count

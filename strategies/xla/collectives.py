@@ -132,7 +132,7 @@ def gather_with_gradient(
         collectives: Of the strategy.
         tensor: This rank's tensor, on the device.
         rank: This rank.
-        alone: Context that records a graph of its own.
+        alone: Context that records its own graph.
     """
     gathered: Tensor = _Gather.apply(tensor, collectives, rank, alone)  # type: ignore[no-untyped-call]
     return gathered

@@ -115,7 +115,7 @@ class XLAReplicasStrategy(XLAProcessStrategy, ParallelStrategy):
 
         Raises:
             ConfigError: torch_xla is missing.
-            LaunchError: This process cannot have a device of its own, or cannot train with XLA.
+            LaunchError: This process cannot have its own device, or cannot train with XLA.
         """
         self._lw_start_own_runtime()
         self._lw_device = torch.device(import_xla().device())
@@ -228,7 +228,7 @@ class XLAReplicasStrategy(XLAProcessStrategy, ParallelStrategy):
 
     @contextmanager
     def _lw_alone(self) -> Iterator[None]:
-        """Return a context whose operations are a graph of their own."""
+        """Return a context whose operations are their own graph."""
         self.mark_step()
         yield
         self.mark_step()

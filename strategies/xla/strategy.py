@@ -89,7 +89,7 @@ class XLAStrategy(XLAProcessStrategy):
 
     @property
     def given(self) -> Given:
-        """What the user gave to the constructor, or set on the strategy."""
+        """What the user passed to the constructor, or set on the strategy."""
         devices = self.parallel_devices
         return replace(super().given, parallel_devices=None if devices is None else tuple(devices))
 

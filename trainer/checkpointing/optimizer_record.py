@@ -1,7 +1,7 @@
 """The configuration of optimizers and schedules: kept in checkpoints, compared when a run is resumed.
 
 An optimizer's state counts parameters; here are their names, so that a state never lands on the wrong ones. And here is
-what `configure_optimizers` gave, so that a learning rate that differs from before is reported and not lost.
+what `configure_optimizers` returned, so that a learning rate that differs from before is reported and not lost.
 """
 
 from __future__ import annotations

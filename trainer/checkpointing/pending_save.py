@@ -1,7 +1,7 @@
 """A checkpoint that was begun and is being written in the background.
 
-What has to follow a complete file (older ones go, links move, loggers are told) waits here, too: it communicates, so it
-is done in the main thread, at the same place of the program on every rank.
+What has to follow a complete file (older ones go, links move, loggers are notified) waits here, too. It communicates,
+so it is done in the main thread, at the same place of the program on every rank.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class EvalLoader:
     """What one stage reads.
 
     Attributes:
-        original: The collection as the user gave it.
+        original: The collection as the user passed it.
         loaders: Its members in order; one loader that gives tuples for a combined mode other than sequential.
         limits: Largest number of batches of each; infinity for no limit.
         combined: The combined loader where its mode is not sequential.

@@ -156,7 +156,7 @@ class EvalLoop:
                     run_signals.check()
         metrics.sizes = sizes_of_training
         if metrics.window == windows_before and any(data.limits) and not run.has_ranks:
-            warn(f"The {stage} data gave no batches: nothing was evaluated")
+            warn(f"The {stage} data has no batches: nothing was evaluated")
 
 
 def _begin(run: Run, data: EvalLoader) -> EvalLoader:

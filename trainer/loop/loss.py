@@ -12,7 +12,7 @@ In one process the reference is chosen at the first micro-batch. For plain means
 which makes a full window bit-equal to `(loss / n).backward()`.
 
 Several ranks use one reference, and the averaged gradients are multiplied once by `ranks * reference / total`. The
-total weight travels in a small reduction of its own, which overlaps with the last backward pass. The reference is a
+total weight travels in its own small reduction, which overlaps with the last backward pass. The reference is a
 power of two: dividing by it is exact, so that the bits of a run do not depend on when the reference was chosen, and a
 resumed run may choose another.
 

@@ -33,7 +33,7 @@ _NOTHING_TRAINED = (
 
 _REASONS = {
     "nonfinite": "its loss is not finite, and nonfinite_loss='skip'",
-    "empty": "training_step gave it no loss, or a weight of 0",
+    "empty": "training_step returned no loss, or a weight of 0",
     "refused": "the optimizer was not stepped: gradients overflowed, or optimizer_step left it out",
 }
 

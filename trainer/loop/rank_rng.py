@@ -53,7 +53,7 @@ def check_copies(strategy: Strategy) -> None:
     """Compare the generators that masks come from over ranks that must draw alike. On every rank, once per epoch.
 
     Raises:
-        ModuleError: On every rank: some of them have drawn what their copies have not; names them.
+        ModuleError: On every rank: some of them have drawn what their copies did not draw; names them.
     """
     topology = strategy.topology
     if not strategy.traits.copies_draw_alike or topology.data_size == topology.world_size:
@@ -70,7 +70,7 @@ def check_copies(strategy: Strategy) -> None:
         raise ModuleError(
             "Expected ranks that work on the same samples to have drawn the same random numbers, got different states "
             f"of torch's generators on ranks {listed}: their dropout masks would differ.",
-            fix="draw on all ranks, or from a torch.Generator of your own in code that depends on the rank, such as "
+            fix="draw on all ranks, or from your own torch.Generator in code that depends on the rank, such as "
             "`if self.global_rank == 0`.",
         )
 

@@ -2,7 +2,7 @@
 
 `train_window` is the recipe. One process is the world of size one. A rank without data is a source that yields none. In
 manual optimization the module does what stands inside the window. Windows that are held until all of their batches are
-there have a recipe of their own (`train_held_window`).
+there have their own recipe (`train_held_window`).
 
 The hot path: nothing here reads the device unless bad steps are to be skipped, and nothing is looked up by name.
 """

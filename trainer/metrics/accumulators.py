@@ -36,7 +36,7 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _column(numbers: list[Any], device: torch.device) -> Tensor:  # Any: Number, told apart by `kinds`
+def _column(numbers: list[Any], device: torch.device) -> Tensor:  # Any: Number, distinguished by `kinds`
     """Return numbers and one-element tensors as one tensor on the device, without reading any of them."""
     dtype = accumulation_dtype(device)
     kinds = set(map(type, numbers))
@@ -95,7 +95,7 @@ class ScalarAccumulator:
     """The values of one key from one hook.
 
     Attributes:
-        name: Key as the user gave it, with the data loader's suffix.
+        name: Key as the user passed it, with the data loader's suffix.
         hook: Hook that logged it.
         requested: Arguments of the `log` call that made it; a later call must repeat them.
         where: File and line of that call.

@@ -46,7 +46,7 @@ def check_call(
 
     Args:
         table: Table of the running hook.
-        name: The key as the user gave it.
+        name: The key as the user passed it.
         existing: The key's accumulator; None if the key is new.
         requested: Arguments of the call.
 

@@ -1,8 +1,8 @@
 """The loggers of a Trainer: they get what is logged, and their errors do not stop the training.
 
-A logger with `writes_behind` gets its rows on a thread of its own, in order; anything else that it is told comes after
+A logger with `writes_behind` gets its rows on its own thread, in order; anything else that it gets comes after
 the rows before it. What a logger cannot take now waits (loggers/write_behind.py). With several ranks only rank 0's
-loggers are told anything; the others know in which folder it writes.
+loggers get anything; the others know in which folder it writes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LogOutput:
     Attributes:
         latest: Key -> value last sent; the same on every rank.
         is_silent: Whether another rank tells the loggers.
-        told_here: Loggers that are told on this rank also where it is silent; none by default.
+        told_here: Loggers that get rows on this rank also where it is silent; none by default.
 
     Raises:
         ConfigError: Something given is not a logger.

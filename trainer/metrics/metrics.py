@@ -712,7 +712,7 @@ class Metrics:
         return state if self.ranks is None or alone else self.ranks.joined_state(state)
 
     def of_ranks(self, states: dict[str, StateDict]) -> Tree:
-        """Return what every rank's `metric_states` gave, as a list in rank order; with one process, what was given.
+        """Return what every rank's `metric_states` returned, as a list in rank order; with one process, what was given.
 
         With several ranks: on every rank, it communicates. `load_metric_states` takes either.
         """

@@ -116,8 +116,8 @@ def continue_training(trainer: TrainerView, run: FitRun, before: Before) -> None
     is_equal_number = len(before["optimizers"]) == len(run.optimizers)
     if not is_equal_number:
         told.append(
-            f"configure_optimizers gives {len(run.optimizers)} optimizers, and gave {len(before['optimizers'])}: all "
-            "start from scratch"
+            f"configure_optimizers returns {len(run.optimizers)} optimizers, and returned {len(before['optimizers'])}: "
+            "all start from scratch"
         )
     new_schedules = _new_schedules(record["configured"], run, before)
     if is_equal_number:

@@ -1,4 +1,4 @@
-"""The end of a verb with an error: what it is about, who hears of it, and what is told. Imported when that happens."""
+"""The end of a verb with an error: its subject, who is notified, and what is reported. Imported when that happens."""
 
 from __future__ import annotations
 

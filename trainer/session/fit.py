@@ -149,7 +149,7 @@ class FitSession(Session):
             self.strategy.apply_trainer_config(self._trainer_config())
 
     def _trainer_config(self) -> TrainerConfig:
-        """Return the Trainer's arguments for a strategy whose engine has a configuration of its own."""
+        """Return the Trainer's arguments for a strategy whose engine has its own configuration."""
         trainer, loader = self.trainer, self.given["train"]
         size = getattr(loader, "batch_size", None) or getattr(
             getattr(loader, "batch_sampler", None), "batch_size", None

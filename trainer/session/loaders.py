@@ -50,7 +50,7 @@ class StageLoaders:
     """Loaders of each stage: those passed to the verb, else the data module's, else the module's own.
 
     Attributes:
-        train: The training loaders as the user gave them, but in order with `overfit_batches`; None before they were
+        train: The training loaders as the user passed them, but in order with `overfit_batches`; None before they were
             asked for.
         interval_batches: Training batches between two validations; infinity where another rule holds.
         interval_s: Seconds between two validations; None where batches are counted.
@@ -64,7 +64,7 @@ class StageLoaders:
         make_stream: Makes the stream of the training loaders; takes the arguments of `BatchStream`.
         apart: Opens the context in which fit asks for validation loaders before training.
         keeps_generators: Whether generators of the validation loaders are put back after a validation.
-        prepare: Called with a stage and its loaders, as the user gave or made them; returns those to read.
+        prepare: Called with a stage and its loaders, as the user passed or made them; returns those to read.
         opened: Called with the loaders of an evaluation that were asked for.
         pins: Whether training batches are wanted in pinned memory, from which copies to a device run beside its work.
     """
@@ -290,7 +290,7 @@ class StageLoaders:
         return find_generators(**{f"loader{i}": one for i, one in enumerate(data.loaders)}) if data is not None else {}
 
     def original(self, stage: str) -> Loaders:
-        """Return the loaders of an evaluation stage as the user gave them, None before they were asked for."""
+        """Return the loaders of an evaluation stage as the user passed them, None before they were asked for."""
         data = self.eval.get(stage)
         return data.original if data is not None else None
 

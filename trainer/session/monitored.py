@@ -63,7 +63,7 @@ class MonitoredNames:
         """Check the names that are left against what training steps log.
 
         Raises:
-            MissingMetric: A name is of a validation that there is not.
+            MissingMetric: A name is of a validation that does not run.
         """
         run = self._run
         known = {key for accumulator in run.metrics.accumulators("train") for key in accumulator.keys}
@@ -81,10 +81,10 @@ class MonitoredNames:
                 self._judge(owner, name, known, "the first steps", is_error=False)
 
     def check_epoch(self) -> None:
-        """Check, at the end of an epoch, the names of a validation that there is not.
+        """Check, at the end of an epoch, the names of a validation that does not run.
 
         Raises:
-            MissingMetric: A name is of a validation that there is not.
+            MissingMetric: A name is of a validation that does not run.
         """
         run = self._run
         is_late = _has_late_callbacks(run) or _overrides(run.module, _LATE_HOOKS[:2], module_bases())

@@ -469,7 +469,7 @@ class Session(ABC):
             self.trainer._lw_last_run = run
 
     def release_trainer(self) -> None:
-        """Let those who were told of this Trainer know it weakly from now on; see `Run.release`."""
+        """Keep only weak references to this Trainer from now on; see `Run.release`."""
         trainer = self.trainer
         module, datamodule = trainer.lightning_module, trainer.datamodule
         for owner in (module, datamodule):

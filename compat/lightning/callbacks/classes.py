@@ -189,7 +189,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint, metaclass=Served):
             super().save_now(trainer)
 
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: object) -> None:
-        """Save `last`, where the step before has not."""
+        """Save `last`, where the step before did not."""
         if self.save_last and self._lw_overrides("_save_last_checkpoint"):
             self.write_last_alone(trainer)
 

@@ -1,4 +1,4 @@
-"""The two sides of a comparison: a program as a child process, in a folder of its own."""
+"""The two sides of a comparison: a program as a child process, in its own folder."""
 
 from __future__ import annotations
 

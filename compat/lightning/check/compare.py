@@ -11,7 +11,7 @@ from typing import Any  # Any in this file: values of JSON
 
 __all__ = ["FirstDifference", "Trace", "TraceEvent", "find_difference", "read_record"]
 
-# Kinds of events that are compared; each is a sequence of its own within a verb.
+# Kinds of events that are compared; each is its own sequence within a verb.
 KINDS = ("batch", "hook", "result", "weights", "rates", "row", "checkpoint", "metrics")
 _NAMES = {
     "batch": "batches",

@@ -157,7 +157,7 @@ class _Reader:
         if self._trainer is None:
             make = import_module("lightning.pytorch").Trainer
             self._trainer = make(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-        # Some properties raise an error of their own outside of a run.
+        # Some properties raise their own error outside of a run.
         return hasattr(type(self._trainer), name) or hasattr(self._trainer, name)
 
     def _read_class(self, node: ast.ClassDef) -> Iterator[Use]:

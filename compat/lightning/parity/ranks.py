@@ -106,7 +106,7 @@ def _own_predictions(outputs: list[list[Any]]) -> list[list[Any]]:  # Any: of an
     return outputs
 
 
-def _distributed(run: Run, loader: Any, stage: str) -> Any:  # Any: whatever the user gave
+def _distributed(run: Run, loader: Any, stage: str) -> Any:  # Any: whatever the user passed
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return loader
     if isinstance(loader.sampler, DistributedSampler):
@@ -116,7 +116,7 @@ def _distributed(run: Run, loader: Any, stage: str) -> Any:  # Any: whatever the
     return _with_sampler(loader, run.fabric.strategy, is_shuffled=is_shuffled, repeats=stage != "predict")
 
 
-def insert_sampler(fabric: Fabric, loader: Any) -> Any:  # Any: whatever the user gave
+def insert_sampler(fabric: Fabric, loader: Any) -> Any:  # Any: whatever the user passed
     """Return a loader of a Fabric with a `DistributedSampler`, or with its own sampler if that knows its rank."""
     is_plain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     is_parallel = isinstance(fabric.strategy, ParallelStrategy)

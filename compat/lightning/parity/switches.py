@@ -303,7 +303,7 @@ SWITCHES = (
         "swa",
         "StochasticWeightAveraging averages the weights with which each of the last epochs begins. Batch norm is "
         "renewed in one more epoch, at whose end the optimizer steps with the gradients of the last batch.",
-        "The weights at the end of each of these epochs count. Batch norm is renewed in a pass of its own.",
+        "The weights at the end of each of these epochs count. Batch norm is renewed in its own pass.",
         names=("StochasticWeightAveraging=averaging.StochasticWeightAveraging",),
     ),
     Switch(

@@ -204,7 +204,7 @@ class Gathering:
         return {name: value for theirs in everyone for name, value in theirs.items()}
 
     def description(self, value: Any) -> Any:
-        """Return what other ranks are told of an entry of an optimizer's state; None: it is a tensor."""
+        """Return what other ranks get to know of an entry of an optimizer's state; None: it is a tensor."""
         return None if isinstance(value, Tensor) else value
 
     def entry(self, value: Any, described: Any, owner: int) -> Any:

@@ -166,7 +166,7 @@ class UnsplitRun:
         before = _attributes(module, name)
         try:
             output = module(*args, **kwargs)
-        # Whatever it is: it is told, and the step itself will raise it.
+        # Whatever it is: it is reported, and the step itself will raise it.
         except Exception as error:
             return None, f"{name}: {type(error).__name__}: {error}"
         after = _attributes(module, name)

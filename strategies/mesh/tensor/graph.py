@@ -100,7 +100,7 @@ def _edges(module: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, set[str
 
 
 class _Mark(torch.autograd.Function):
-    """A node of its own for each layer's output."""
+    """Its own node for each layer's output."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

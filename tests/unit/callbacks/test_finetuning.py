@@ -157,7 +157,7 @@ def test_a_saved_group_whose_parameters_are_gone_is_named(tmp_path: Path) -> Non
     saved = torch.load(tmp_path / "c.ckpt", weights_only=True)
     saved["callbacks"]["Gradually"]["internal_optimizer_metadata"][0][1]["params"] = ["encoder.weight"]
     torch.save(saved, tmp_path / "other.ckpt")
-    with pytest.raises(CheckpointError, match=r"that the module has not: encoder\.weight"):
+    with pytest.raises(CheckpointError, match=r"that the module does not have: encoder\.weight"):
         fit(Gradually(), ckpt_path=tmp_path / "other.ckpt", max_epochs=3)
 
 

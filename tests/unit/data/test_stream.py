@@ -764,7 +764,7 @@ def test_another_order_than_before_is_an_error(workers: int) -> None:
     state = state_of(loader(batch_size=4, sampler=Entropy(), num_workers=workers))
     stream = BatchStream(loader(batch_size=4, sampler=Entropy(), num_workers=workers))
     stream.load_state_dict(state)
-    with pytest.raises(DataError, match=r"BatchSampler gave other indices.*first 2 batches"):
+    with pytest.raises(DataError, match=r"BatchSampler returned other indices.*first 2 batches"):
         stream.reopen()
     stream.close()
 

@@ -156,7 +156,7 @@ def test_evaluation_alone_is_recorded() -> None:
     [
         ({"sort_by_key": "cpu_tim"}, "did you mean 'cpu_time'"),
         ({"record_shape": True}, "record_shape= (did you mean 'record_shapes'?) is unknown"),
-        ({"table_kwargs": {"row_limit": 3}}, "an argument of its own"),
+        ({"table_kwargs": {"row_limit": 3}}, "an argument of the profiler itself"),
         ({"table_kwargs": {"header_": 3}}, "did you mean 'header'"),
         ({"schedule": 3}, "schedule=3 is not a function"),
         ({"schedule": lambda step: ProfilerAction.NONE, "steps": "1"}, "both steps and schedule"),

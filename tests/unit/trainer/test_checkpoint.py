@@ -354,7 +354,7 @@ def test_a_batch_size_that_does_not_divide_the_samples_read_is_refused(tmp_path:
 
 def test_another_sampler_order_in_the_middle_of_an_epoch_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.ckpt", max_steps=2, max_epochs=1)
-    with pytest.raises(DataError, match="gave other indices"):
+    with pytest.raises(DataError, match="returned other indices"):
         quiet(max_epochs=1).fit(net(), loader(shuffle=True), ckpt_path=path)
 
 

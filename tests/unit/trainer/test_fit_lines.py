@@ -183,9 +183,9 @@ class Empty:
 def test_data_without_batches_is_warned_of_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     trainer = lw.Trainer(max_epochs=1, default_root_dir=tmp_path, **quiet)  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="gave no batches in epoch 0"):
+    with pytest.warns(UserWarning, match="has no batches in epoch 0"):
         trainer.fit(Net(), Empty(), DataLoader(torch.ones(2, 4)))
-    assert "Nothing was trained: the training data gave no batches." in lines(caplog)
+    assert "Nothing was trained: the training data has no batches." in lines(caplog)
 
 
 def test_manual_optimization_that_steps_nothing_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

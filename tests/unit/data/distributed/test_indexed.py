@@ -440,7 +440,7 @@ def test_another_order_is_noticed_with_another_batch_size_too() -> None:
     state = one.state()
     state["opening"]["generators"] = {}
     two = Ranks(lambda: loader(16, 2, shuffle=True, generator=torch.Generator().manual_seed(2)), 1)
-    with pytest.raises(DataError, match="gave other indices"):
+    with pytest.raises(DataError, match="returned other indices"):
         two.resume(state)
 
 

@@ -254,7 +254,7 @@ def test_lengths_of_nothing_five_and_one(name: str, uneven: str, caplog: pytest.
 
     results = Processes(3).run(rank_main)
     if uneven == "stop_all":
-        assert all("gave no batches in epoch 0" in result for result in results)
+        assert all("has no batches in epoch 0" in result for result in results)
     else:
         assert [len(rows) for rows in results] == [5, 5, 5]
         assert results[0] == [None] * 5

@@ -227,7 +227,7 @@ def test_another_number_of_optimizers_starts_all_anew() -> None:
     module.automatic_optimization = False
     module.training_step = lambda batch, batch_idx: None
     _, [message] = two_fits(module)
-    assert "gives 2 optimizers, and gave 1: all start from scratch" in message
+    assert "returns 2 optimizers, and returned 1: all start from scratch" in message
 
 
 def test_another_module_starts_anew_and_that_is_said() -> None:
