@@ -493,7 +493,11 @@ def _register(shared: Store, rank: int, size: int, timeout_s: float, *, outlives
                 raise _incomplete(part, size, timeout_s)
             if waited_s >= next_report_s and rank == 0:
                 missing = _listed(_missing(part, size))
-                log.warning("Rank 0 is waiting for %s (%.0f of %g s)", missing, waited_s, timeout_s)
+                log.warning(
+                    "Rank 0 is waiting for %s (%.0f of %g s). torchrun and mpirun do not say when a process ends with "
+                    "exit code 0 before it connects: see whether it still runs",
+                    missing, waited_s, timeout_s,
+                )  # fmt: skip
                 next_report_s += _FIRST_REPORT_S
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _SLOWEST_POLL_S)

@@ -169,4 +169,6 @@ def _child(rank: int, size: int, port: int, folder: str, connect: bool, function
     Path(folder, str(rank)).write_bytes(pickle.dumps(outcome))
     if "loopwright.fabric.watch.shared" in sys.modules:  # os._exit runs nothing of what a regular end does
         sys.modules["loopwright.fabric.watch.shared"].stop_watching()
+    if code == 0 and "loopwright.strategies.distributed.rendezvous" in sys.modules:
+        sys.modules["loopwright.strategies.distributed.rendezvous"].disconnect()
     os._exit(code)
