@@ -346,7 +346,7 @@ class ShardedStrategy(ParallelStrategy):
 
             prepare = preparing(module, groups.experts, prepare)
         if self._lw_stages is not None and self.traits.has_stages:
-            from .mesh.experts.stages import leave_results
+            from .mesh.experts.sharding import leave_results
 
             self._lw_stages.split(
                 module,

@@ -28,32 +28,13 @@ BACKWARD_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST")
 
 _Problem = tuple[str, str]
 
-# The arguments of read_arguments with their default values.
-_DEFAULTS: dict[str, Any] = {
-    "activation_checkpointing": None,
-    "activation_checkpointing_policy": None,
-    "auto_wrap_policy": None,
-    "backward_prefetch": None,
-    "cpu_offload": None,
-    "device_mesh": None,
-    "forward_prefetch": None,
-    "ignored_modules": None,
-    "ignored_parameters": None,
-    "ignored_params": None,
-    "ignored_states": None,
-    "limit_all_gathers": None,
-    "mesh": None,
-    "mixed_precision": None,
-    "mp_policy": None,
-    "offload_policy": None,
-    "param_init_fn": None,
-    "reshard_after_forward": None,
-    "shard_placement_fn": None,
-    "sharding_strategy": None,
-    "state_dict_type": None,
-    "sync_module_states": None,
-    "use_orig_params": None,
-}
+_NAMES = (
+    "activation_checkpointing", "activation_checkpointing_policy", "auto_wrap_policy", "backward_prefetch",
+    "cpu_offload", "device_mesh", "forward_prefetch", "ignored_modules", "ignored_parameters", "ignored_params",
+    "ignored_states", "limit_all_gathers", "mesh", "mixed_precision", "mp_policy", "offload_policy", "param_init_fn",
+    "reshard_after_forward", "shard_placement_fn", "sharding_strategy", "state_dict_type", "sync_module_states",
+    "use_orig_params",
+)  # fmt: skip
 _REFUSED: dict[str, _Problem] = {
     "module": ("module= is passed to the Trainer or `setup_module` instead", "remove module="),
     "device_id": ("device_id= is derived from devices=", "remove device_id="),
@@ -67,18 +48,9 @@ _REFUSED: dict[str, _Problem] = {
     ),
 }
 OF_PROCESSES = (
-    "accelerator",
-    "checkpoint_io",
-    "cluster_environment",
-    "parallel_devices",
-    "precision",
-    "precision_plugin",
-    "process_group_backend",
-    "stall_timeout",
-    "start_method",
-    "timeout",
-    "uneven",
-)
+    "accelerator", "checkpoint_io", "cluster_environment", "parallel_devices", "precision", "precision_plugin",
+    "process_group_backend", "stall_timeout", "start_method", "timeout", "uneven",
+)  # fmt: skip
 """Names of the arguments that strategies with processes have in common."""
 
 
@@ -95,7 +67,7 @@ def read_arguments(**given: object) -> ShardingPlan:
     """
     problems = [*_unknown(given)]
     notes: list[str] = []
-    wanted = {**_DEFAULTS, **{name: value for name, value in given.items() if name in _DEFAULTS}}
+    wanted: dict[str, Any] = {name: given.get(name) for name in _NAMES}
     mesh = _read_mesh(_either(wanted, ("device_mesh", "mesh"), problems), problems)
     reshard, is_hybrid, is_replicated = _read_sharding(wanted, mesh, problems, notes)
     offload, pin_memory = _read_offload(_either(wanted, ("cpu_offload", "offload_policy"), problems), problems)
@@ -107,12 +79,8 @@ def read_arguments(**given: object) -> ShardingPlan:
     problems += check_policy("auto_wrap_policy", wanted["auto_wrap_policy"])
     for name in ("param_init_fn", "shard_placement_fn"):
         if wanted[name] is not None and not callable(wanted[name]):
-            problems.append(
-                (
-                    f"expected {name} to be a function, got {name}={wanted[name]!r}",
-                    f"pass {name} as a function, or remove it",
-                )
-            )
+            what = f"expected {name} to be a function, got {name}={wanted[name]!r}"
+            problems.append((what, f"pass {name} as a function, or remove it"))
     if wanted["use_orig_params"] is False:
         notes.append("use_orig_params=False has no effect: the original parameters are always used.")
     if wanted["limit_all_gathers"] is False:
@@ -156,11 +124,9 @@ def _unknown(given: Mapping[str, object]) -> list[_Problem]:
         if name in _REFUSED:
             if value is not None:
                 problems.append(_REFUSED[name])
-        elif name not in _DEFAULTS:
-            hint = nearest(name, [*_DEFAULTS, *OF_PROCESSES])
-            problems.append(
-                (f"{name}= is not an argument of this strategy{hint}", f"use some of {', '.join(_DEFAULTS)}")
-            )
+        elif name not in _NAMES:
+            hint = nearest(name, [*_NAMES, *OF_PROCESSES])
+            problems.append((f"{name}= is not an argument of this strategy{hint}", f"use some of {', '.join(_NAMES)}"))
     if given.get("process_group") is not None and given.get("device_mesh") is not None:
         problems.append(("process_group= and device_mesh= set the same option", "pass only device_mesh="))
     return problems
@@ -215,12 +181,8 @@ def _read_mesh(given: Any, problems: list[_Problem]) -> Any:
                 advice = "pass mesh_dim_names=('replicate', 'shard') to init_device_mesh"
                 problems.append(("expected names for the two axes of device_mesh=, got none", advice))
             return given
-        problems.append(
-            (
-                f"expected device_mesh= with one or two axes, got {given.ndim}",
-                "pass a mesh with two axes (copies, shards)",
-            )
-        )
+        what = f"expected device_mesh= with one or two axes, got {given.ndim}"
+        problems.append((what, "pass a mesh with two axes (copies, shards)"))
         return None
     if isinstance(given, tuple | list) and len(given) == 2 and all(_is_count(one) for one in given):
         return (given[0], given[1])
@@ -288,12 +250,8 @@ def _read_backward_prefetch(given: Any, problems: list[_Problem], notes: list[st
 def _read_count(name: str, given: Any, problems: list[_Problem]) -> int:
     if given is None or isinstance(given, bool) or _is_count(given) or given == 0:
         return int(given or 0)
-    problems.append(
-        (
-            f"expected {name} to be a bool or an integer >= 0, got {name}={given!r}",
-            f"pass {name} as True, False, or a number of units",
-        )
-    )
+    what = f"expected {name} to be a bool or an integer >= 0, got {name}={given!r}"
+    problems.append((what, f"pass {name} as True, False, or a number of units"))
     return 0
 
 

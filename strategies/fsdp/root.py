@@ -135,28 +135,20 @@ class ShardedRoot(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the `ReplicaCall` that is the first argument, or the module's own forward."""
-        call = args[0] if args else None
-        if call.__class__ is not ReplicaCall:
-            running, self.running.is_set = self.running.is_set, True
-            if not (running or torch.is_grad_enabled()):  # no backward pass will free what is gathered
-                self._handles.append(self.register_forward_hook(_reshard_after))
-            try:
-                output = self.module(*args, **kwargs)
-            finally:
-                self.running.is_set = running
-            if self.replicated and torch.is_grad_enabled():
-                self._note_backward_from(output)
-            return output
-        if isinstance(self.module, FSDPModule):  # sharded by the user, and a step is not its forward
+        call: Any = args[0] if args else None
+        is_step = call.__class__ is ReplicaCall
+        if is_step and isinstance(self.module, FSDPModule):  # sharded by the user, and a step is not its forward
             self.module.unshard()
         running, self.running.is_set = self.running.is_set, True
+        if not (is_step or running or torch.is_grad_enabled()):  # no backward pass will free what is gathered
+            self._handles.append(self.register_forward_hook(_reshard_after))
         try:
-            output = call.step(*args[1:], **kwargs)
+            output = call.step(*args[1:], **kwargs) if is_step else self.module(*args, **kwargs)
         finally:
             self.running.is_set = running
         if self.replicated and torch.is_grad_enabled():
             self._note_backward_from(output)
-        if not call.is_training or output.__class__ is Tensor:
+        if not is_step or not call.is_training or output.__class__ is Tensor:
             return output
         # torch looks for tensors in the result, to find the start of the backward pass; it ignores our dataclasses,
         # and must not cast what the step returned beside its loss.

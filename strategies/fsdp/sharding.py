@@ -269,25 +269,16 @@ def _give_values(
     """Give values to what lies in the unit and in none of those that are done, and prepare it."""
     where = torch.device("cpu") if plan.offload else target.device
     inner = [one for one in done if one is not unit]
-    if plan.sync_module_states and dist.get_world_size(target.source_group) > 1:
-        materialize_from_rank_zero(
-            unit,
-            device=where,
-            inner=inner,
-            root=module,
-            group=target.source_group,
-            param_init_fn=plan.param_init_fn,
-            seeds_by_name=target.seeds_by_name,
-        )
-    else:
-        materialize(
-            unit,
-            device=where,
-            inner=inner,
-            root=module,
-            param_init_fn=plan.param_init_fn,
-            seeds_by_name=target.seeds_by_name,
-        )
+    is_synced = plan.sync_module_states and dist.get_world_size(target.source_group) > 1
+    give = partial(materialize_from_rank_zero, group=target.source_group) if is_synced else materialize
+    give(
+        unit,
+        device=where,
+        inner=inner,
+        root=module,
+        param_init_fn=plan.param_init_fn,
+        seeds_by_name=target.seeds_by_name,
+    )
     modules = modules_of_unit(unit, inner)
     for owner in modules:
         for one in owner.parameters(recurse=False):

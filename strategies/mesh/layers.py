@@ -50,20 +50,23 @@ class TensorSplit:
 
     def begin(self, module: nn.Module, mesh: DeviceMesh, *, is_rank_zero: bool) -> Callable[[list[nn.Module]], None]:
         """Return what splits the layers of a unit over the ranks of the mesh."""
-        from .tensor import resolve_plan
+        from .tensor.apply import apply
+        from .tensor.plan import resolve_plan
 
         plan = self._resolved = resolve_plan(module, self.plan, tp=mesh.size(), **self._in_parts)
         if is_rank_zero:
             logger.info("%s", plan)
             for note in plan.notes:
                 logger.warning("%s", note)
-        return lambda modules: plan.apply(modules, module, mesh)
+        return lambda modules: apply(plan, modules, module, mesh)
 
     def finish(self, root: ShardedRoot) -> None:
         """Let the root know of its plan, if it has one, when all units are split."""
         root.tensor_plan, self._resolved = self._resolved, None
         if root.tensor_plan is not None:
-            root.tensor_plan.finish(root.module)
+            from .tensor.apply import finish
+
+            finish(root.tensor_plan, root.module)
 
     def bind(
         self, step: StepFunction, module: nn.Module, name: str, verifies: Callable[[], bool] | None
@@ -80,10 +83,11 @@ class TensorSplit:
         plan = None if root is None else root.tensor_plan
         if plan is None or name == "forward":
             return step
+        from .tensor.apply import running
         from .tensor.verify import recording, verify_plan
 
         def run(*args: object, **kwargs: object) -> object:
-            with plan.running(module):
+            with running(plan, module):
                 return step(*args, **kwargs)
 
         def run_verified(*args: object, **kwargs: object) -> object:

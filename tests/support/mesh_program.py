@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import loopwright as lw
 from loopwright.loggers import DummyLogger
-from loopwright.strategies import FSDPStrategy, MeshStrategy, Strategy
+from loopwright.strategies import MeshStrategy, Strategy
 from loopwright.strategies.distributed.shards import full_tensor, is_sharded
 from loopwright.strategies.mesh.verify import saved_buffers
+from loopwright.strategies.sharded import ShardedStrategy
 
 __all__ = ["STEPS", "TRAINED", "Heard", "Program", "Rows", "SaveAt", "fit", "mesh", "part_of", "whole"]
 
@@ -117,7 +118,7 @@ class SaveAt(lw.Callback):
             return
         strategy = trainer.strategy
         for kind, path in self.paths.items():
-            if isinstance(strategy, FSDPStrategy):
+            if isinstance(strategy, ShardedStrategy):
                 strategy.plan = replace(strategy.plan, state_dict_type=kind)
             trainer.save_checkpoint(path)
 

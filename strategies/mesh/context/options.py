@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ....errors import ConfigError, nearest
+from ....errors import Problems, nearest
 
 __all__ = ["METHODS", "Context"]
 
@@ -40,50 +40,40 @@ class Context:
     module: str | None = None
 
     def __post_init__(self) -> None:
-        problems = [
-            *_check_dimensions("inputs", self.inputs, (str,), '{"input_ids": 1}'),
-            *_check_dimensions("batch", self.batch, (str, int), '{"input_ids": 1, "labels": 1}'),
-            *_check_method(self.method),
-            *_check_module(self.module),
-        ]
+        problems = Problems()
+        _check_dimensions("inputs", self.inputs, (str,), '{"input_ids": 1}', problems)
+        _check_dimensions("batch", self.batch, (str, int), '{"input_ids": 1, "labels": 1}', problems)
+        if self.method not in METHODS:
+            near = nearest(str(self.method), METHODS)
+            what = f"Expected Context(method='gather' or 'ulysses'), got {self.method!r}{near}."
+            problems.add(what, fix="pass one of the two.")
+        if not (self.module is None or (isinstance(self.module, str) and self.module)):
+            what = f"Expected Context(module=...) to be the name of a submodule, got {self.module!r}."
+            problems.add(what, fix="pass a name or None.")
         if self.inputs is not None and self.batch is not None:
-            problems.append(
-                (
-                    "Expected one of Context(inputs=...) and Context(batch=...), got both",
-                    "pass inputs= to split what the model is called with, or batch= to split the batch before the step",
-                )
+            problems.add(
+                "Expected one of Context(inputs=...) and Context(batch=...), got both.",
+                fix="pass inputs= to split what the model is called with, or batch= to split the batch before the "
+                "step.",
             )
-        if problems:
-            raise ConfigError("; ".join(what for what, _ in problems), fix="; ".join(fix for _, fix in problems) + ".")
+        problems.refuse()
 
 
-def _check_dimensions(name: str, given: object, kinds: tuple[type, ...], example: str) -> list[tuple[str, str]]:
+def _check_dimensions(name: str, given: object, kinds: tuple[type, ...], example: str, problems: Problems) -> None:
     if given is None:
-        return []
-    remedy = f"pass {name}={example}, or None"
+        return
+    remedy = f"pass {name}={example}, or None."
     if not isinstance(given, Mapping):
-        return [(f"Expected Context({name}=...) to be a dict of dimensions, got {given!r}", remedy)]
+        problems.add(f"Expected Context({name}=...) to be a dict of dimensions, got {given!r}.", fix=remedy)
+        return
     if not given:
-        return [(f"Expected at least one entry in Context({name}=...), got an empty dict", remedy)]
+        problems.add(f"Expected at least one entry in Context({name}=...), got an empty dict.", fix=remedy)
     wrong = [
         f"{key!r}: {dim!r}"
         for key, dim in given.items()
         if not (isinstance(key, kinds) and type(key) is not bool and type(dim) is int and dim >= 0)
     ]
-    if not wrong:
-        return []
-    keys = "names" if kinds == (str,) else "names or positions"
-    return [(f"Expected {keys} with dimensions from 0 in Context({name}=...), got {', '.join(wrong)}", remedy)]
-
-
-def _check_method(method: object) -> list[tuple[str, str]]:
-    if method in METHODS:
-        return []
-    near = nearest(str(method), METHODS)
-    return [(f"Expected Context(method='gather' or 'ulysses'), got {method!r}{near}", "pass one of the two")]
-
-
-def _check_module(module: object) -> list[tuple[str, str]]:
-    if module is None or (isinstance(module, str) and module):
-        return []
-    return [(f"Expected Context(module=...) to be the name of a submodule, got {module!r}", "pass a name or None")]
+    if wrong:
+        keys = "names" if kinds == (str,) else "names or positions"
+        listed = ", ".join(wrong)
+        problems.add(f"Expected {keys} with dimensions from 0 in Context({name}=...), got {listed}.", fix=remedy)

@@ -1,4 +1,4 @@
-"""Experts of a module, sharded over the ranks of the axis `ep`."""
+"""Experts of a module, sharded over the ranks of the axis `ep`, or on another stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from torch import Tensor, nn
 
 from ....errors import ModuleError
 from ...distributed.shards import is_sharded
+from ..pipeline.remote_tensors import RemoteTensor
 from .layer import Experts
 from .weights import ExpertWeights
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["check_layers", "experts_in", "preparing", "shard_experts"]
+__all__ = ["check_layers", "experts_in", "leave_results", "preparing", "shard_experts"]
+
+_RESULTS = ("balance_loss", "tokens_per_expert")
 
 
 def experts_in(module: nn.Module) -> dict[str, Experts]:
@@ -93,3 +96,22 @@ def _sharded(parameter: Tensor, mesh: DeviceMesh) -> nn.Parameter:
         part, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def leave_results(module: nn.Module) -> None:
+    """Let the results of layers on other stages be an error where a step reads them, and not None.
+
+    Args:
+        module: The user's module, split into stages.
+    """
+    for name, one in experts_in(module).items():
+        there = one.router.__dict__.get("weight")
+        if isinstance(there, RemoteTensor):
+            for key in _RESULTS:
+                setattr(one, key, RemoteTensor.of(torch.empty(()), f"{name}.{key}", there.stage, remedy=_ELSEWHERE))
+
+
+_ELSEWHERE = (
+    "train without pp to add balance losses to the loss: they are known on the stages that have the layers, and the "
+    "loss on the last one; or leave them out."
+)

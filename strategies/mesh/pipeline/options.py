@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ....errors import ConfigError, nearest
+from ....errors import ConfigError, Problems, nearest
 
 __all__ = ["SCHEDULES", "Pipeline", "Schedule"]
 
@@ -73,14 +73,20 @@ class Pipeline:
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
-        problems = [
-            *_check_module(self.module),
-            *_check_split(self.split),
-            *_check_schedule(self.schedule),
-            *_check_micro_batches(self.micro_batches),
-        ]
-        if problems:
-            raise ConfigError("; ".join(what for what, _ in problems), fix="; ".join(fix for _, fix in problems) + ".")
+        problems = Problems()
+        if not (self.module is None or (isinstance(self.module, str) and self.module)):
+            what = f"Expected Pipeline(module=...) to be the name of a submodule, got {self.module!r}."
+            problems.add(what, fix="pass a name or None.")
+        _check_split(self.split, problems)
+        if self.schedule not in SCHEDULES:
+            near = nearest(self.schedule.lower(), SCHEDULES) if isinstance(self.schedule, str) else ""
+            names = ", ".join(map(repr, SCHEDULES))
+            what = f"Expected Pipeline(schedule=...) to be one of {names}, got {self.schedule!r}{near}."
+            problems.add(what, fix="pass one of these names.")
+        if not (type(self.micro_batches) is int and self.micro_batches > 0):
+            what = f"Expected Pipeline(micro_batches=...) to be a positive number, got {self.micro_batches!r}."
+            problems.add(what, fix="pass the number of parts into which each batch is split.")
+        problems.refuse()
 
     def stages_of(self, rank: int, num_ranks: int) -> tuple[int, ...]:
         """Return the numbers of a rank's stages, ascending."""
@@ -108,48 +114,18 @@ class Pipeline:
         )
 
 
-def _check_module(module: object) -> list[tuple[str, str]]:
-    if module is None or (isinstance(module, str) and module):
-        return []
-    return [(f"Expected Pipeline(module=...) to be the name of a submodule, got {module!r}", "pass a name or None")]
-
-
-def _check_split(split: object) -> list[tuple[str, str]]:
+def _check_split(split: object, problems: Problems) -> None:
     if split == "even":
-        return []
+        return
     if isinstance(split, str) or not isinstance(split, Sequence):
         near = nearest(str(split), ["even"])
-        return [
-            (
-                f"Expected Pipeline(split=...) to be 'even' or a list of names, got {split!r}{near}",
-                "pass 'even', or the names of the blocks with which stages begin",
-            )
-        ]
-    if not split or not all(isinstance(one, str) for one in split):
-        return [(f"Expected names of blocks in Pipeline(split=...), got {list(split)!r}", "pass names, or 'even'")]
-    if len(set(split)) < len(split):
-        return [(f"Expected each block once in Pipeline(split=...), got {list(split)!r}", "leave the second one out")]
-    return []
-
-
-def _check_schedule(schedule: object) -> list[tuple[str, str]]:
-    if schedule in SCHEDULES:
-        return []
-    near = nearest(schedule.lower(), SCHEDULES) if isinstance(schedule, str) else ""
-    return [
-        (
-            f"Expected Pipeline(schedule=...) to be one of {', '.join(map(repr, SCHEDULES))}, got {schedule!r}{near}",
-            "pass one of these names",
+        problems.add(
+            f"Expected Pipeline(split=...) to be 'even' or a list of names, got {split!r}{near}.",
+            fix="pass 'even', or the names of the blocks with which stages begin.",
         )
-    ]
-
-
-def _check_micro_batches(number: object) -> list[tuple[str, str]]:
-    if type(number) is int and number > 0:
-        return []
-    return [
-        (
-            f"Expected Pipeline(micro_batches=...) to be a positive number, got {number!r}",
-            "pass the number of parts into which each batch is split",
-        )
-    ]
+    elif not split or not all(isinstance(one, str) for one in split):
+        what = f"Expected names of blocks in Pipeline(split=...), got {list(split)!r}."
+        problems.add(what, fix="pass names, or 'even'.")
+    elif len(set(split)) < len(split):
+        what = f"Expected each block once in Pipeline(split=...), got {list(split)!r}."
+        problems.add(what, fix="leave the second one out.")

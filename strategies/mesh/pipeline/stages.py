@@ -16,9 +16,8 @@ from ...fsdp.second_derivatives import end_backward
 from .blocks import plan_stages
 from .gradients import add_shared_gradients
 from .options import Pipeline
-from .shards import arrange_shards
 from .split import split_stages
-from .state import gather_stages, runner_in
+from .state import arrange_shards, gather_stages, runner_in
 from .window import PipelineRunner
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ class Stages:
         return gather_full(state, keep=keep) if runner is None else gather_stages(runner, state, keep=keep)
 
     def arrange_shards(self, state: object, mesh: DeviceMesh | None, *, keep: bool) -> Any:
-        """Return a state under the names of all stages, with this rank's shards; see `shards.arrange_shards`."""
+        """Return a state under the names of all stages, with this rank's shards; see `state.arrange_shards`."""
         runner = runner_in(state)
         return state if runner is None else arrange_shards(runner, state, mesh, keep=keep)
 

@@ -36,7 +36,17 @@ _OF_TORCH = "_loopwright_hooks_of_torch"
 
 
 def apply(plan: TensorPlan, modules: Iterable[nn.Module], root: nn.Module, mesh: DeviceMesh) -> None:
-    """Distribute the parameters of these modules and install their hooks; see `TensorPlan.apply`."""
+    """Distribute the parameters of exactly these modules, in place, and install their hooks.
+
+    Does not communicate: all ranks have the same values.
+
+    Args:
+        plan: Of the root.
+        modules: Of the root, with values; none of them sharded over other axes yet. Children before parents, or in one
+            call.
+        root: The module that the plan was made for.
+        mesh: The axis "tp".
+    """
     names = {id(one): name for name, one in root.named_modules()}
     plan.mesh = mesh
     new = [one for one in modules if _APPLIED not in one.__dict__ and id(one) in names]
@@ -128,7 +138,11 @@ def _distribute(
 
 
 def finish(plan: TensorPlan, root: nn.Module) -> None:
-    """Tie tied parameters again; see `TensorPlan.finish`."""
+    """Tie tied parameters again, when all modules of the root are applied.
+
+    Raises:
+        ModuleError: A parameter was not applied; names it.
+    """
     parameters: dict[str, Any] = dict(root.named_parameters(remove_duplicate=False))
     plain = [name for name, one in parameters.items() if not isinstance(one, DTensor)]
     if plain:
@@ -201,7 +215,7 @@ def is_of_plan(module: nn.Module, key: int, hook: object) -> bool:
 
 @contextmanager
 def running(plan: TensorPlan, root: nn.Module) -> Iterator[None]:
-    """Let a method of the root read its parameters as plain tensors; see `TensorPlan.running`.
+    """Return a context in which a method of the root, but its forward, reads its parameters as plain tensors.
 
     Not those that modules use for parts of the activations: the gradient of each rank's use there is added, and that of
     a penalty, which each rank computes for all of it, is not to be.

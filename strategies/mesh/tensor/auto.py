@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from .found import Found
 from .graph import LinearGroup, linear_groups
 from .heads import COUNTS
+from .names import Found
 from .simulate import group_problem
 from .styles import Colwise, Rowwise, is_linear
 

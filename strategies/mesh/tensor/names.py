@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -11,10 +12,28 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from ....errors import nearest
 from .styles import Colwise, Embedding, PackedColwise, Replicated, Rowwise, is_linear
 
-__all__ = ["STYLES", "Problems", "match", "read_plan", "style_named"]
+__all__ = ["STYLES", "Found", "Problems", "match", "read_plan", "style_named"]
 
 Problems = list[tuple[str, str]]
 """What is wrong with a plan, each as (what happened, what to do)."""
+
+
+@dataclass
+class Found:
+    """The styles that a source gives.
+
+    Attributes:
+        source: Where they come from, for messages.
+        styles: By name of the module.
+        problems: What is wrong with it.
+        notes: What was left out, and why, as sentences.
+    """
+
+    source: str
+    styles: dict[str, ParallelStyle] = field(default_factory=dict)
+    problems: Problems = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
 
 STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": Colwise,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,7 +12,6 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ....errors import ConfigError
 from .adapters import base_of, called_as, expand_adapters
-from .apply import apply, finish, running
 from .heads import copies_of, head_problem, is_query, key_layers, local_counts, packed_parts
 from .names import STYLES, Problems
 from .sequence import set_sequence_parallel
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["TensorPlan", "check_plan", "resolve_plan"]
+__all__ = ["TensorPlan", "check_plan", "resolve_plan", "shown"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,37 +72,8 @@ class TensorPlan:
             return Replicate()
         return style.placements(root.get_submodule(owner)).get(short, Replicate())
 
-    def apply(self, modules: Iterable[nn.Module], root: nn.Module, mesh: DeviceMesh) -> None:
-        """Distribute the parameters of exactly these modules, in place, and install their hooks.
-
-        Does not communicate: all ranks have the same values.
-
-        Args:
-            modules: Of the root, with values; none of them sharded over other axes yet. Children before parents, or in
-                one call.
-            root: The module that the plan was made for.
-            mesh: The axis "tp".
-        """
-        apply(self, modules, root, mesh)
-
-    def finish(self, root: nn.Module) -> None:
-        """Tie tied parameters again, when all modules of the root are applied.
-
-        Raises:
-            ModuleError: A parameter was not applied; names it.
-        """
-        finish(self, root)
-
-    def running(self, root: nn.Module) -> AbstractContextManager[None]:
-        """Return a context for a method of the root, such as `training_step`, that is not its forward."""
-        return running(self, root)
-
-    def shown(self, style: ParallelStyle) -> str:
-        """Return the name of a style, or what it looks like."""
-        return _shown(style)
-
     def __str__(self) -> str:
-        lines = [f"  {name}: {_shown(style)}" for name, style in self.styles.items()]
+        lines = [f"  {name}: {shown(style)}" for name, style in self.styles.items()]
         return "\n".join([f"tensor plan of {self.source}, tp={self.tp}:", *lines])
 
 
@@ -241,7 +209,7 @@ def _groups(plan: TensorPlan, problems: Problems) -> list[str]:
             if group is not None and any(_is_in(one, group) and above == group for one, above in others.items()):
                 groups[group] = None
             elif not foreign:
-                what = f"{name} has {_shown(styles[name])!r}, and no layer of the plan has {says!r} to go with it"
+                what = f"{name} has {shown(styles[name])!r}, and no layer of the plan has {says!r} to go with it"
                 problems.append((what, "name both, or write 'colwise_gather_output' or 'rowwise_split_input'"))
     groups.update(dict.fromkeys(name for name in alone if name not in gives))
     return list(groups)
@@ -271,7 +239,8 @@ def _keep_parts_of_logits(plan: TensorPlan) -> Problems:
     return []
 
 
-def _shown(style: ParallelStyle) -> str:
+def shown(style: ParallelStyle) -> str:
+    """Return the name of a style, or what it looks like."""
     for name, make in STYLES.items():
         one = make()
         if type(one) is type(style) and vars(one) == vars(style):

@@ -12,8 +12,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from ....errors import ConfigError
 from .adapters import base_of
 from .auto import find_by_graph
-from .found import Found
-from .names import match, read_plan, style_named
+from .names import Found, match, read_plan, style_named
 from .style import Style
 
 __all__ = ["find_styles", "names_styles"]

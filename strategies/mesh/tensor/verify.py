@@ -24,6 +24,7 @@ from ..verify import difference, dtypes_of, unlike_over_ranks
 from .alone import FirstCall, Values, floats, run_alone
 from .layouts import gather
 from .parameters import distribute
+from .plan import shown
 from .style import map_first
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def _refuse_differences(
     raise ModuleError(
         f"Expected {name or 'the module'} to compute on {mesh.size()} ranks what it computes on one, got a difference "
         f"in {where}: {worst:.1e} times the tolerance. Its layers are split as "
-        f"{', '.join(f'{one}: {plan.shown(style)}' for one, style in styles.items())} ({plan.source}).",
+        f"{', '.join(f'{one}: {shown(style)}' for one, style in styles.items())} ({plan.source}).",
         fix="leave these layers out of the plan. A layer that computes several things at once, such as q, k and v, "
         "needs PackedColwise(parts=...); a forward that counts heads needs this rank's number.",
     )

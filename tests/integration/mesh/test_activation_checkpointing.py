@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from loopwright.strategies.construction.activation_checkpointing import apply_activation_checkpointing
 from loopwright.strategies.mesh.context import Context
 from loopwright.strategies.mesh.tensor import resolve_plan
+from loopwright.strategies.mesh.tensor.apply import apply
 
 # Any in this file: options, and results that travel between processes.
 
@@ -95,7 +96,7 @@ def compute(rank: int, size: int) -> dict[str, float]:
     ours, theirs = Words().double(), Words().double()
     theirs.load_state_dict(ours.state_dict())
     plan = resolve_plan(ours, {"tok": "embedding", "up": "colwise", "down": "rowwise"}, tp=size)
-    plan.apply(list(ours.modules()), ours, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)))
+    apply(plan, list(ours.modules()), ours, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)))
     assert len(apply_activation_checkpointing(ours, {"Conv1D", "Embedding"})) == 3
     indices = torch.arange(8).repeat(2, 1)
     for one in (ours, theirs):

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from loopwright.errors import ModuleError
 from loopwright.strategies.distributed.clipping import scale_to_norm, total_norm
+from loopwright.strategies.mesh.tensor.apply import apply, finish
 from loopwright.strategies.mesh.tensor.loss import PlainLoss, losses_in_parts
 from loopwright.strategies.mesh.tensor.plan import TensorPlan, resolve_plan
 from loopwright.strategies.mesh.tensor.styles import PackedColwise
@@ -39,8 +40,8 @@ def full(tensor: Tensor) -> Tensor:
 def split(module: nn.Module, wanted: Any, size: int, **options: Any) -> TensorPlan:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     plan = resolve_plan(module, wanted, tp=size, **options)
-    plan.apply(list(module.modules()), module, mesh)
-    plan.finish(module)
+    apply(plan, list(module.modules()), module, mesh)
+    finish(plan, module)
     return plan
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from loopwright.errors import ConfigError
 from loopwright.strategies.mesh.tensor import resolve_plan
+from loopwright.strategies.mesh.tensor.apply import apply, finish
 from loopwright.strategies.mesh.tensor.verify import recording, verify_plan
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="plans of transformers 5")
@@ -45,8 +46,8 @@ def adapted(kind: str) -> Any:
 def train(rank: int, size: int, kind: str) -> dict[str, Any]:
     ours, theirs = adapted(kind), adapted(kind)
     plan = resolve_plan(ours, tp=size)
-    plan.apply(list(ours.modules()), ours, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)))
-    plan.finish(ours)
+    apply(plan, list(ours.modules()), ours, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)))
+    finish(plan, ours)
     # Norms of transformers compute in float32, whose rounding AdamW would make larger where gradients are small.
     trained = [[p for p in one.parameters() if p.requires_grad] for one in (ours, theirs)]
     optimizers = [torch.optim.AdamW(one, lr=1e-3, eps=1e-4) for one in trained]

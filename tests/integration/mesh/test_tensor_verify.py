@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from loopwright.errors import ModuleError
 from loopwright.strategies.mesh.tensor import PackedColwise, Rowwise, resolve_plan
+from loopwright.strategies.mesh.tensor.apply import apply, finish
 from loopwright.strategies.mesh.tensor.verify import recording, verify_plan
 
 # Any in this file: options that travel between processes.
@@ -22,8 +23,8 @@ from loopwright.strategies.mesh.tensor.verify import recording, verify_plan
 def check(module: nn.Module, wanted: Any, size: int, batch: Tensor, **options: Any) -> str:
     """Run a batch through a split module, compare, and return what was wrong."""
     plan = resolve_plan(module, wanted, tp=size, **options)
-    plan.apply(list(module.modules()), module, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)))
-    plan.finish(module)
+    apply(plan, list(module.modules()), module, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)))
+    finish(plan, module)
     with recording(plan, module) as calls:
         module(batch)
     assert set(calls) == set(plan.groups)
@@ -126,8 +127,8 @@ def of_shapes(rank: int, size: int) -> list[str]:
     model = llama(attention=CountingAttention)
     plan = resolve_plan(model, PLAN, tp=size)
     plan.counts = {}  # as if forward had not been understood
-    plan.apply(list(model.modules()), model, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)))
-    plan.finish(model)
+    apply(plan, list(model.modules()), model, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)))
+    finish(plan, model)
     with pytest.raises(RuntimeError) as caught, recording(plan, model):
         loss_of(model(tokens(0)[0]), tokens(0)[1])
     return list(caught.value.__notes__)

@@ -27,7 +27,7 @@ def test_a_wrong_argument_is_named(arguments: dict[str, Any], what: str) -> None
 
 
 def test_every_problem_is_named_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"Context\(inputs=.*Context\(method="):
+    with pytest.raises(ConfigError, match=r"(?s)Context\(inputs=.*Context\(method="):
         Context(inputs={}, method="ring")
 
 

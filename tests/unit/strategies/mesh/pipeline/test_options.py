@@ -23,7 +23,7 @@ from loopwright.strategies.mesh.pipeline.options import SCHEDULES, Pipeline
         ({"micro_batches": 0}, "positive number, got 0"),
         ({"micro_batches": 2.0}, "positive number, got 2.0"),
         ({"micro_batches": True}, "positive number, got True"),
-        ({"module": "", "schedule": "x"}, "name of a submodule.*schedule"),
+        ({"module": "", "schedule": "x"}, "(?s)name of a submodule.*schedule"),
     ],
 )
 def test_invalid_arguments_are_named(arguments: dict[str, Any], text: str) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn.utils import parametrizations
 
 from loopwright.errors import ConfigError
-from loopwright.strategies.mesh.tensor.plan import resolve_plan
+from loopwright.strategies.mesh.tensor.plan import resolve_plan, shown
 from loopwright.strategies.mesh.tensor.styles import Colwise, Embedding, PackedColwise, Rowwise
 
 
@@ -77,7 +77,7 @@ def test_counts_of_heads_are_divided_where_queries_and_keys_are_split() -> None:
     assert resolve_plan(SideBySide(), mlp, tp=2).counts == {}
     plan = resolve_plan(SideBySide(keys=2), {**QUERIES, "blocks.*.[kv]": "colwise"}, tp=4)
     assert plan.counts["blocks.0"] == {"num_heads": (4, 1), "num_kv_heads": (2, 1), "n_rep": (2, 1)}
-    assert plan.shown(plan.styles["blocks.0.k"]) == "PackedColwise(parts=(8,), copies=(2,))"
+    assert shown(plan.styles["blocks.0.k"]) == "PackedColwise(parts=(8,), copies=(2,))"
 
 
 def test_queries_without_their_keys_are_refused() -> None:
