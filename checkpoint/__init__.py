@@ -10,7 +10,7 @@ from .plain import Trusted, Untrusted, require_plain, to_plain, untrust
 from .storage import CheckpointNotFound, Verified, load, newest_valid, remove, save, verify
 
 if TYPE_CHECKING:
-    from .background import AsyncCheckpointIO
+    from .saving.background import AsyncCheckpointIO
 
 __all__ = [
     "AsyncCheckpointIO",
@@ -30,4 +30,4 @@ __all__ = [
     "verify",
 ]
 
-__getattr__, __dir__ = attach(__name__, {"AsyncCheckpointIO": "background"})
+__getattr__, __dir__ = attach(__name__, {"AsyncCheckpointIO": "saving.background"})

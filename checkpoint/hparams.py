@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import yaml_file
 from ..errors import ArgumentTypeError, ConfigError
 from ..protocols import StateDict, Tree
 from .plain import Untrusted, to_plain
@@ -310,9 +311,7 @@ def read_yaml(path: str | Path) -> StateDict:
     Raises:
         ConfigError: The file cannot be read, or it calls a resolver.
     """
-    from ..yaml_file import read  # imports PyYAML, which writing a checkpoint does not need
-
-    hparams = read(Path(path))
+    hparams = yaml_file.read(Path(path))
     stack: list[tuple[str, object]] = list(hparams.items())
     texts = []
     for name, value in stack:  # grows while it is read

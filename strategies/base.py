@@ -632,7 +632,7 @@ class Strategy:
 def _own_memory(optimizer: Optimizer) -> None:
     """Copy large tensors of an optimizer's state that torch.load has made, into memory of torch's allocator.
 
-    A save in the background can copy only such memory beside the training (checkpoint/deferred_copy.py).
+    A save in the background can copy only such memory beside the training (checkpoint/saving/deferred_copy.py).
     """
     copies: dict[int, Tensor] = {}
     for values in optimizer.state.values():

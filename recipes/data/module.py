@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,14 +84,7 @@ class RecipeData(DataModule):
 
     def first_problems(self) -> list[str]:
         """Return what is wrong with settings, tokenizer and the first records, without tokenizing anything."""
-        problems = [*self._settings.problems(), *self._tokenizer_problems()]
-        if problems:
-            return problems
-        cache = Cache(self._folder, self._settings, self._tokenizer)
-        found = ProblemList()
-        for source in self._sources():
-            cache.try_out(source, found)
-        return found.lines()
+        return self._problems_of(Cache.try_out)
 
     def problems(self, vocab_size: int | None = None) -> list[str]:
         """Return everything that is wrong with the data: `file:line: Expected ..., got ...`, the first 20 and a count.
@@ -100,22 +94,30 @@ class RecipeData(DataModule):
         Args:
             vocab_size: Rows of the model's embedding; None skips the comparison.
         """
-        problems = [*self._settings.problems(), *self._tokenizer_problems()]
+        problems = self._problems_of(Cache.fill)
         if problems:
             return problems
-        cache = Cache(self._folder, self._settings, self._tokenizer)
-        found = ProblemList()
-        for source in self._sources():
-            cache.fill(source, found)
-        if found.count:
-            return found.lines()
-        folders = [cache.find(source) for source in self._sources()]
+        folders = [self._cache.find(source) for source in self._sources()]
         if vocab_size is not None:
             problems += self._too_large(folders, vocab_size)
         rows = find_layout(self._folder, self._settings, folders)
         if not problems and not rows.is_dir():
             problems += build_layout(rows, self._settings, folders, self._tokenizer)
         return problems
+
+    def _problems_of(self, check: Callable[[Cache, DataSource, ProblemList], None]) -> list[str]:
+        """Return what is wrong with settings and tokenizer; if nothing is, what the check finds in the sources."""
+        problems = [*self._settings.problems(), *self._tokenizer_problems()]
+        if problems:
+            return problems
+        found = ProblemList()
+        for source in self._sources():
+            check(self._cache, source, found)
+        return found.lines()
+
+    @cached_property
+    def _cache(self) -> Cache:
+        return Cache(self._folder, self._settings, self._tokenizer)
 
     @override
     def prepare_data(self) -> None:
@@ -139,8 +141,7 @@ class RecipeData(DataModule):
         """
         if self._layout is not None:
             return
-        cache = Cache(self._folder, self._settings, self._tokenizer)
-        folders = [cache.find(source) for source in self._sources()]
+        folders = [self._cache.find(source) for source in self._sources()]
         rows = find_layout(self._folder, self._settings, folders)
         if not rows.is_dir():
             raise ConfigError(

@@ -235,7 +235,7 @@ def imported() -> None:
 
     for name in (
         "checkpoint.sharded.writer",
-        "checkpoint.background",
+        "checkpoint.saving.background",
         "fabric.on_all_ranks",
         "fabric.watch.watch",
         "callbacks.rank_zero",

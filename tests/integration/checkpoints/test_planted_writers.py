@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import loopwright as lw
-from loopwright.checkpoint import deferred_copy, load
-from loopwright.checkpoint.deferred_copy import DeferredCopies
+from loopwright.checkpoint import load
+from loopwright.checkpoint.saving import deferred_copy
+from loopwright.checkpoint.saving.deferred_copy import DeferredCopies
 
 WIDTH = 300  # a matrix is large enough for its moments to be copied later
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint_io import before_next_step
+from ..checkpoint_io import before_next_step
 
 __all__ = ["DeferredCopies"]
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import CheckpointError, ConfigError
-from ..protocols import CheckpointPlugin, MapLocation, StateDict
-from .checkpoint_io import CheckpointIO, TorchCheckpointIO, load_through, saves_in_background
+from ...errors import CheckpointError, ConfigError
+from ...protocols import CheckpointPlugin, MapLocation, StateDict
+from ..checkpoint_io import CheckpointIO, TorchCheckpointIO, load_through, saves_in_background
+from ..plain import require_plain
+from ..sharded import holds_sharded
 from .host_copy import HostCopy
-from .plain import require_plain
-from .sharded import holds_sharded
 
 __all__ = ["AsyncCheckpointIO"]
 

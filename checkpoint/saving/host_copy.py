@@ -12,10 +12,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
-from ..protocols import StateDict
+from ...errors import CheckpointError
+from ...protocols import StateDict
+from ..plain import Trusted, Untrusted, WithObjects
 from .deferred_copy import DeferredCopies
-from .plain import Trusted, Untrusted, WithObjects
 
 __all__ = ["HostCopy", "Taken"]
 

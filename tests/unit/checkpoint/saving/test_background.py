@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import loopwright as lw
-from loopwright.checkpoint import AsyncCheckpointIO, TorchCheckpointIO, background, load, save, storage, verify
+from loopwright.checkpoint import AsyncCheckpointIO, TorchCheckpointIO, load, save, storage, verify
+from loopwright.checkpoint.saving import background
 from loopwright.errors import CheckpointError, ConfigError
 
 

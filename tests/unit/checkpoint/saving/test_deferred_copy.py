@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from loopwright.checkpoint import deferred_copy
 from loopwright.checkpoint.checkpoint_io import before_next_step
-from loopwright.checkpoint.deferred_copy import DeferredCopies
-from loopwright.checkpoint.host_copy import HostCopy
+from loopwright.checkpoint.saving import deferred_copy
+from loopwright.checkpoint.saving.deferred_copy import DeferredCopies
+from loopwright.checkpoint.saving.host_copy import HostCopy
 
 SIZE = 100_000
 
