@@ -10,7 +10,7 @@ limited, so that reading it ends.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import yaml
 
 from .errors import ConfigError, nearest
 
-__all__ = ["MOST_VALUES", "parse", "parse_scalar", "read", "write"]
+__all__ = ["MOST_VALUES", "parse", "parse_scalar", "read", "read_with_lines", "write"]
 
 # Any in this file: the content of a document.
 
@@ -122,14 +122,16 @@ def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def _load(text: str) -> Any:
-    """Return the content of a document.
+def _load(text: str) -> tuple[Any, yaml.Node | None]:
+    """Return the content of a document, and its root.
 
     Raises:
         YAMLError: It is not valid.
     """
     try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader: it creates plain values only
+        loader = _Loader(text)  # a SafeLoader: it creates plain values only
+        root = loader.get_single_node()
+        return (None if root is None else loader.construct_document(root)), root
     except (ValueError, KeyError, AttributeError) as error:  # a value that does not fit its tag: !!int "x"
         raise yaml.MarkedYAMLError(problem=f"a value cannot be read ({error})") from error
 
@@ -144,6 +146,10 @@ def parse(text: str, where: str) -> Any:
     Raises:
         ConfigError: It is not valid YAML; with the line.
     """
+    return _parse(text, where)[0]
+
+
+def _parse(text: str, where: str) -> tuple[Any, yaml.Node | None]:
     try:
         return _load(text)
     except yaml.YAMLError as error:
@@ -158,7 +164,7 @@ def parse(text: str, where: str) -> Any:
 def parse_scalar(text: str) -> object:
     """Return the value of the text after `=` on the command line: a number, `[1, 2]`, `{a: 1}`, null, or text."""
     try:
-        return _load(text)
+        return _load(text)[0]
     except yaml.YAMLError:
         return text  # a path with `: `, a pattern with brackets
 
@@ -169,6 +175,11 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: There is no such file, or it holds something else.
     """
+    return read_with_lines(path)[0]
+
+
+def read_with_lines(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the mapping in a file, as `read`, and dotted path -> line of each of its keys and list entries."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_LONGEST + 1)  # one more than is accepted
@@ -179,15 +190,29 @@ def read(path: Path) -> dict[str, Any]:
             f"the configuration file {path} cannot be read: {reason}{nearest(path.name, beside)}.",
             fix="pass a YAML file.",
         ) from None
-    found = parse(text, str(path))
+    found, root = _parse(text, str(path))
     if found is None:
-        return {}
+        return {}, {}
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise ConfigError(
             f"the configuration file {path} must be a mapping with names as keys, got {type(found).__name__}.",
             fix="write `trainer:` and, indented by two spaces on the next line, `max_epochs: 3`.",
         )
-    return found
+    return found, dict(_lines(root, ""))
+
+
+def _lines(node: yaml.Node, path: str) -> Iterator[tuple[str, int]]:
+    """Yield dotted path and line of each key and list entry below a node."""
+    if isinstance(node, yaml.ScalarNode):
+        return
+    if isinstance(node, yaml.MappingNode):
+        entries = [(key.value, key, value) for key, value in node.value]
+    else:
+        entries = [(number, value, value) for number, value in enumerate(node.value)]
+    for name, start, value in entries:
+        below = f"{path}.{name}" if path else str(name)
+        yield below, start.start_mark.line + 1
+        yield from _lines(value, below)
 
 
 def write(value: object) -> str:

@@ -76,7 +76,7 @@ def plan_all(program: Program, settings: Settings) -> Plans:
     typed = Typed(settings, problems=list(settings.problems))
     for key in [key for key in tree if key not in program.keys]:
         hint = nearest(key, program.keys) or f"; settings: {', '.join(program.keys)}"
-        typed.problems.append(f"{key}{_from(settings, key)}: unknown setting{hint}")
+        typed.problems.append(f"{settings.named(key)}: unknown setting{hint}")
     plans = Plans(tree=tree)
     plans.made["trainer"] = plan_trainer(program.trainer_class, typed, tree.get("trainer") or {})
     for key in program.bases:
@@ -109,11 +109,6 @@ def _all_wrong(program: Program, typed: Typed) -> ConfigError:
     )
 
 
-def _from(settings: Settings, path: str) -> str:
-    source = settings.origin(path)
-    return f" ({source})" if source else ""
-
-
 def plan_trainer(trainer_class: Callable[..., object], typed: Typed, values: object) -> Any:
     """Return the plan of a trainer; WRONG if the settings are not a mapping.
 
@@ -124,7 +119,7 @@ def plan_trainer(trainer_class: Callable[..., object], typed: Typed, values: obj
     """
     if not isinstance(values, dict):
         if values is not WRONG:
-            typed.problems.append(f"trainer{_from(typed.settings, 'trainer')}: expected its parameters, got {values!r}")
+            typed.problems.append(f"{typed.settings.named('trainer')}: expected its parameters, got {values!r}")
         return WRONG
     plan = ObjectPlan(trainer_class, {}, "trainer")
     folder = values.get("default_root_dir")
@@ -157,13 +152,13 @@ def _object(program: Program, typed: Typed, key: str, value: Any) -> Any:
     elif isinstance(value, dict) and set(value) == {"init_args"}:
         arguments, path = value["init_args"], f"{key}.init_args"
     elif not isinstance(arguments, dict):
-        typed.problems.append(f"{key}{_from(settings, key)}: expected parameters or a class, got {value!r}")
+        typed.problems.append(f"{settings.named(key)}: expected parameters or a class, got {value!r}")
         return WRONG
     if name is WRONG:
         return WRONG
     if name is None or program.is_fixed(name, key):
         if fixed is None:
-            typed.problems.append(f"{key}{_from(settings, key)}: name a class, as in {key}=package.module.Class")
+            typed.problems.append(f"{settings.named(key)}: name a class, as in {key}=package.module.Class")
             return WRONG
         return typed.plan(fixed, arguments, path, given=given)
     try:
@@ -186,7 +181,7 @@ def _optimizer(plans: Plans, typed: Typed) -> None:
         if name is None or name is WRONG:
             continue
         if not isinstance(name, str):
-            typed.problems.append(f"{key}{_from(settings, key)}: name a class, as in {key}=Adam")
+            typed.problems.append(f"{settings.named(key)}: name a class, as in {key}=Adam")
             continue
         try:
             found = find_maker(name, base, settings.trust_at(f"{key}.class_path"))

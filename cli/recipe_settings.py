@@ -144,9 +144,8 @@ class RecipeSettings:
         plans = {}
         for name, value in tree.items():
             if name not in self._named:
-                source = settings.origin(name)
                 hint = nearest(name, self._named) or f"; settings: {', '.join(self._named)}"
-                typed.problems.append(f"{name}{f' ({source})' if source else ''}: unknown setting{hint}")
+                typed.problems.append(f"{settings.named(name)}: unknown setting{hint}")
             elif name in _CLASSES and isinstance(value, dict):
                 plans[name] = value
             else:

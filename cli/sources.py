@@ -16,9 +16,9 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..settings.names import Trust
 from ..settings.tree import CLASS_KEYS, Settings, SettingsTree
-from ..yaml_file import parse_scalar, read
+from ..yaml_file import parse_scalar, read_with_lines
 
-__all__ = ["CONFIG_VARIABLE", "PREFIX", "Assignment", "CommandLine", "gather", "parse_command_line", "read_source"]
+__all__ = ["CONFIG_VARIABLE", "PREFIX", "Assignment", "CommandLine", "gather", "parse_command_line"]
 
 # Any in this file: values of settings.
 
@@ -164,7 +164,7 @@ def gather(
         if inline is None:
             files.append(file)
         try:
-            values = read(file) if inline is None else inline
+            values, lines = read_with_lines(file) if inline is None else (inline, {})
         except ConfigError as error:
             unread.append(error)
             continue
@@ -173,10 +173,11 @@ def gather(
         values = {key: value for key, value in values.items() if key not in commands}
         with noted(settings):
             _lay_groups(settings, values, file, groups)
-            settings.lay(values, str(file))
+            settings.lay(values, str(file), lines=lines)
             if isinstance(own, dict):
                 _lay_groups(settings, own, file, groups)
-                settings.lay(own, f"{file}, section {command}")
+                below = {path.removeprefix(f"{command}."): line for path, line in lines.items()}
+                settings.lay(own, f"{file}, section {command}", lines=below)
     folders = [file.parent for file in files]
     for assignment, source in (*_of_environment(variables), *((one, "command line") for one in line.assignments)):
         with noted(settings):
@@ -209,16 +210,6 @@ def _of_environment(variables: Mapping[str, str]) -> Iterator[tuple[Assignment, 
             yield Assignment(name[len(PREFIX) :].lower().replace("__", "."), variables[name]), name
 
 
-def read_source(text: str) -> SettingsTree:
-    """Return the settings in a file, or those that stand in place of its name.
-
-    Raises:
-        ConfigError: The file cannot be read.
-    """
-    inline = _inline(text)
-    return read(Path(text)) if inline is None else inline
-
-
 def _inline(text: str) -> SettingsTree | None:
     """Return the settings that stand where a file is expected; None if it is the name of a file."""
     if "\n" not in text and not text.lstrip().startswith("{"):
@@ -234,7 +225,7 @@ def _assign(settings: Settings, one: Assignment, source: str, folders: Sequence[
         return
     group = _group_file(one.path, one.text, folders, groups) if one.op == "=" else None
     if group is not None:
-        settings.lay({one.path: read(group)}, str(group))
+        _lay_group(settings, one.path, group)
         return
     settings.assign(one.path, parse_scalar(one.text), source, text=one.text, appends=one.op == "+=")
 
@@ -245,8 +236,13 @@ def _lay_groups(settings: Settings, values: SettingsTree, file: Path, groups: Se
         if isinstance(values.get(key), str):
             group = _group_file(key, values[key], [file.parent], groups)
             if group is not None:
-                settings.lay({key: read(group)}, str(group))
+                _lay_group(settings, key, group)
                 del values[key]
+
+
+def _lay_group(settings: Settings, key: str, file: Path) -> None:
+    values, lines = read_with_lines(file)
+    settings.lay({key: values}, str(file), lines={f"{key}.{path}": line for path, line in lines.items()})
 
 
 def _group_file(key: str, text: str, folders: Sequence[Path], groups: Sequence[str]) -> Path | None:

@@ -52,8 +52,7 @@ class Building:
 
     def _said(self, failure: _NotMade) -> str:
         error, path = failure.error, failure.path.removesuffix(".init_args")
-        source = self._settings.origin(path)
-        shown = f"{path.replace('.init_args', '')}{f' ({source})' if source else ''}: {failure.name}"
+        shown = f"{self._settings.named(path)}: {failure.name}"
         if isinstance(error, LoopwrightError):
             return f"{shown}: {error.what.removeprefix(f'{failure.name}: ')} {error.fix}"
         place = where_raised(error)

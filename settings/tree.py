@@ -7,7 +7,7 @@ brought into it, and `model.lr` reaches `model.init_args.lr`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, TypeAlias
@@ -45,6 +45,7 @@ class Settings:
     Attributes:
         tree: Nested dicts and lists in the form that this file describes.
         origins: Dotted path to the name of the source that set it last.
+        lines: Name of a source to its lines, by dotted path without `init_args`.
         texts: Dotted path to what was typed, for values of the command line and of environment variables: text that
             looks like a number is text again where text is expected.
         stale: Dotted paths of arguments that were given for another class than the one that is chosen now.
@@ -55,6 +56,7 @@ class Settings:
 
     tree: SettingsTree = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    lines: dict[str, dict[str, int]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     stale: set[str] = field(default_factory=set)
     grown: set[str] = field(default_factory=set)
@@ -62,14 +64,20 @@ class Settings:
     trusts: dict[str, Trust] = field(default_factory=dict)
     _has_dots: bool = False
 
-    def lay(self, values: SettingsTree, source: str, trust: Trust | None = None) -> None:
+    def lay(
+        self, values: SettingsTree, source: str, trust: Trust | None = None, lines: Mapping[str, int] | None = None
+    ) -> None:
         """Merge the content of a file over the current settings.
 
         Args:
             values: The content.
             source: Name of the file.
             trust: What it may name; None if the user has written it.
+            lines: Dotted path to its line, for messages.
         """
+        known = self.lines.setdefault(source, {})
+        for path, line in (lines or {}).items():
+            known.setdefault(_shown(path), line)  # of a class: the line of its key, not of its init_args
         if trust is not None:
             self.trusts[source] = trust
             self._has_dots = self._has_dots or _has_dots(values)
@@ -142,6 +150,23 @@ class Settings:
             path = path.rpartition(".")[0]
         return ""
 
+    def named(self, path: str, at: str | None = None) -> str:
+        """Return a path and where it was set, as messages name them: `model.lr (base.yaml:3)`.
+
+        Args:
+            path: The path.
+            at: The path whose source is named, if it is another one.
+        """
+        path, at = _shown(path), path if at is None else at
+        source = self.origin(at)
+        if not source:
+            return path
+        lines, place = self.lines.get(source, {}), _shown(at)
+        while place and place not in lines:
+            place = place.rpartition(".")[0]
+        file, comma, section = source.partition(", section ")
+        return f"{path} ({file}:{lines[place]}{comma}{section})" if place else f"{path} ({source})"
+
     def trust_at(self, path: str) -> Trust | None:
         """Return what the value at a path may name; None if the user has written it.
 
@@ -167,8 +192,7 @@ class Settings:
 
     def note(self, path: str, what: str) -> None:
         """Record a problem at a path."""
-        source = self.origin(path)
-        self.problems.append(f"{path.replace('.init_args', '')}{f' ({source})' if source else ''}: {what}")
+        self.problems.append(f"{self.named(path)}: {what}")
 
     def _at(self, path: str) -> object:
         node: Any = self.tree
@@ -421,6 +445,10 @@ def class_nodes(value: object) -> Any:
         found = {"class_path": node["class_path"], "init_args": arguments}
         return {**found, "partial": True} if node.get("partial") else found
     return node
+
+
+def _shown(path: str) -> str:
+    return path.replace(".init_args", "").replace(".dict_kwargs", "")
 
 
 def _items(value: object) -> Iterator[tuple[object, object]]:

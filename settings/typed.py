@@ -158,8 +158,7 @@ class Typed:
         """Record that the value at a path does not lead to a class, and return WRONG."""
         if isinstance(problem, NotTrusted):
             self.refused.append(path)
-        source = self.settings.origin(f"{path}.class_path")
-        self.problems.append(f"{_short(path)}{f' ({source})' if source else ''}: {problem}")
+        self.problems.append(f"{self.settings.named(path, f'{path}.class_path')}: {problem}")
         return WRONG
 
     @property
@@ -422,8 +421,7 @@ class Typed:
         return self._note(path, f"expected {show_type(annotation)}, got {shown}{f'; {hint}' if hint else ''}")
 
     def _note(self, path: str, what: str) -> Any:
-        source = self.settings.origin(path)
-        self.problems.append(f"{_short(path)}{f' ({source})' if source else ''}: {what}")
+        self.problems.append(f"{self.settings.named(path)}: {what}")
         return WRONG
 
     def _unknown(self, path: str, name: str, owner: str, known: typing.Iterable[str]) -> None:

@@ -240,11 +240,24 @@ def test_everything_that_is_wrong_is_named_at_once() -> None:
 
 
 def test_files_are_named_with_their_mistakes(tmp_path: Path) -> None:
-    (tmp_path / "base.yaml").write_text("model:\n  lr: yes\n")
-    (tmp_path / "more.yaml").write_text("model:\n  name: 1.10\n")
-    said = problems("--config", "base.yaml", "-c", "more.yaml")
-    assert "model.lr (base.yaml): expected float, got 'yes'" in said
-    assert "model.name (more.yaml): expected str, got 1.1; put it between quotes" in said
+    (tmp_path / "base.yaml").write_text("# a comment\nmodel:\n  lr: yes\nfit:\n  data:\n    batch_size: 2.5\n")
+    (tmp_path / "more.yaml").write_text(
+        "model:\n  name: 1.10\n"
+        "trainer:\n  callbacks:\n    - class_path: EarlyStopping\n      init_args: {patience: x}\n"
+    )
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "digits.yaml").write_text("\nsize: 3\n")
+    said = problems("--config", "base.yaml", "-c", "more.yaml", "data=digits")
+    for line in (
+        "model.lr (base.yaml:3): expected float, got 'yes'",
+        "model.name (more.yaml:2): expected str, got 1.1; put it between quotes",
+        "trainer.callbacks.0.patience (more.yaml:6): expected int, got 'x'",
+        "trainer.callbacks.0 (more.yaml:5): EarlyStopping needs monitor",
+        "data.size (data/digits.yaml:2): Data has no parameter 'size'",
+    ):
+        assert f"\n  - {line}" in said, said
+    found = gather(parse_command_line(["-c", "base.yaml"]), command="fit", commands=["fit"], defaults={})
+    assert found.named("data.batch_size") == "data.batch_size (base.yaml:6, section fit)"
     assert "cannot be read" in problems("--config", "nothing.yaml")
 
 
