@@ -10,10 +10,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ..protocols import Batch, Loaders
-from .changed_loader import change_loader
 from .distributed.evaluation import EvalShard
 from .persistent_workers import PersistentWorkersLoader
 from .sources.indexed import is_indexed
+from .tree import change_loader
 from .worker import Numbered
 
 __all__ = ["IndexRecord", "record_indices"]

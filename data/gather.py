@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from .changed_loader import change_loader
+from .tree import change_loader
 
 __all__ = ["GatherDataset", "gathering", "gathering_parts", "pinned_parts"]
 

@@ -12,11 +12,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ..protocols import Batch, Loaders, StateDict
-from .changed_loader import with_indices
 from .rng import capture_rng, derive_key, restore_rng
 from .sources.indexed import is_indexed
 from .sources.reread import without_persistent_workers
-from .worker import Numbered
+from .worker import Numbered, with_indices
 
 __all__ = ["PersistentWorkersLoader", "with_persistent_workers"]
 

@@ -1,16 +1,27 @@
-"""Nested collections of loaders: which containers hold loaders, and which are loaders of batches themselves."""
+"""Loaders: nested collections of them, which of these are loaders of batches themselves, and changed copies."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from ..protocols import Loaders
 
-__all__ = ["are_same_loaders", "flatten_loaders", "is_collection", "map_loaders", "unflatten"]
+__all__ = [
+    "are_same_loaders",
+    "change_loader",
+    "changed_loader",
+    "flatten_loaders",
+    "is_collection",
+    "map_loaders",
+    "unflatten",
+]
+
+L = TypeVar("L")
 
 
 def is_collection(loaders: Loaders) -> bool:
@@ -99,3 +110,15 @@ def unflatten(loaders: Loaders, values: Iterable[object]) -> object:
     """Return the collection's shape with the values in the loaders' places, in the order of `flatten_loaders`."""
     remaining = iter(values)
     return map_loaders(lambda _: next(remaining), loaders)
+
+
+def changed_loader(loader: L, **changes: Any) -> L:  # Any: values of attributes
+    """Return a copy of a DataLoader with these attributes, and without the iterator of persistent workers."""
+    return change_loader(copy.copy(loader), **{"_iterator": None, **changes})
+
+
+def change_loader(loader: L, **changes: Any) -> L:  # Any: as above
+    """Set attributes of a DataLoader, which torch does not let be assigned, and return it."""
+    for name, value in changes.items():
+        object.__setattr__(loader, name, value)
+    return loader

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import get_worker_info
 
 from ..protocols import StateDict
 from .rng import find_generators, seed_generators, seed_global_generators
+from .tree import changed_loader
 
-__all__ = ["CRASH_FILE", "Numbered", "SeedingDataset", "WorkerInit"]
+__all__ = ["CRASH_FILE", "Numbered", "SeedingDataset", "WorkerInit", "with_indices"]
 
 CRASH_FILE = "LOOPWRIGHT_CRASH_FILE"
 """The variable with the path of the rank's file for Python stacks, or "stderr"; unset where the program has its own."""
+
+
+L = TypeVar("L")
 
 
 class Numbered(NamedTuple):
@@ -134,3 +138,17 @@ def _describe_crashes() -> None:
     file = 2 if path == "stderr" else os.open(str(path), os.O_WRONLY | os.O_APPEND)
     faulthandler.disable()  # inherited: its handlers for some signals were replaced
     faulthandler.enable(file=file, all_threads=True)
+
+
+def with_indices(loader: L, indices: object, *, seeds_workers: bool) -> L:
+    """Return a copy of a DataLoader that reads these indices.
+
+    Args:
+        loader: With a map-style data set.
+        indices: Stands for its sampler, or for its batch sampler if it has one.
+        seeds_workers: Whether the workers draw for each batch by the number that comes with its indices.
+    """
+    given: Any = loader
+    name = "sampler" if given.batch_sampler is None else "batch_sampler"
+    seeded = {"dataset": SeedingDataset(given.dataset), "worker_init_fn": WorkerInit(given.worker_init_fn)}
+    return changed_loader(loader, **{name: indices}, **(seeded if seeds_workers else {}))

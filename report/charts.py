@@ -33,7 +33,6 @@ _HEADINGS = (
     ),
 )
 _ORDER = (METRICS, RATES, SPEED, GRADIENTS, MACHINE)
-_SPLITS = {"valid": "val", "validation": "val", "eval": "val"}
 _BEFORE = re.compile(r"^(train|training|val|valid|validation|eval|test)[/_.-](?=.)")
 _AFTER = re.compile(r"(?<=.)[/_.-](train|val|valid|validation|eval|test)$")
 _LEVEL = re.compile(r"(?<=.)_(step|epoch)$")

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from ..accelerators.usage import synchronize
 from ..callbacks import Callback
-from ..data.changed_loader import change_loader, changed_loader
+from ..data.tree import change_loader, changed_loader
 from ..errors import ConfigError, nearest
 from ..optim.fused import fuse, is_fusable
 from ..trainer.hooks import data_bases, find_override, module_bases

@@ -13,7 +13,6 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from ...protocols import Batch, Loaders, StateDict
-from ..changed_loader import change_loader, with_indices
 from ..combined import CombinedLoader
 from ..gather import gathering_parts
 from ..limit import find_length
@@ -22,7 +21,8 @@ from ..rng import KINDS, RngStream, capture_rng, derive_key, restore_rng
 from ..sources.combined import combined_length
 from ..sources.indexed import is_indexed
 from ..sources.stateful import is_stateful
-from ..tree import map_loaders
+from ..tree import change_loader, map_loaders
+from ..worker import with_indices
 from .indexed import ShardedIndexStream, borrowed_rng
 from .iterable import EvalIterableShard, is_sharded_iterable, of_rank
 from .shard import Shard, interleave, is_rank_aware

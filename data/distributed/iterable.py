@@ -13,11 +13,11 @@ from typing_extensions import override
 
 from ...messages import counted
 from ...protocols import Batch, Loaders, StateDict
-from ..changed_loader import changed_loader
 from ..limit import find_length, resolve_limit
 from ..rng import RngStream, capture_generators, capture_rng, derive_key, find_generators, restore_generators
 from ..sharded_iterable import CollateShare, IterableShare, ShardedIterable
 from ..sources.base import Source
+from ..tree import changed_loader
 from ..worker import WorkerInit
 from .shard import NO_BATCH, Shard
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 from torch.utils.data import DataLoader
 
 from ...messages import warn
-from ..changed_loader import changed_loader
+from ..tree import changed_loader
 
 __all__ = ["gives_any_order", "in_order"]
 

@@ -10,10 +10,11 @@ from typing_extensions import override
 
 from ...errors import DataError
 from ...protocols import Batch, StateDict
-from ..changed_loader import change_loader, with_indices
 from ..gather import gathering_parts, pinned_parts
 from ..limit import find_length
 from ..rng import capture_generators, capture_rng, derive_key, find_generators, restore_generators, restore_rng
+from ..tree import change_loader
+from ..worker import with_indices
 from .base import Source, position_of
 from .in_order import in_order
 from .index_stream import IndexStream, count_indices

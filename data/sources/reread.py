@@ -14,7 +14,6 @@ from typing_extensions import override
 from ...errors import DataError
 from ...messages import counted
 from ...protocols import Batch, Loader, Loaders, StateDict
-from ..changed_loader import changed_loader
 from ..limit import find_length
 from ..rng import (
     KINDS,
@@ -28,6 +27,7 @@ from ..rng import (
     restore_kinds,
     restore_rng,
 )
+from ..tree import changed_loader
 from .base import Source, position_of
 from .stateful import is_stateful
 

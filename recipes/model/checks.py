@@ -26,7 +26,6 @@ __all__ = ["model_problems", "read_config", "skeleton", "unreadable"]
 
 # Any in this file: JSON.
 
-_ALL_LINEAR = "all-linear"
 _BITSANDBYTES = "0.50"
 
 

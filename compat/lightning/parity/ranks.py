@@ -19,9 +19,8 @@ from torch.utils.data import (
 )
 
 from ....callbacks import EarlyStopping, ModelCheckpoint
-from ....data.changed_loader import changed_loader
 from ....data.combined import CombinedLoader
-from ....data.tree import map_loaders
+from ....data.tree import changed_loader, map_loaders
 from ....fabric import Fabric, reset_seed
 from ....protocols import Loaders
 from ....strategies import ParallelStrategy, Strategy
