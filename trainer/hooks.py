@@ -17,6 +17,11 @@ from .module import Module
 
 __all__ = ["check_hook_names", "find_override"]
 
+# Classes that declare hooks; a method of theirs is nobody's override.
+MODULE_BASES: tuple[type, ...] = (Module, nn.Module)
+DATA_BASES: tuple[type, ...] = (DataModule,)
+CALLBACK_BASES: tuple[type, ...] = (Callback,)
+
 Hook = Callable[..., Any]  # Any: hooks differ in arguments; the table in trainer/lifecycle.py says which
 
 
@@ -31,22 +36,11 @@ def find_override(owner: object, name: str, bases: tuple[type, ...]) -> Hook | N
     function = getattr(type(owner), name, None)
     if function is None or not callable(function):
         return None
-    if any(getattr(base, name, None) is function for base in bases):
-        return None
+    for base in bases:
+        if getattr(base, name, None) is function:
+            return None
     bound: Hook = getattr(owner, name)
     return bound
-
-
-def module_bases() -> tuple[type, ...]:
-    return (Module, nn.Module)
-
-
-def data_bases() -> tuple[type, ...]:
-    return (DataModule,)
-
-
-def callback_bases() -> tuple[type, ...]:
-    return (Callback,)
 
 
 _CHECKED = ("on_", "configure_optimizers")
@@ -70,7 +64,7 @@ def check_hook_names(owner: object, listener: str, known: set[str]) -> None:
     Raises:
         ModuleError: Names all such methods, each with the nearest hook.
     """
-    bases = module_bases() if listener == "module" else callback_bases() if listener == "callbacks" else data_bases()
+    bases = MODULE_BASES if listener == "module" else CALLBACK_BASES if listener == "callbacks" else DATA_BASES
     inherited = {name for base in bases for name in dir(base)}
     own = _own_methods(type(owner), bases)
     free = known.difference(own)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..callbacks import Checkpoint
 from ..messages import warn
-from .hooks import Hook, callback_bases, data_bases, find_override, module_bases
+from .hooks import CALLBACK_BASES, DATA_BASES, MODULE_BASES, Hook, find_override
 
 if TYPE_CHECKING:
     from torch import nn
@@ -301,8 +301,8 @@ class Lifecycle:
             for event in EVENTS
             if event.kind == "behavior"
             and "datamodule" in event.listeners
-            and self.override_of(self._datamodule, event.name, data_bases()) is not None
-            and self.override_of(self._module, event.name, module_bases()) is not None
+            and self.override_of(self._datamodule, event.name, DATA_BASES) is not None
+            and self.override_of(self._module, event.name, MODULE_BASES) is not None
         ]
         if unused:
             data, module = type(self._datamodule).__name__, type(self._module).__name__
@@ -334,10 +334,10 @@ class Lifecycle:
         hook: Hook | None = None
         label = ""
         if "datamodule" in event.listeners and self._datamodule is not None:
-            hook = self.override_of(self._datamodule, name, data_bases())
+            hook = self.override_of(self._datamodule, name, DATA_BASES)
             label = self.name_of("DataModule", self._datamodule, name)
         if hook is None and "module" in event.listeners:
-            hook = self.override_of(self._module, name, module_bases())
+            hook = self.override_of(self._module, name, MODULE_BASES)
             label = self.name_of("Module", self._module, name)
         if hook is None:
             return None
@@ -375,9 +375,9 @@ class Lifecycle:
         hooks: list[Hook] = []
         for listener in HOOKS[name].listeners:
             if listener == "datamodule" and self._datamodule is not None:
-                hooks += self._single(self._datamodule, name, data_bases(), "DataModule")
+                hooks += self._single(self._datamodule, name, DATA_BASES, "DataModule")
             elif listener == "module":
-                hooks += self._single(self._module, name, module_bases(), "Module")
+                hooks += self._single(self._module, name, MODULE_BASES, "Module")
         return hooks
 
     def name_of(self, kind: str, owner: object, hook: str) -> str:
@@ -432,18 +432,22 @@ class Lifecycle:
         for listener in event.listeners:
             if listener == "callbacks":
                 into = own if own else before
-                into += self._callback_hooks(self._early, name)
-                after += self._callback_hooks(self._late, name)
+                if self._early:
+                    into += self._callback_hooks(self._early, name)
+                if self._late:
+                    after += self._callback_hooks(self._late, name)
             elif listener == "module":
-                own += self._single(self._module, name, module_bases(), "Module")
+                own += self._single(self._module, name, MODULE_BASES, "Module")
             elif self._datamodule is not None:
-                before += self._single(self._datamodule, name, data_bases(), "DataModule")
+                before += self._single(self._datamodule, name, DATA_BASES, "DataModule")
         system = [self._system[name]] if name in self._system else []
         if own or before or after:
             self._heard.add(name)
         if event.log is not None and name.endswith("_epoch_end"):
             # Between the two the metrics are published and not yet finished: whoever runs there may log.
             self._metrics.late_listeners[name.removeprefix("on_").removesuffix("_epoch_end")] = bool(before or own)
+        if not (own or before or after or system):
+            return _unheard
         if name == "on_train_batch_start":
             return self._fire_with_result(name, before, own, after)
         return self._fire(name, [*before, *own], system, after)
@@ -510,7 +514,7 @@ class Lifecycle:
 
     def _checkpoints(self, name: str) -> list[Callback]:
         """Return the checkpoint callbacks that listen to an event; they come last."""
-        bases = callback_bases()
+        bases = CALLBACK_BASES
         return [
             callback
             for callback in self._late
@@ -541,7 +545,7 @@ class Lifecycle:
     def _callback_hooks(self, callbacks: Iterable[Callback], name: str) -> list[Hook]:
         hooks = []
         for callback in callbacks:
-            hook = self.override_of(callback, name, callback_bases())
+            hook = self.override_of(callback, name, CALLBACK_BASES)
             if hook is not None:
                 bound = partial(hook, self._trainer.itself, self._module)
                 hooks.append(self.bracketed(bound, self.name_of("Callback", callback, name)))

@@ -21,7 +21,7 @@ from ..callbacks import Callback
 from ..data.tree import change_loader, changed_loader
 from ..errors import ConfigError, nearest
 from ..optim.fused import fuse, is_fusable
-from ..trainer.hooks import data_bases, find_override, module_bases
+from ..trainer.hooks import DATA_BASES, MODULE_BASES, find_override
 from ..trainer.session.loaders import LOADER_OF
 from .setting import MissingSetting, find_setting, write_setting
 from .speed_table import SpeedRow, SpeedTable
@@ -351,7 +351,7 @@ def _changed_loaders(
     if given is not None:
         return changed_loader(given, **_options_of(given, options))
     name = LOADER_OF["train"]
-    for owner, bases in ((datamodule, data_bases()), (module, module_bases())):
+    for owner, bases in ((datamodule, DATA_BASES), (module, MODULE_BASES)):
         hook = None if owner is None else find_override(owner, name, bases)
         if hook is not None:
             vars(owner)[name] = functools.partial(_built, hook, options)

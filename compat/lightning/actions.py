@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...callbacks import Callback
 from ...data import DataModule
-from ...trainer.hooks import Hook, callback_bases, data_bases, module_bases
+from ...trainer.hooks import CALLBACK_BASES, DATA_BASES, MODULE_BASES, Hook
 from ...trainer.lifecycle import EVENTS, Event, Lifecycle
 from .hooks import find_override
 
@@ -92,7 +92,7 @@ class MeasuredLifecycle(Lifecycle):
             name: Name of the hook.
         """
         is_wanted = self.earlier_datamodule is not None and name == "prepare_data"
-        hook = self.override_of(self.earlier_datamodule, name, data_bases()) if is_wanted else None
+        hook = self.override_of(self.earlier_datamodule, name, DATA_BASES) if is_wanted else None
         return [*([] if hook is None else [hook]), *super().all_own(name)]
 
     def save_within_events(self) -> None:
@@ -100,7 +100,7 @@ class MeasuredLifecycle(Lifecycle):
         self._saves_within_events = True
         for name in ("on_train_batch_end", "on_validation_end"):
             hooks = self._callback_hooks([*self._early, *self._late], name)
-            own = self._single(self._module, name, module_bases(), "Module")
+            own = self._single(self._module, name, MODULE_BASES, "Module")
             system = [self._system[name]] if name in self._system else []
             # In a checkpoint of on_validation_end the validation is done; a batch's row has what the module logs there.
             ordered = [*system, *hooks, *own] if name == "on_validation_end" else [*hooks, *own, *system]
@@ -140,7 +140,7 @@ class MeasuredLifecycle(Lifecycle):
         strategy = re.fullmatch(r"\[Strategy\]\w+\.(\w+)", activity)
         hook = None if strategy is None else _DEFAULTS.get(strategy[1])
         function = super().bracketed(function, _NAMES.get(activity, activity))
-        if hook is None or self.override_of(self._module, hook, module_bases()) is not None:
+        if hook is None or self.override_of(self._module, hook, MODULE_BASES) is not None:
             return function
         return super().bracketed(function, self.name_of("Module", self._module, hook))
 
@@ -149,12 +149,12 @@ class MeasuredLifecycle(Lifecycle):
         name = event.name
         if "callbacks" in event.listeners:
             for callback in (*self._early, *self._late):
-                if self.override_of(callback, name, callback_bases()) is None:
+                if self.override_of(callback, name, CALLBACK_BASES) is None:
                     yield self.name_of("Callback", callback, name)
         data = self._datamodule
-        if data is not None and "datamodule" in event.listeners and self.override_of(data, name, data_bases()) is None:
+        if data is not None and "datamodule" in event.listeners and self.override_of(data, name, DATA_BASES) is None:
             yield self.name_of("DataModule", data, name)
-        if "module" in event.listeners and self.override_of(self._module, name, module_bases()) is None:
+        if "module" in event.listeners and self.override_of(self._module, name, MODULE_BASES) is None:
             yield self.name_of("Module", self._module, name)
 
 

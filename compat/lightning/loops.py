@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...checkpoint.tools.convert import lightning_loop
 from ...data.tree import flatten_loaders, is_collection
-from ...trainer.hooks import Hook, data_bases, find_override, module_bases
+from ...trainer.hooks import DATA_BASES, MODULE_BASES, Hook, find_override
 from ...trainer.loop.fit_loop import FitLoop
 from .imports.absent import refuse
 from .overrides import find_own
@@ -453,7 +453,7 @@ class _DataSource(NamedTuple):
     def is_defined(self) -> bool:
         """Whether loaders were given, or module or data module have the hook."""
         hook = f"{_HOOK[self.stage]}_dataloader"
-        owners = ((self.trainer.datamodule, data_bases()), (self.trainer.lightning_module, module_bases()))
+        owners = ((self.trainer.datamodule, DATA_BASES), (self.trainer.lightning_module, MODULE_BASES))
         given = (
             self.trainer.train_dataloader if self.stage == "train" else self.trainer.parts.loaders.original(self.stage)
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...callbacks.averaging.weights import part_of
 from ...protocols import StateDict
-from ..hooks import callback_bases, find_override, module_bases
+from ..hooks import CALLBACK_BASES, MODULE_BASES, find_override
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,10 +30,10 @@ _EVENT = "on_train_epoch_end"
 
 def may_change_weights(callbacks: list[Callback], module: nn.Module) -> bool:
     """Whether someone hears the end of an epoch who may change weights: the module, and all but built-in callbacks."""
-    if find_override(module, _EVENT, module_bases()) is not None:
+    if find_override(module, _EVENT, MODULE_BASES) is not None:
         return True
     for callback in callbacks:
-        hook = find_override(callback, _EVENT, callback_bases())
+        hook = find_override(callback, _EVENT, CALLBACK_BASES)
         where = getattr(getattr(hook, "__func__", hook), "__module__", None) or ""
         if hook is not None and (callback.changes_weights or not where.startswith(f"{_PACKAGE}.callbacks.")):
             return True

@@ -17,7 +17,7 @@ from ...messages import warn
 from ...precision.base import clear_gradients, evaluates_again
 from ...protocols import Batch, StepFunction
 from ...strategies.optional import RunsWindows
-from ..hooks import find_override, module_bases
+from ..hooks import MODULE_BASES, find_override
 from ..loop.schedule import step_plateaus
 from ..loop.step import count_own_step, finish_window, step_schedules
 from ..run import FitRun, Run, StepPlan
@@ -316,19 +316,19 @@ def require_step(module: nn.Module, name: str, verb: str) -> None:
     Raises:
         ModuleError: With the nearest method that the module has.
     """
-    if find_override(module, name, module_bases()) is None:
+    if find_override(module, name, MODULE_BASES) is None:
         arguments = "self" if name == "configure_optimizers" else "self, batch, batch_idx"
         methods = [n for n in dir(type(module)) if not n.startswith("_") and n not in dir(nn.Module)]
         raise ModuleError(
             f"trainer.{verb} needs {type(module).__name__}.{name}({arguments}), which is not defined"
-            f"{nearest(name, [m for m in methods if find_override(module, m, module_bases()) is not None])}.",
+            f"{nearest(name, [m for m in methods if find_override(module, m, MODULE_BASES) is not None])}.",
             fix=f"define {name} in your module.",
         )
 
 
 def has_override(module: nn.Module, name: str) -> bool:
     """Whether the module defines the hook itself."""
-    return find_override(module, name, module_bases()) is not None
+    return find_override(module, name, MODULE_BASES) is not None
 
 
 def check_parameters(module: nn.Module, optimizers: list[Optimizer]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...data import find_batch_size
 from ...errors import ModuleError
-from ..hooks import find_override, module_bases
+from ..hooks import MODULE_BASES, find_override
 
 __all__ = ["ForwardOptimizer", "ForwardStep", "equip"]
 
@@ -88,13 +88,13 @@ def equip(module: nn.Module, verb: str) -> None:
     A `configure_optimizers` that was set on the instance is kept. The model is put into training mode before a fit:
     `from_pretrained` returns it in evaluation mode.
     """
-    own = find_override(module, "training_step", module_bases())
+    own = find_override(module, "training_step", MODULE_BASES)
     if not (own is None or isinstance(own, ForwardStep)) or not _is_pretrained(module):
         return
     for name, key in _KEYS.items():
-        if find_override(module, name, module_bases()) is None:
+        if find_override(module, name, MODULE_BASES) is None:
             module.__dict__[name] = ForwardStep(module, key)
-    if find_override(module, "configure_optimizers", module_bases()) is None:
+    if find_override(module, "configure_optimizers", MODULE_BASES) is None:
         module.__dict__["configure_optimizers"] = ForwardOptimizer(module)
     if verb == "fit":
         module.train()

@@ -16,7 +16,7 @@ from ...data.stream import BatchStream
 from ...errors import ConfigError, ModuleError
 from ...messages import warn
 from ...protocols import Loaders, StateDict
-from ..hooks import data_bases, find_override, module_bases
+from ..hooks import DATA_BASES, MODULE_BASES, find_override
 from ..loop.eval_loader import EvalLoader, ReadOnce, make_eval_loader, without_shuffle
 from .arguments import Arguments, seconds_of
 
@@ -117,10 +117,10 @@ class StageLoaders:
         """Return the data module's or the module's loader hook, None where neither defines it."""
         name = LOADER_OF[stage]
         if self._datamodule is not None:
-            found = find_override(self._datamodule, name, data_bases())
+            found = find_override(self._datamodule, name, DATA_BASES)
             if found is not None:
                 return found
-        return find_override(self._module, name, module_bases())
+        return find_override(self._module, name, MODULE_BASES)
 
     def require(self, stage: str, verb: str) -> None:
         """Refuse a verb without data.
@@ -192,7 +192,7 @@ class StageLoaders:
         """Whether fit can validate; says once which half is missing."""
         if self._module is None or self._arguments.limit_val_batches == 0:
             return False
-        has_step = find_override(self._module, "validation_step", module_bases()) is not None
+        has_step = find_override(self._module, "validation_step", MODULE_BASES) is not None
         has_loader = self._given.get("validation") is not None or self.hook("validation") is not None
         if has_step != has_loader and not self._has_warned:
             from .forward_loss import ForwardStep

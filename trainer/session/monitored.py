@@ -10,7 +10,7 @@ from ...callbacks import Callback
 from ...errors import MissingMetric
 from ...lazy import is_core
 from ...messages import warn
-from ..hooks import find_override, module_bases
+from ..hooks import MODULE_BASES, find_override
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -71,7 +71,7 @@ class MonitoredNames:
         has_validation = run.loaders.may_validate()
         if not known or (has_validation and not self._of_validation):
             return  # the first validation may log it
-        is_late = _has_late_callbacks(run) or _overrides(run.module, _LATE_HOOKS[:2], module_bases())
+        is_late = _has_late_callbacks(run) or _overrides(run.module, _LATE_HOOKS[:2], MODULE_BASES)
         for owner, name in _monitored(run):
             if name in self._checked:
                 continue
@@ -87,7 +87,7 @@ class MonitoredNames:
             MissingMetric: A name is of a validation that does not run.
         """
         run = self._run
-        is_late = _has_late_callbacks(run) or _overrides(run.module, _LATE_HOOKS[:2], module_bases())
+        is_late = _has_late_callbacks(run) or _overrides(run.module, _LATE_HOOKS[:2], MODULE_BASES)
         if is_late or run.loaders.may_validate():
             return
         known = set(run.metrics.callback_metrics())
@@ -127,7 +127,7 @@ def may_log_at_epoch_end(run: Run, name: str) -> bool:
     """Return whether training steps log the name for the epoch, or a hook at its end may log it."""
     if any(one.on_epoch and name in one.keys for one in run.metrics.accumulators("train")):
         return True
-    return _has_late_callbacks(run) or _overrides(run.module, _LATE_HOOKS[:1], module_bases())
+    return _has_late_callbacks(run) or _overrides(run.module, _LATE_HOOKS[:1], MODULE_BASES)
 
 
 def _has_late_callbacks(run: Run) -> bool:
@@ -143,7 +143,7 @@ def _overrides(owner: object, names: Iterable[str], bases: tuple[type, ...]) -> 
 def _logs_by_condition(run: Run) -> bool:
     """Return whether a hook of the module's validation looks at where the run is, and so may log later only."""
     for name in _VALIDATION_HOOKS:
-        hook = find_override(run.module, name, module_bases())
+        hook = find_override(run.module, name, MODULE_BASES)
         code = getattr(getattr(hook, "__func__", hook), "__code__", None)
         if code is not None and _CONDITIONS & set(code.co_names):
             return True

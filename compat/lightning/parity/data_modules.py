@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....data.module import DataModule
-from ....trainer.hooks import Hook, data_bases, find_override
+from ....trainer.hooks import DATA_BASES, Hook, find_override
 from ....trainer.run import Run
 from ..actions import lifecycle_of
 
@@ -27,7 +27,7 @@ def call_earlier_data_module(run: Run) -> None:
     def first(name: str) -> Any:  # Any: what `wrap` takes
         def around(fire: Hook) -> Hook:
             def hook(stage: str) -> None:
-                own = find_override(earlier, name, data_bases())
+                own = find_override(earlier, name, DATA_BASES)
                 if own is not None:
                     own(stage=trainer.state.fn)
                 fire(stage)
