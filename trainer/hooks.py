@@ -17,7 +17,7 @@ from .module import Module
 
 __all__ = ["check_hook_names", "find_override"]
 
-# Classes that declare hooks; a method of theirs is nobody's override.
+# Classes that declare hooks: what they define is not an override.
 MODULE_BASES: tuple[type, ...] = (Module, nn.Module)
 DATA_BASES: tuple[type, ...] = (DataModule,)
 CALLBACK_BASES: tuple[type, ...] = (Callback,)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..callbacks import Callback
 from ..data.move import find_batch_size
-from ..errors import ConfigError, ModuleError
+from ..errors import ModuleError
 from ..fabric import Fabric
 from ..loggers import Logger
 from ..profilers import PassThroughProfiler, Profiler, resolve_profiler
@@ -35,9 +35,8 @@ from .metrics.log_output import LogOutput, tables_of
 from .metrics.metrics import Metrics
 from .run import FitRun, Run
 from .session.arguments import Arguments, from_environment
-from .session.assemble import order_callbacks
-from .session.checks import both_given, split_datamodule
-from .session.continuing import compare_data
+from .session.assemble import order_callbacks, require_callbacks
+from .session.checks import both_given, compare_data, split_datamodule
 from .session.loaders import StageLoaders
 from .state import Progress, TrainerState
 
@@ -207,7 +206,7 @@ class Trainer(TrainerAttributes):
             grad_accumulation_dtype=grad_accumulation_dtype, matmul_precision=matmul_precision, compile=compile,
         )  # fmt: skip
         given = self._lw_read_environment(given)
-        self._lw_same_everywhere = {name: value for name, value in given.values().items() if name not in _PER_RANK}
+        self._lw_same_everywhere = given.same_everywhere()
         self._lw_arguments = arguments = given.resolve()
         self.fabric = self._lw_make_fabric(arguments)
         self.state = TrainerState()
@@ -232,9 +231,7 @@ class Trainer(TrainerAttributes):
             min_steps=arguments.min_steps,
         )
         self._lw_loaders = StageLoaders(arguments)
-        self._lw_output = LogOutput(
-            arguments.logger, root=self.default_root_dir, is_trial=bool(arguments.fast_dev_run)
-        )  # fmt: skip
+        self._lw_output = LogOutput(arguments.logger, root=self.default_root_dir, is_trial=bool(arguments.fast_dev_run))
         # Where the data were when the last fit ended, and the step that records of an evaluation belong to.
         self._lw_stream_state: StateDict | None = None
         self._lw_train_source: Loaders = None  # of the last fit: loaders, or who makes them
@@ -273,31 +270,12 @@ class Trainer(TrainerAttributes):
         return from_environment(given)
 
     def _lw_make_fabric(self, arguments: Arguments) -> Fabric:
-        fabric = Fabric(
-            accelerator=arguments.accelerator,
-            strategy=arguments.strategy,
-            devices=arguments.devices,
-            num_nodes=arguments.num_nodes,
-            precision=arguments.precision,
-            plugins=arguments.plugins,
-        )
-        fabric.strategy.accumulate_dtype = None  # another Trainer may have had this strategy
-        if arguments.grad_accumulation_dtype is not None:
-            from ..fabric.grad_accumulation import set_grad_accumulation_dtype
-
-            set_grad_accumulation_dtype(fabric.strategy, arguments.grad_accumulation_dtype)
-        return fabric
+        return arguments.make_fabric()
 
     def _lw_make_callbacks(self, callbacks: Any) -> list[Callback]:  # Any: checked here
         own = [] if callbacks is None else list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+        require_callbacks(own)
         for callback in own:
-            if not isinstance(callback, Callback):
-                is_class = isinstance(callback, type)
-                raise ConfigError(
-                    f"Expected callbacks to be instances of lw.Callback, got "
-                    f"{f'the class {callback.__name__}' if is_class else repr(callback)}.",
-                    fix=f"pass {callback.__name__}(...)." if is_class else "pass instances of lw.Callback subclasses.",
-                )
             check_hook_names(callback, "callbacks", hook_names("callbacks"))
         return order_callbacks([*own, *self.behavior.default_callbacks(self._lw_arguments, own)])
 
@@ -507,9 +485,8 @@ class Trainer(TrainerAttributes):
         """Clip gradients of an optimizer; modules call `self.clip_gradients`."""
         run = self._lw_present("clip_gradients")
         value = self.gradient_clip_val if value is None else value
-        return manual.clip_gradients(
-            run, manual.plain_optimizer(optimizer), value, algorithm or self.gradient_clip_algorithm
-        )  # fmt: skip
+        algorithm = algorithm or self.gradient_clip_algorithm
+        return manual.clip_gradients(run, manual.plain_optimizer(optimizer), value, algorithm)
 
     def toggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Let only this optimizer's parameters require gradients."""
@@ -720,9 +697,3 @@ class Trainer(TrainerAttributes):
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[object]:
         """Return a context in which modules are created on the device, with the precision's dtype."""
         return self.fabric.init_module(empty_init=empty_init)
-
-
-# What may differ over ranks: where they are, and what a person sees.
-_PER_RANK = {
-    "devices", "default_root_dir", "enable_progress_bar", "enable_model_summary", "logger", "callbacks", "profiler",
-}  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import subprocess
 import sys
 from collections import defaultdict
@@ -264,3 +265,19 @@ def test_few_frames_lie_between_fit_and_the_step() -> None:
     depth = [name.rsplit(".", 1)[-1] for name in toy.frames].index("fit") + 1
     print(f"{depth} frames: {' <- '.join(toy.frames[:depth])}")
     assert depth <= MOST_FRAMES, toy.frames[:depth]
+
+
+# --- the start of a fit ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("walk", "most_calls", "most_changes"), [("start", 660, 250), ("ckpt_path", 1470, 300)])
+def test_a_fit_starts_in_few_calls(walk: str, most_calls: int, most_changes: int) -> None:
+    spec = importlib.util.spec_from_file_location("walks", ROOT / "benchmarks" / "walks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    walks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(walks)
+    found = walks.run(walk)
+    print(f"{walk}: {found['num_calls']} calls, {found['num_changes']} changes of folder, until on_train_start")
+    assert found["num_calls"] <= most_calls
+    assert found["num_changes"] <= most_changes

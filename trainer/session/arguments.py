@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ...accelerators.matmul_precision import MATMUL_PRECISIONS
 from ...data.hparams import without_omegaconf
 from ...errors import ConfigError, Problems
+from ...fabric import Fabric
 from ..loop.non_finite import POLICIES
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Arguments", "from_environment"]
 
+# What may differ over ranks: where they are, and what a person sees.
+_PER_RANK = {
+    "devices", "default_root_dir", "enable_progress_bar", "enable_model_summary", "logger", "callbacks", "profiler",
+}  # fmt: skip
 Interval = str | timedelta | dict[str, float]
 _ENVIRONMENT_PREFIXES = ("LOOPWRIGHT_TRAINER_", "PL_TRAINER_")
 
@@ -107,6 +112,27 @@ class Arguments:
     def values(self) -> dict[str, Any]:  # Any: see the fields
         """Return the arguments by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def same_everywhere(self) -> dict[str, Any]:  # Any: see the fields
+        """Return the arguments that must be equal on all ranks: not where they are, nor what a person sees."""
+        return {name: value for name, value in self.values().items() if name not in _PER_RANK}
+
+    def make_fabric(self) -> Fabric:
+        """Return the machine."""
+        fabric = Fabric(
+            accelerator=self.accelerator,
+            strategy=self.strategy,
+            devices=self.devices,
+            num_nodes=self.num_nodes,
+            precision=self.precision,
+            plugins=self.plugins,
+        )
+        fabric.strategy.accumulate_dtype = None  # another Trainer may have had this strategy
+        if self.grad_accumulation_dtype is not None:
+            from ...fabric.grad_accumulation import set_grad_accumulation_dtype
+
+            set_grad_accumulation_dtype(fabric.strategy, self.grad_accumulation_dtype)
+        return fabric
 
     def resolve(self) -> Arguments:
         """Check everything, then apply modes and defaults; returns self.

@@ -32,6 +32,8 @@ __all__ = [
     "default_callbacks",
     "make_plan",
     "merge_callbacks",
+    "order_callbacks",
+    "require_callbacks",
 ]
 
 
@@ -52,6 +54,18 @@ def merge_callbacks(callbacks: list[Callback], from_module: Any) -> list[Callbac
     kinds = {type(callback) for callback in extra}
     kept = [c for c in callbacks if not any(issubclass(kind, type(c)) for kind in kinds)]
     return order_callbacks([*kept, *extra])
+
+
+def require_callbacks(callbacks: list[Any]) -> None:  # Any: checked here
+    """Refuse classes, and objects of other classes than Callback."""
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            is_class = isinstance(callback, type)
+            raise ConfigError(
+                f"Expected callbacks to be instances of lw.Callback, got "
+                f"{f'the class {callback.__name__}' if is_class else repr(callback)}.",
+                fix=f"pass {callback.__name__}(...)." if is_class else "pass instances of lw.Callback subclasses.",
+            )
 
 
 def order_callbacks(callbacks: list[Callback]) -> list[Callback]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ...data.module import DataModule
+from ...data.tree import are_same_loaders
 from ...errors import ConfigError, ModuleError
 from ...protocols import Loaders
 from ...strategies.optional import ChecksLayers, ConfiguresOptimizers
@@ -17,6 +18,7 @@ from . import assemble
 
 if TYPE_CHECKING:
     from ...strategies import Strategy
+    from ..trainer import Trainer
     from .fit import FitSession
     from .session import Session
 
@@ -28,6 +30,7 @@ __all__ = [
     "check_evaluation",
     "check_fit",
     "check_layers",
+    "compare_data",
     "module_of_evaluation",
     "split_datamodule",
     "unwrapped",
@@ -83,6 +86,16 @@ def split_datamodule(loaders: Loaders, datamodule: object, name: str) -> tuple[L
             f"datamodule is {type(datamodule).__name__}, expected lw.DataModule.", fix="pass loaders by position."
         )
     return loaders, datamodule
+
+
+def compare_data(trainer: Trainer, owner: nn.Module | DataModule, loaders: Loaders) -> None:
+    """Forget where the last fit's training data were if this fit has other loaders.
+
+    Loaders that a module or data module makes are those of the last fit if the same object makes them.
+    """
+    before, trainer._lw_train_source = trainer._lw_train_source, owner if loaders is None else loaders
+    if before is not None and not are_same_loaders(before, trainer._lw_train_source):
+        trainer._lw_stream_state = None
 
 
 def both_given(name: str) -> ConfigError:

@@ -14,36 +14,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...checkpoint import content as contents
-from ...data.tree import are_same_loaders
 from ...errors import CheckpointError
 from ...messages import warn
-from ...protocols import Loaders, StateDict
+from ...protocols import StateDict
 from ...strategies.optional import load_strategy_state, strategy_state
 from ..checkpointing import snapshot
 from ..checkpointing.optimizer_record import all_names, fit_groups, names_of
 from .checks import unwrapped
 
 if TYPE_CHECKING:
-    from ...data.module import DataModule
     from ..run import FitRun
     from ..trainer import Trainer
     from ..view import TrainerView
 
-__all__ = ["Before", "begin_epoch_again", "compare_data", "continue_training", "take_before"]
+__all__ = ["Before", "begin_epoch_again", "continue_training", "take_before"]
 
 log = logging.getLogger(__name__)
 
 Before = StateDict  # states of optimizers and schedules, in torch's layout
-
-
-def compare_data(trainer: Trainer, owner: nn.Module | DataModule, loaders: Loaders) -> None:
-    """Forget where the last fit's training data were if this fit has other loaders.
-
-    Loaders that a module or data module makes are those of the last fit if the same object makes them.
-    """
-    before, trainer._lw_train_source = trainer._lw_train_source, owner if loaders is None else loaders
-    if before is not None and not are_same_loaders(before, trainer._lw_train_source):
-        trainer._lw_stream_state = None
 
 
 def take_before(trainer: Trainer, model: nn.Module) -> Before | None:
