@@ -32,7 +32,6 @@ from ..messages import warn
 from ..precision import MixedPrecision, Precision
 from ..precision.base import compute_gradients
 from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
-from ..strategies.distributed.shards import is_sharded
 from ..strategies.optional import PlacesBatches, SetsUpTogether, changing, saves_shards, written_state
 from ..tracebacks import show_trimmed
 from .launch import InProcessLauncher
@@ -1110,6 +1109,8 @@ class Fabric:
         Raises:
             ConfigError: Tensors have several elements, or each rank has a part of their value; all are named.
         """
+        from ..strategies.distributed.shards import is_sharded
+
         partial = [
             name
             for name, value in metrics.items()

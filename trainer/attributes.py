@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import callbacks as standard  # most of its names are imported when they are used
 from ..callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from ..errors import ConfigError, nearest
 from ..loggers import Logger
@@ -404,12 +403,16 @@ class TrainerAttributes:
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
         """All early-stopping callbacks."""
-        return [callback for callback in self.callbacks if isinstance(callback, standard.EarlyStopping)]
+        from ..callbacks import EarlyStopping
+
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
         """The progress bar, or None."""
-        return next((callback for callback in self.callbacks if isinstance(callback, standard.ProgressBar)), None)
+        from ..callbacks import ProgressBar
+
+        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
     @property
     def global_rank(self) -> int:
@@ -482,7 +485,9 @@ class TrainerAttributes:
     @property
     def has_time_limit(self) -> bool:
         """Whether a Timer limits training."""
-        return any(isinstance(callback, standard.Timer) for callback in self.callbacks)
+        from ..callbacks import Timer
+
+        return any(isinstance(callback, Timer) for callback in self.callbacks)
 
     @property
     def num_training_batches(self) -> int | float:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ... import callbacks as standard  # most of its names are imported when they are used
+from ...callbacks import ModelCheckpoint
 from ...callbacks.base import find_state, from_rank_zero
 from ...callbacks.model_checkpoint.files import exists, newest_first, step_in
 from ...checkpoint import storage
@@ -70,7 +70,7 @@ def _best(trainer: Trainer, verb: str) -> str:
     callback = trainer.checkpoint_callback
     if trainer.fast_dev_run:
         raise ConfigError("ckpt_path='best' with fast_dev_run, which saves nothing.", fix="pass a path.")
-    if not isinstance(callback, standard.ModelCheckpoint):
+    if not isinstance(callback, ModelCheckpoint):
         raise ConfigError(
             f"trainer.{verb}(ckpt_path='best') needs a ModelCheckpoint callback.", fix="add one, or pass a path."
         )
@@ -83,7 +83,7 @@ def _best(trainer: Trainer, verb: str) -> str:
     return str(best)
 
 
-def _best_of_files(trainer: Trainer, callback: standard.ModelCheckpoint) -> str | None:
+def _best_of_files(trainer: Trainer, callback: ModelCheckpoint) -> str | None:
     """Return the best checkpoint of an earlier process, as the newest intact one in the callback's folder names it."""
     from ...checkpoint.tools.formats import Reading, open_checkpoint
 
@@ -104,7 +104,7 @@ def _last(trainer: Trainer) -> str | None:
     """Return the checkpoint of the last step that is whole; each damaged one before it is said."""
     paths: list[str] = []
     for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, standard.ModelCheckpoint):
+        if isinstance(callback, ModelCheckpoint):
             paths += [path for path in callback.find_last(trainer) if path not in paths]
 
     def skip(path: object, error: Exception) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ... import callbacks as standard  # most of its names are imported when they are used
 from ...callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from ...data.move import move_to_device, mover_to
 from ...errors import ConfigError, ModuleError, nearest
@@ -100,10 +99,12 @@ def default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callbac
     def has(kind: type) -> bool:
         return any(isinstance(callback, kind) for callback in own)
 
+    from ...callbacks import ProgressBar  # here and below: only what the arguments ask for is imported
+
     problems: list[str] = []
     if not arguments.enable_checkpointing and has(Checkpoint):
         problems.append("enable_checkpointing=False, and a checkpoint callback is passed")
-    bars = [type(callback).__name__ for callback in own if isinstance(callback, standard.ProgressBar)]
+    bars = [type(callback).__name__ for callback in own if isinstance(callback, ProgressBar)]
     if len(bars) > 1:
         problems.append(f"several progress bars are passed: {', '.join(bars)}")
     if bars and not arguments.enable_progress_bar:
@@ -116,13 +117,23 @@ def default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callbac
         raise ConfigError(f"Trainer: {'; '.join(problems)}.", fix="leave out one of each pair.")
     added: list[Callback] = []
     if arguments.enable_progress_bar and not bars:
-        added.append(standard.RichProgressBar())
-    if arguments.enable_model_summary and not has(standard.ModelSummary):
-        added.append(standard.RichModelSummary())
-    if arguments.max_time is not None and not has(standard.Timer):
-        added.append(standard.Timer(duration=arguments.max_time, interval="step"))
+        from ...callbacks import RichProgressBar
+
+        added.append(RichProgressBar())
+    if arguments.enable_model_summary:
+        from ...callbacks import ModelSummary, RichModelSummary
+
+        if not has(ModelSummary):
+            added.append(RichModelSummary())
+    if arguments.max_time is not None:
+        from ...callbacks import Timer
+
+        if not has(Timer):
+            added.append(Timer(duration=arguments.max_time, interval="step"))
     if arguments.enable_checkpointing and not has(Checkpoint):
-        added.append(standard.ModelCheckpoint())
+        from ...callbacks import ModelCheckpoint
+
+        added.append(ModelCheckpoint())
     return added
 
 
