@@ -1,13 +1,15 @@
-"""A device's work and memory: waiting for what is queued, and the most memory that was in use."""
+"""A device's work and memory: waiting for what is queued, its time, and the most memory that was in use."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
+from time import perf_counter
 
 import torch
 
-__all__ = ["peak_memory_bytes", "process_peak_bytes", "synchronize"]
+__all__ = ["peak_memory_bytes", "process_peak_bytes", "shortest_s", "synchronize"]
 
 
 def synchronize(device: torch.device) -> None:
@@ -16,6 +18,22 @@ def synchronize(device: torch.device) -> None:
         import_module("torch_xla.core.xla_model").wait_device_ops()
     elif device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def shortest_s(function: Callable[[], object], device: torch.device, rounds: int = 3) -> float:
+    """Return the seconds of the shortest of some calls without gradients, the device's work included.
+
+    A first call, which warms up, does not count.
+    """
+    times = []
+    with torch.no_grad():
+        for _ in range(rounds + 1):
+            synchronize(device)
+            before = perf_counter()
+            function()
+            synchronize(device)
+            times.append(perf_counter() - before)
+    return min(times[1:])
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...accelerators.usage import synchronize
+from ...accelerators.usage import shortest_s
 from ...optim.fused import is_fusable
 
 __all__ = ["OptimizerTrial", "try_fused"]
@@ -19,7 +18,6 @@ __all__ = ["OptimizerTrial", "try_fused"]
 # Any in this file: parameter groups, and the constructors of torch's optimizers.
 
 _MOST_ELEMENTS = 2**20
-_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +95,7 @@ def _seconds(optimizer: Optimizer, sample: list[tuple[dict[str, Any], torch.Tens
             groups[-1].update(fused=True, foreach=False)
     kind: Any = type(optimizer)
     trial = kind(_merged(groups), lr=1e-3)
-    device = sample[0][1].device
-    times = []
-    for _ in range(_ROUNDS):
-        before = _now(device)
-        trial.step()
-        times.append(_now(device) - before)
-    return min(times[1:])
+    return shortest_s(trial.step, sample[0][1].device)
 
 
 def _merged(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -116,8 +108,3 @@ def _merged(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             merged.append(group)
     return merged
-
-
-def _now(device: torch.device) -> float:
-    synchronize(device)
-    return perf_counter()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ...accelerators.usage import synchronize
+from ...accelerators.usage import shortest_s
 
 if TYPE_CHECKING:
     from ...protocols import Tree
 
 __all__ = ["DevicePeak", "OperationCounter", "OperationCounts", "measure_peak"]
-
-_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,21 +135,9 @@ def measure_peak(device: torch.device, *, size: int | None = None) -> DevicePeak
     # Larger than the caches, so that memory is what is measured.
     long = torch.zeros((16 if is_cpu else 256) * 2**20 // 4, device=device)
     other = torch.empty_like(long)
-    product_s = _best(lambda: torch.mm(matrix, matrix, out=out), device)
-    copy_s = _best(lambda: other.copy_(long), device)
+    product_s = shortest_s(lambda: torch.mm(matrix, matrix, out=out), device)
+    copy_s = shortest_s(lambda: other.copy_(long), device)
     return DevicePeak(2 * size**3 / product_s, 2 * long.nbytes / copy_s)
-
-
-def _best(function: Callable[[], object], device: torch.device) -> float:
-    times = []
-    with torch.no_grad():
-        for _ in range(_ROUNDS + 1):  # the first one warms up
-            synchronize(device)
-            before = perf_counter()
-            function()
-            synchronize(device)
-            times.append(perf_counter() - before)
-    return min(times[1:])
 
 
 def _count_bytes(tree: Tree) -> int:
