@@ -606,6 +606,7 @@ class Strategy:
         from .tensor_subclasses import unpack_subclasses
 
         own = {key for group in optimizer.param_groups for key in group} & set(getattr(optimizer, "defaults", ()))
+        own = {key for key in own if not key.startswith("__")}  # `defaults` made of locals() hold __class__
         state = unpack_subclasses(state, optimizer)
         try:
             optimizer.load_state_dict(state)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..fabric import Fabric
     from ..protocols import Batch, StateDict, StepFunction
     from ..strategies.base import RunWindow
+    from .checkpointing.evaluation_weights import EvaluationWeights
     from .checkpointing.validated_weights import ValidatedWeights
     from .lifecycle import Lifecycle
     from .loop.carried_window import CarriedWindow
@@ -144,6 +145,7 @@ class Run:
         before_validation: What a checkpoint that is taken during a validation has to hold; None outside.
         configured: What `configure_optimizers` returned, as plain values; see checkpointing/optimizer_record.py.
         validated: The weights that the epoch's last validation saw, while hooks may change them; else None.
+        evaluation_weights: Of schedule-free optimizers; None without one.
         has_ranks: Whether there are several processes.
         stop_coordination: Lets all ranks stop at the same point; None with one process.
         is_over: Whether the verb has returned.
@@ -188,6 +190,7 @@ class Run:
     configured: dict[str, list[StateDict]] = field(default_factory=dict)
     before_validation: BeforeValidation | None = None
     validated: ValidatedWeights | None = None
+    evaluation_weights: EvaluationWeights | None = None
     carried: CarriedWindow | None = None
     own_steps: OwnSteps | None = None
     unreduced: list[Optimizer] = field(default_factory=list)

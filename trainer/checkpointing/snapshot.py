@@ -30,6 +30,7 @@ from .optimizer_record import all_names, differences, fit_groups, names_of
 if TYPE_CHECKING:
     from ...fabric import Fabric
     from ..metrics.log_output import LogOutput
+    from .validated_weights import ValidatedWeights
 
 __all__ = [
     "before_validation",
@@ -68,6 +69,19 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
         is_weights_only: Whether to leave out what only training needs.
         has_score: Whether the checkpoint bears the score of the latest validation, and so the weights of then.
     """
+    weights = run.evaluation_weights
+    if weights is None:
+        return _collect(run, run.validated if has_score else None, is_weights_only=is_weights_only)
+    from .validated_weights import ValidatedWeights
+
+    with weights.evaluating():
+        evaluated = ValidatedWeights(run.fabric.strategy.module_state_dict(run.model))
+    with weights.training():
+        validated = run.validated if run.validated is not None and has_score else evaluated
+        return _collect(run, validated, is_weights_only=is_weights_only)
+
+
+def _collect(run: Run, validated: ValidatedWeights | None, *, is_weights_only: bool) -> StateDict:
     from ..metrics.metric_objects import metric_states  # here and below: not imported before a state is taken
 
     fabric, ranks_answer = run.fabric, run.ranks_answer
@@ -75,10 +89,13 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
         "module": fabric.strategy.module_state_dict(run.model),
         "progress": _progress(run),
     }
-    if run.validated is not None and has_score:
-        states["module"], after = run.validated.split(states["module"], lambda names: _union(run, names))
+    if validated is not None:
+        from .validated_weights import copied
+
+        states["module"], after = validated.split(states["module"], lambda names: _union(run, names))
         if after and not is_weights_only:
-            states["after_validation"] = after
+            # Copied, since the module may have other weights when this is written.
+            states["after_validation"] = {name: copied(value) for name, value in after.items()}
     if getattr(run.module, "exclude_frozen_parameters", False):
         from ...checkpoint.frozen_parameters import leave_out  # not imported where nothing is left out
 

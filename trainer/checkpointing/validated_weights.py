@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ...callbacks import Callback
 
-__all__ = ["ValidatedWeights", "may_change_weights"]
+__all__ = ["ValidatedWeights", "copied", "may_change_weights"]
 
 _PACKAGE = __name__.partition(".trainer.")[0]
 _EVENT = "on_train_epoch_end"
@@ -49,7 +49,7 @@ class ValidatedWeights:
 
     def __init__(self, state: StateDict) -> None:
         with torch.no_grad():
-            self._state = {name: _copied(value) for name, value in state.items()}
+            self._state = {name: copied(value) for name, value in state.items()}
 
     def split(self, state: StateDict, of_all_ranks: Callable[[list[str]], list[str]]) -> tuple[StateDict, StateDict]:
         """Return the state that was validated, and those entries of the present one that differ from it.
@@ -65,7 +65,8 @@ class ValidatedWeights:
         return {**state, **{name: self._state[name] for name in changed}}, {name: state[name] for name in changed}
 
 
-def _copied(value: object) -> object:
+def copied(value: object) -> object:
+    """Return a copy of a tensor; other values as they are."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 

@@ -132,6 +132,12 @@ class FitLoop:
             self._step = run.carried.spanning(self._step)
         self._validation_clock_s = time.monotonic() - run.progress.validated_s
         self._asked_at = -1
+        exchanging = [one for one in run.optimizers if hasattr(one, "train") and hasattr(one, "eval")]
+        if exchanging:
+            from ..checkpointing.evaluation_weights import EvaluationWeights
+
+            run.evaluation_weights = EvaluationWeights(exchanging)
+            run.evaluation_weights.train()
         run.lifecycle.on_train_start()
         timeline = self._trainer.timeline
         timeline.begin(run, rest=_rest_of_step(run))
@@ -153,6 +159,8 @@ class FitLoop:
         self._trainer.wait_for_save()  # whoever hears of the end may read the files
         timeline.end(run)
         run.lifecycle.on_train_end()
+        if run.evaluation_weights is not None:
+            run.evaluation_weights.evaluate()  # whoever uses the module after training
 
     def _reopen_epoch(self, run: FitRun) -> None:
         """Go back to where the data of an open epoch were; the random number generators stay as they are."""

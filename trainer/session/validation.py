@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from ...data.rng import restore_rng
@@ -54,7 +55,9 @@ def validate(session: FitSession) -> None:
     before = run.before_validation = snapshot.before_validation(run)
     session.free_gradients()
     evaluate = run.lifecycle.bracketed(session.evaluation_loop("validation", data).run, "[EvalLoop].validation")
-    session.trainer.timeline.timed("validation", evaluate)(run, data)
+    weights = run.evaluation_weights
+    with nullcontext() if weights is None else weights.evaluating():
+        session.trainer.timeline.timed("validation", evaluate)(run, data)
     session.trainer.training_rng.leave_validation(run, before)
     run.before_validation = None
     if run.validated is not None and run.stream.has_next() and not session.loop.is_done:

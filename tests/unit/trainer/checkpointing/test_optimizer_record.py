@@ -152,6 +152,19 @@ def test_a_class_with_the_same_state_goes_on_and_is_said(tmp_path: Path, caplog:
     assert "the optimizer is AdamW, and the checkpoint's is Adam" in caplog.text
 
 
+def test_defaults_made_of_the_constructors_locals_are_no_part_of_the_state() -> None:
+    class Own(SGD):
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            super().__init__(params, lr)
+            self.defaults["__class__"] = self.param_groups[0]["__class__"] = type(self)
+
+    module = nn.Linear(2, 2)
+    state = SGD(module.parameters(), lr=0.5).state_dict()  # a file holds no class
+    optimizer = Own(module.parameters())
+    Strategy().load_optimizer_state(optimizer, state)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 def test_a_fabric_loop_reports_another_class_too() -> None:
     module = nn.Linear(2, 2)
     state = SGD(module.parameters(), lr=0.1).state_dict()
