@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from ...trainer.session.session import Session
     from .trainer import Trainer, _Metrics
 
-__all__ = ["EvaluationSession", "FitSession"]
+__all__ = ["LightningEvaluationSession", "LightningFitSession"]
 
 
-class FitSession(fit.FitSession):
+class LightningFitSession(fit.FitSession):
     """One fit of a program for Lightning."""
 
     lifecycle_type = MeasuredLifecycle
@@ -98,7 +98,7 @@ class FitSession(fit.FitSession):
         """Stay with the module, which programs ask for its Trainer when they have dropped their own reference."""
 
 
-class EvaluationSession(evaluation.EvaluationSession):
+class LightningEvaluationSession(evaluation.EvaluationSession):
     """One validate, test or predict of a program for Lightning."""
 
     lifecycle_type = MeasuredLifecycle

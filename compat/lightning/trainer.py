@@ -232,15 +232,15 @@ class Trainer(trainer.Trainer):
         found = super().metric_step(name)
         return None if found is None else found + self.progress.global_step - self.progress.steps
 
-    def _lw_fit_session(self, model: nn.Module, **arguments: Any) -> sessions.FitSession:
+    def _lw_fit_session(self, model: nn.Module, **arguments: Any) -> sessions.LightningFitSession:
         self._lw_begin_parity()
-        return sessions.FitSession(self, model, **arguments)
+        return sessions.LightningFitSession(self, model, **arguments)
 
     def _lw_evaluation_session(
         self, verb: str, model: nn.Module | None, **arguments: Any
-    ) -> sessions.EvaluationSession:
+    ) -> sessions.LightningEvaluationSession:
         self._lw_begin_parity()
-        return sessions.EvaluationSession(self, verb, model, **arguments)
+        return sessions.LightningEvaluationSession(self, verb, model, **arguments)
 
     def _lw_begin_parity(self) -> None:
         """Put in place, in the process that runs a verb, what parity needs."""
