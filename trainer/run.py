@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .loop.own_steps import OwnSteps
     from .loop.run_signals import RunSignals
     from .loop.schedule import LRSchedulerConfig
-    from .loop.stop_coordination import StopCoordination
+    from .loop.stop_points import StopPoints
     from .metrics.log_output import LogOutput
     from .metrics.metrics import HookTable, Metrics
     from .session.loaders import StageLoaders
@@ -62,7 +62,7 @@ class StepPlan:
         step_by_module: The module's own `optimizer_step` in its place: `(closure) -> whether it stepped`; None without.
         deferred: Opens the context of a micro-batch whose gradients are not synchronized yet; None where all are.
         optimizer: The optimizer, None when the module has none.
-        hears_batch_end: Whether outputs have to be made for on_train_batch_end.
+        needs_outputs: Whether outputs have to be made for on_train_batch_end.
         needs_loss: Whether the loss's value is needed.
         unscale: Unscales gradients before clipping, None where nothing scales.
         step_schedules: Steps the schedules that are due.
@@ -85,7 +85,7 @@ class StepPlan:
     step_by_module: Callable[[Callable[[], Tensor | None]], bool] | None
     deferred: Callable[[], AbstractContextManager[object]] | None
     optimizer: Optimizer | None
-    hears_batch_end: bool
+    needs_outputs: bool
     needs_loss: bool
     unscale: Callable[[], None] | None
     step_schedules: Callable[[FitRun], None]
@@ -147,7 +147,7 @@ class Run:
         validated: The weights that the epoch's last validation saw, while hooks may change them; else None.
         evaluation_weights: Of schedule-free optimizers; None without one.
         has_ranks: Whether there are several processes.
-        stop_coordination: Lets all ranks stop at the same point; None with one process.
+        stop_points: Lets all ranks stop at the same point; None with one process.
         is_over: Whether the verb has returned.
         is_after_error: Whether on_exception is being called: the other ranks may be elsewhere.
         at_boundary: False between two micro-batches of one window.
@@ -181,7 +181,7 @@ class Run:
     window_loss: WindowLoss
     watch: LossWatch
     has_ranks: bool = False
-    stop_coordination: StopCoordination | None = None
+    stop_points: StopPoints | None = None
     is_automatic: bool = True
     skips_bad_steps: bool = False
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -233,7 +233,7 @@ class Run:
         """Whether there are other ranks, and they are at the same point: not so after an error of this rank alone."""
         if not self.has_ranks:
             return False
-        return not self.is_after_error or (self.stop_coordination is not None and self.stop_coordination.is_by_signal)
+        return not self.is_after_error or (self.stop_points is not None and self.stop_points.is_by_signal)
 
     @property
     def device(self) -> torch.device:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ..fabric.compiling import Compiler
     from ..protocols import AnyOutput, Batch, Loaders, StateDict
     from .behavior import Behavior
-    from .loop.stop_coordination import StopCoordination
+    from .loop.stop_points import StopPoints
     from .loop.training_rng import TrainingRng
     from .session.evaluation import EvaluationSession
     from .session.fit import FitSession
@@ -680,9 +680,9 @@ class Trainer(TrainerAttributes):
         return bool(getattr(self.fabric.launcher, "starts_processes", False)) and not self._lw_is_in_child
 
     @property
-    def stop_coordination(self) -> StopCoordination | None:
+    def stop_points(self) -> StopPoints | None:
         """What the ranks of the present run agree on; None with one process."""
-        return self._lw_run.stop_coordination if self._lw_run is not None else None
+        return self._lw_run.stop_points if self._lw_run is not None else None
 
     @property
     def estimated_stepping_batches(self) -> int | float:

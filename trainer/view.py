@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .loop.fit_loop import FitLoop
     from .loop.manual import Toggles
     from .loop.run_signals import RunSignals
-    from .loop.stop_coordination import StopCoordination
+    from .loop.stop_points import StopPoints
     from .run import Run
     from .state import Progress, TrainerState
     from .timeline.timeline import Timeline
@@ -61,7 +61,7 @@ class TrainerView(OptimizerOwner, Protocol):
     @property
     def run_signals(self) -> RunSignals: ...
     @property
-    def stop_coordination(self) -> StopCoordination | None: ...
+    def stop_points(self) -> StopPoints | None: ...
     @property
     def accumulation_scheduler(self) -> GradientAccumulationScheduler | None: ...
     @property

@@ -67,8 +67,8 @@ class EvalLoop:
         stage, life, module = self.stage, run.lifecycle, run.module
         if data.is_off:
             return [[] for _ in data.loaders]
-        if run.stop_coordination is not None:
-            run.stop_coordination.begin_phase()
+        if run.stop_points is not None:
+            run.stop_points.begin_phase()
         data = self.begin(run, data)
         modes = [(child, child.training) for child in module.modules()]
         outputs: list[list[StepOutput]] = [[] for _ in data.loaders]
@@ -82,8 +82,8 @@ class EvalLoop:
                 run.metrics.begin_evaluation()
                 self._batches(run, data, outputs if keep else None)
             run.metrics.batch = run.metrics.sized = None
-            if run.stop_coordination is not None:
-                run.stop_coordination.end_evaluation()
+            if run.stop_points is not None:
+                run.stop_points.end_evaluation()
             if stage != "predict":
                 run.metrics.select_loader(stage, 0, several=len(data.loaders) > 1)
                 run.metrics.publish_epoch(stage, run.progress.steps)
@@ -104,7 +104,7 @@ class EvalLoop:
             getattr(life, name) if life.does_anything(name) else None
             for name in (f"on_{stage}_batch_start", f"on_{stage}_batch_end")
         )
-        progress, run_signals, stop_coordination = run.progress, run.run_signals, run.stop_coordination
+        progress, run_signals, stop_points = run.progress, run.run_signals, run.stop_points
         logs_steps = stage != "predict" and not run.trainer.sanity_checking
         every, send = self.log_every_n_steps, self.log_step
         transfer, step, nowhere = self.transfer, self._step, metrics.nowhere
@@ -150,8 +150,8 @@ class EvalLoop:
                         send(run)
                 if is_together:
                     pass  # a rank that stopped here would leave the others waiting; all stop after the evaluation
-                elif stop_coordination is not None:
-                    stop_coordination.within_phase()
+                elif stop_points is not None:
+                    stop_points.within_phase()
                 elif run_signals.requested is not None:
                     run_signals.check()
         metrics.sizes = sizes_of_training

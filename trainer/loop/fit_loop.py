@@ -108,8 +108,8 @@ class FitLoop:
     @property
     def stops_here(self) -> bool:
         """Whether `should_stop` ends the run now. On several ranks it is what all of them agreed on."""
-        stop_coordination = self._trainer.stop_coordination
-        asked = self._trainer.should_stop if stop_coordination is None else stop_coordination.is_to_stop
+        stop_points = self._trainer.stop_points
+        asked = self._trainer.should_stop if stop_points is None else stop_points.is_to_stop
         return asked and self.may_stop
 
     def accumulation_for_epoch(self, epoch: int) -> int:
@@ -149,13 +149,13 @@ class FitLoop:
             from ..checkpointing.unfinished import finish
 
             finish(self._trainer, run)
-        stop_coordination = run.stop_coordination
-        if stop_coordination is not None:
-            stop_coordination.begin_phase(may_stop=self.may_stop and not self.is_at_limit)
+        stop_points = run.stop_points
+        if stop_points is not None:
+            stop_points.begin_phase(may_stop=self.may_stop and not self.is_at_limit)
         while not self.is_done or self._has_epoch_to_close(run):
             self._epoch(run)
-            if stop_coordination is not None:
-                stop_coordination.begin_phase(may_stop=self.may_stop and not self.is_at_limit)
+            if stop_points is not None:
+                stop_points.begin_phase(may_stop=self.may_stop and not self.is_at_limit)
         self._trainer.wait_for_save()  # whoever hears of the end may read the files
         timeline.end(run)
         run.lifecycle.on_train_end()
@@ -197,7 +197,7 @@ class FitLoop:
         self._look_at = self._when_to_look(run)
         accumulate = self.accumulation_for_epoch(progress.epochs)
         run.metrics.is_weighing_steps = accumulate > 1 or run.fabric.strategy.traits.parts_per_batch > 1
-        step, stop_coordination = run.lifecycle.bracketed(self._step, "run_training_step"), run.stop_coordination
+        step, stop_points = run.lifecycle.bracketed(self._step, "run_training_step"), run.stop_points
         is_skipped = progress.epoch_left
         while True:
             if progress.total_batches >= timeline.due:
@@ -208,8 +208,8 @@ class FitLoop:
                     run.session.validate()
                 self._next_validation = self._plan_validation(run)
                 self._look_at = self._when_to_look(run)
-            if stop_coordination is not None:
-                stop_coordination.begin_phase(may_stop=self.may_stop and not self.is_at_limit)
+            if stop_points is not None:
+                stop_points.begin_phase(may_stop=self.may_stop and not self.is_at_limit)
             elif run.run_signals.is_called:
                 run.run_signals.check()
                 trainer.wait_for_save()  # no signal: a save failed

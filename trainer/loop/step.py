@@ -139,7 +139,7 @@ def train_window(run: FitRun, size: int) -> bool:
             run.has_stepped = plan.finish_window(run, seen, is_plain=is_plain, is_finite=is_good)
             count_window(run, index + 1 - first, samples)
         if has_batch:
-            life.on_train_batch_end(outputs_of(output, seen) if plan.hears_batch_end else None, batch, index)
+            life.on_train_batch_end(outputs_of(output, seen) if plan.needs_outputs else None, batch, index)
         elif is_last:
             life.end_step_without_batch(index)
         if is_last:

@@ -225,7 +225,7 @@ def make_plan(run: FitRun, trainer: TrainerView) -> StepPlan:
     else:
         transfer = life.bracketed(_mover(run), f"[Strategy]{type(fabric.strategy).__name__}.batch_to_device")
     is_automatic = run.is_automatic
-    hears_batch_end = life.is_heard("on_train_batch_end")
+    needs_outputs = life.is_heard("on_train_batch_end")
     return StepPlan(
         transfer=transfer,
         training_step=bind_step(run, "training_step"),
@@ -240,8 +240,8 @@ def make_plan(run: FitRun, trainer: TrainerView) -> StepPlan:
         if fabric.world_size > 1 or fabric.strategy.traits.owns_optimizers
         else None,
         optimizer=optimizer,
-        hears_batch_end=hears_batch_end,
-        needs_loss=hears_batch_end or run.watch.keeps or run.skips_bad_steps or life.own("optimizer_step") is not None,
+        needs_outputs=needs_outputs,
+        needs_loss=needs_outputs or run.watch.keeps or run.skips_bad_steps or life.own("optimizer_step") is not None,
         unscale=(lambda: fabric.unscale_gradients(optimizer))
         if optimizer is not None and fabric.precision.has_scaler
         else None,

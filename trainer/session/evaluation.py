@@ -91,8 +91,8 @@ class EvaluationSession(Session):
         """
         run = self.run
         outputs = self.evaluation_loop(self.stage, self.data).run(run, self.data, keep=keep)
-        if run.stop_coordination is not None:
-            run.stop_coordination.begin_phase()
+        if run.stop_points is not None:
+            run.stop_points.begin_phase()
         return self.in_order(outputs) if keep and run.has_ranks else outputs
 
     def in_order(self, outputs: list[list[AnyOutput]]) -> list[list[AnyOutput]]:

@@ -53,8 +53,8 @@ def _cause_elsewhere(session: Session, error: BaseException) -> BaseException | 
     watch = session.fabric.watch
     if watch is None:
         return None
-    stop_coordination = session.trainer.stop_coordination
-    if stop_coordination is not None and stop_coordination.is_by_signal:
+    stop_points = session.trainer.stop_points
+    if stop_points is not None and stop_points.is_by_signal:
         stopped = isinstance(error, KeyboardInterrupt | StopBySignal)
         return None if stopped else session.trainer.run_signals.stop_error()
     return watch.explain_or_report(error)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ...checkpoint.content import Content
     from ...data.module import DataModule
     from ...protocols import Loaders
-    from ..loop.stop_coordination import StopCoordination
+    from ..loop.stop_points import StopPoints
     from ..trainer import Trainer
 
 __all__ = ["Session"]
@@ -250,7 +250,7 @@ class Session(ABC):
             is_automatic=bool(getattr(module, "automatic_optimization", True)),
             skips_bad_steps=self.arguments.nonfinite_loss == "skip",
             has_ranks=has_ranks,
-            stop_coordination=self._stop_coordination() if has_ranks else None,
+            stop_points=self._stop_coordination() if has_ranks else None,
         )
         return self.run
 
@@ -265,14 +265,14 @@ class Session(ABC):
             kind = StagesWindowLoss
         return kind(self.fabric.device, strategy, counts=counts)
 
-    def _stop_coordination(self) -> StopCoordination | None:
+    def _stop_coordination(self) -> StopPoints | None:
         """Return what lets all ranks stop at the same point; None without a watch."""
         signals = self.trainer._lw_run_signals
         if signals.stop_coordinator is None:
             return None
-        from ..loop.stop_coordination import StopCoordination
+        from ..loop.stop_points import StopPoints
 
-        return StopCoordination(weakref.proxy(self.trainer), signals, signals.stop_coordinator)
+        return StopPoints(weakref.proxy(self.trainer), signals, signals.stop_coordinator)
 
     @abstractmethod
     def actions(self) -> Mapping[str, Callable[..., object]]:

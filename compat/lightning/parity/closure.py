@@ -78,7 +78,7 @@ def train_window_with_closure(run: FitRun, size: int) -> bool:
         if is_last:
             count_window(run, index + 1 - first, samples)
         if batch is not NO_BATCH:
-            outputs = outputs_of(evaluation.output, evaluation.seen) if plan.hears_batch_end else None
+            outputs = outputs_of(evaluation.output, evaluation.seen) if plan.needs_outputs else None
             life.on_train_batch_end(outputs, batch, index)
         elif is_last:
             life.end_step_without_batch(index)

@@ -121,7 +121,7 @@ def divide_outputs(run: FitRun) -> None:
 
 def _change_outputs(run: FitRun, change: Callable[[Any], Any]) -> None:  # Any: what `outputs_of` returns
     """Let listeners to the end of a training batch get other outputs."""
-    if not run.plan.hears_batch_end:
+    if not run.plan.needs_outputs:
         return
     run.lifecycle.wrap(
         "on_train_batch_end", lambda fire: lambda outputs, batch, index: fire(change(outputs), batch, index)

@@ -84,8 +84,8 @@ def _then_validate(run: FitRun, fire: Hook) -> Hook:
             if index + 1 >= loop._look_at:
                 if loop._validation_is_due(run, is_epoch_over=False):
                     _validate(run)
-                    if run.stop_coordination is not None:
-                        run.stop_coordination.begin_phase(may_stop=loop.may_stop)
+                    if run.stop_points is not None:
+                        run.stop_points.begin_phase(may_stop=loop.may_stop)
                 patch(loop, "_next_validation", loop._plan_validation(run))
                 patch(loop, "_look_at", loop._when_to_look(run))
             if trainer.should_stop and loop.stops_here:

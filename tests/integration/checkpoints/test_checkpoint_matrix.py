@@ -242,7 +242,7 @@ def imported() -> None:
         "strategies.distributed.collectives",
         "strategies.ddp.strategy",
         "strategies.fsdp.sharding",
-        "trainer.loop.stop_coordination",
+        "trainer.loop.stop_points",
         "trainer.loop.rank_coordination",
         "trainer.metrics.ranks_metrics",
         "trainer.metrics.metric_objects",

@@ -1,4 +1,4 @@
-"""`StopCoordination`: all ranks of a run stop at the same point, without a collective per step.
+"""`StopPoints`: all ranks of a run stop at the same point, without a collective per step.
 
 A phase is a training window, an evaluation, or the end of an epoch. All ranks go through the same
 sequence of them. A signal at one rank, or `should_stop` set on one, becomes a request; fabric/watch/stop_coordinator.py
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from ..view import TrainerView
     from .run_signals import RunSignals
 
-__all__ = ["StopCoordination"]
+__all__ = ["StopPoints"]
 
 
-class StopCoordination:
+class StopPoints:
     """The coordination of one run's ranks on where it stops.
 
     Args:
