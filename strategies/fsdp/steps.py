@@ -40,12 +40,12 @@ def bound_training(
         if root.unfilled:
             root.check_values()
         try:
-            if has_run:
+            if has_run or any(one._compiled_call_impl is not None for one in root.modules()):
                 output = root.take_output(root(call, *args, **kwargs))
-            else:
+            else:  # not where modules are compiled: later steps, without the mode, would compile them again
                 with LostGradients(_lost, of=is_sharded):
                     output = root.take_output(root(call, *args, **kwargs))
-                has_run = True
+            has_run = True
         except RuntimeError as error:
             explain(error)
             raise
