@@ -166,6 +166,11 @@ class TrainerAttributes:
         return self._lw_run or self._lw_last_run
 
     @property
+    def _lw_reports_runs(self) -> bool:
+        """Whether this process tells of its runs in lines: on rank 0, without barebones; trials of a search do not."""
+        return self.is_global_zero and not self._lw_arguments.barebones
+
+    @property
     def training_rng(self) -> TrainingRng:
         """State of training's random number generators."""
         if self._lw_training_rng is None:

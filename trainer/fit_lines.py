@@ -19,23 +19,17 @@ from ..tracebacks import end_in_silence, end_with_line
 
 if TYPE_CHECKING:
     from .trainer import Trainer
-    from .view import TrainerView
 
-__all__ = ["reports_runs", "tell_beginning", "tell_end", "tell_failure"]
+__all__ = ["tell_beginning", "tell_end", "tell_failure"]
 
 logger = logging.getLogger(__name__)
 
 _PYTHON_TRACEBACK = "\nTraceback (most recent call last)"  # of an exception, which its rank prints
 
 
-def reports_runs(trainer: TrainerView) -> bool:
-    """Whether this process tells of its runs in lines: on rank 0, without barebones."""
-    return trainer.is_global_zero and not trainer.barebones
-
-
 def tell_beginning(trainer: Trainer) -> None:
     """Tell devices, strategy, precision and seed; once per fit, when the processes are there."""
-    if not reports_runs(trainer):
+    if not trainer._lw_reports_runs:
         return
     ranks = counted(trainer.world_size, "rank")
     nodes = f" on {trainer.num_nodes} nodes" if trainer.num_nodes > 1 else ""
@@ -65,7 +59,7 @@ def tell_end(trainer: Trainer, seconds: float) -> None:
         trainer: Its trainer.
         seconds: How long it took.
     """
-    if not reports_runs(trainer):
+    if not trainer._lw_reports_runs:
         return
     logger.info(
         "Training ended at epoch %d, step %d, after %s: %s.",

@@ -285,7 +285,7 @@ class _TrialTrainer(Trainer):
         super().__init__(**plan)
 
     @property
-    def reports_runs(self) -> bool:
+    def _lw_reports_runs(self) -> bool:
         """False: the search tells its result."""
         return False
 

@@ -311,7 +311,7 @@ class FitLoop:
 
     def _tell_closure(self, optimizer: Optimizer, *, evaluates: bool) -> None:
         """Log how an optimizer that is not torch's steps: with evaluations of the model, or without."""
-        if not self._trainer.is_global_zero or self._trainer.barebones:
+        if not self._trainer._lw_reports_runs:
             return
         way = "evaluates the model within its step: each window is run again for every call of its closure"
         if not evaluates:

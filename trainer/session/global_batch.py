@@ -49,7 +49,7 @@ def plan_accumulation(wanted: int, micro: int | None, data_size: int) -> int | N
 
 def report_global_batch(trainer: TrainerView, run: FitRun) -> None:
     """Tell once per fit, on rank zero, how many samples a step takes: below the model's summary, else in the log."""
-    if not trainer.is_global_zero or trainer.barebones:
+    if not trainer._lw_reports_runs:
         return
     micro = micro_batch_size(run.loaders.train)
     accumulate = trainer.fit_loop.accumulation_for_epoch(trainer.progress.epochs)

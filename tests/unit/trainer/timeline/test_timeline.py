@@ -16,6 +16,7 @@ from toys import Net, Recorder, ValidatedNet, adam, assert_same, loader, net, qu
 
 import loopwright as lw
 from loopwright.callbacks import Callback, LambdaCallback
+from loopwright.trainer.run import FitRun
 from loopwright.trainer.timeline.optimizer_trial import OptimizerTrial
 from loopwright.trainer.timeline.timeline import STEP_PHASES, WHOLE_PHASES, StepRecord, Timeline, exposed_communication
 
@@ -287,9 +288,8 @@ def test_what_was_swapped_in_is_taken_out_after_a_step_and_after_an_error() -> N
     with pytest.raises(KeyError, match="planned"):
         trainer.fit(net(Failing), loader(20))
     run = trainer.latest_run()
-    assert run is not None
-    assert run.stream is not None
-    assert run.plan is None  # released, with the steps that were swapped in
+    assert isinstance(run, FitRun)
+    assert not run.is_bound  # released, with the steps that were swapped in
     assert not {"has_next", "remaining"} & set(vars(run.stream))
     assert not trainer.timeline.is_open
     assert trainer.timeline.num_measured == 2
