@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import parallel_apply, replicate
 
 from ..errors import ModuleError
-from .base import ALONE, Strategy, Topology
 from .distributed.collectives import op_name
 from .parallel import ParallelStrategy
 from .tree import leaves, map_leaves
@@ -75,16 +74,6 @@ class DataParallelStrategy(ParallelStrategy):
         self.start_method = None
 
     @property
-    def topology(self) -> Topology:
-        """One process for any number of devices."""
-        return ALONE
-
-    @property
-    def distributed_sampler_kwargs(self) -> None:  # type: ignore[override]
-        """None: this process reads all data."""
-        return
-
-    @property
     def devices(self) -> list[torch.device]:
         """The devices that a batch is split over."""
         return list(self.parallel_devices or [self.device])
@@ -110,7 +99,7 @@ class DataParallelStrategy(ParallelStrategy):
 
         return run
 
-    # -- collectives of one process, even if this program is connected with others ---------------------------------
+    # -- collectives of one process ------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: object, group: ProcessGroup | str | None = None, reduce_op: object = "mean") -> Any:
         """Return the mean (or sum, min, max, product) of each tensor's elements, one per device.
@@ -133,12 +122,6 @@ class DataParallelStrategy(ParallelStrategy):
         return map_leaves(tensor, reduced)
 
     reduce = all_reduce
-    all_gather = Strategy.all_gather
-    broadcast = Strategy.broadcast
-    barrier = Strategy.barrier
-    start_sum = Strategy.start_sum
-    gather_objects = Strategy.gather_objects
-    reduce_boolean_decision = Strategy.reduce_boolean_decision
 
 
 # -- splitting ---------------------------------------------------------------------------------------------------------

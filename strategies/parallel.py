@@ -68,6 +68,7 @@ class ParallelStrategy(Strategy):
 
     traits = replace(Strategy.traits, has_several_devices=True, uneven_choices=UNEVEN)
     start_method: str | None = "popen"
+    """How processes start; None: there is one process, even if the program has connected it with others."""
 
     # On the class, so that a subclass whose __init__ does not call ours works.
     timeout: timedelta = DEFAULT_TIMEOUT
@@ -164,6 +165,8 @@ class ParallelStrategy(Strategy):
         """Ranks and sizes, from the cluster environment; without one, from the process group."""
         if self._lw_topology is not None:
             return self._lw_topology
+        if self.start_method is None:
+            return ALONE
         cluster = self.cluster
         if cluster is not None:
             rank, size = cluster.global_rank(), cluster.world_size()
@@ -203,22 +206,23 @@ class ParallelStrategy(Strategy):
         self._lw_device = device
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """`num_replicas` and `rank` for a sampler."""
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """`num_replicas` and `rank` for a sampler; None where there is one process."""
         topology = self.topology
-        return {"num_replicas": topology.data_size, "rank": topology.data_rank}
+        return None if self.start_method is None else {"num_replicas": topology.data_size, "rank": topology.data_rank}
 
     # -- processes -----------------------------------------------------------------------------------------------
 
     @property
     def is_connected(self) -> bool:
         """Whether this process is connected with others, so that collectives communicate."""
-        return dist.is_available() and dist.is_initialized()
+        return self.start_method is not None and dist.is_available() and dist.is_initialized()
 
     def setup_environment(self) -> None:
         """Make the device current and connect the processes. Called once in every process."""
         super().setup_environment()
-        self.setup_distributed()
+        if self.start_method is not None:
+            self.setup_distributed()
         self._lw_topology = None
         self._lw_topology = self.topology
 

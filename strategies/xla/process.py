@@ -19,7 +19,7 @@ from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import ConfigError, LaunchError, ModuleError
 from ...protocols import Batch, CheckpointPlugin, StateDict, StepOutput
 from ..base import Strategy
-from ..constructors import inherit_descriptions
+from ..parallel import ParallelStrategy
 from ..skip_init import SkipInit
 from ..traits import Traits
 from ..tree import leaves, map_leaves
@@ -44,7 +44,7 @@ def of_xla(traits: Traits) -> Traits:
     return replace(traits, accelerator_kind="xla", traces_lazily=True, accumulation_refusal=refusal)
 
 
-class XLAProcessStrategy(Strategy):
+class XLAProcessStrategy(ParallelStrategy):
     """One process that computes by XLA; a subclass defines its devices.
 
     A graph ends in three places only: after an optimizer step (in manual optimization after the training step, so that
@@ -58,10 +58,11 @@ class XLAProcessStrategy(Strategy):
         debug: Whether torch_xla reports what it compiles and why, with the lines of the program (PT_XLA_DEBUG,
             XLA_IR_DEBUG, XLA_HLO_DEBUG). Best set before the first import of torch_xla.
         precision: Another name for `precision_plugin`.
-        options: Further arguments of the next base class: of ParallelStrategy, for several processes.
+        options: Further arguments of ParallelStrategy.
     """
 
     traits = of_xla(Strategy.traits)
+    start_method: str | None = None
     exchanges_in_backward: bool = False
     """Whether a backward pass executes graphs, to average gradients over ranks."""
 
@@ -82,6 +83,8 @@ class XLAProcessStrategy(Strategy):
             precision=precision,
             **options,
         )
+        if "start_method" not in options:
+            self.start_method = None
         self.debug = debug
         self._lw_sync: Callable[..., None] | None = None
         # Gradients of a micro-batch are in the graph, without an optimizer step.
@@ -91,10 +94,6 @@ class XLAProcessStrategy(Strategy):
         # Graphs that mark_step has executed.
         self._lw_num_graphs = 0
         self._lw_variables: dict[str, str | None] = {}
-
-    def __init_subclass__(cls, **kwargs: object) -> None:
-        super().__init_subclass__(**kwargs)
-        inherit_descriptions(cls)
 
     # -- processes -----------------------------------------------------------------------------------------------
 

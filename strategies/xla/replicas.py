@@ -40,7 +40,7 @@ __all__ = ["XLAReplicasStrategy"]
 # Any in this file: torch_xla is not annotated; batches, and what the user's steps take and return.
 
 
-class XLAReplicasStrategy(XLAProcessStrategy, ParallelStrategy):
+class XLAReplicasStrategy(XLAProcessStrategy):
     """A process for each XLA device, with a copy of the module each; gradients are averaged after backward.
 
     A loader's `batch_size` counts the samples of one process, as with "ddp". A step is three graphs: the rank's forward
@@ -61,6 +61,7 @@ class XLAReplicasStrategy(XLAProcessStrategy, ParallelStrategy):
 
     strategy_name = "xla_replicas"
     traits = of_xla(ParallelStrategy.traits)
+    start_method = "popen"
     exchanges_in_backward = True
 
     def __init__(
@@ -133,7 +134,7 @@ class XLAReplicasStrategy(XLAProcessStrategy, ParallelStrategy):
             return
         if os.environ.get("PJRT_DEVICE", "").upper() == "CPU":
             os.environ["CPU_NUM_DEVICES"] = "1"
-        local_size = len(self.parallel_devices or self._lw_filled.get("parallel_devices") or [None])
+        local_size = len(self.parallel_devices or [None])
         # As in each process of torch_xla's `launch`; it has no public name.
         start = import_xla("torch_xla._internal.pjrt")
         if local_size > 1:
@@ -168,7 +169,7 @@ class XLAReplicasStrategy(XLAProcessStrategy, ParallelStrategy):
         }
 
     def __setstate__(self, state: StateDict) -> None:
-        self.__dict__.update(state, _averaged=WeakSet())
+        self.__dict__.update(state, _lw_averaged=WeakSet())
 
     @property
     def _lw_communicates(self) -> bool:

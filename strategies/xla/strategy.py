@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import ConfigError
 from ...protocols import Batch, CheckpointPlugin, Cluster, StateDict
-from ..base import Given, plain_name
+from ..base import plain_name
 from ..tree import leaves, map_leaves
 from .process import XLAProcessStrategy, state_like_parameters
 
@@ -73,14 +73,16 @@ class XLAStrategy(XLAProcessStrategy):
         cluster_environment: Cluster | None = None,
         precision: Precision | None = None,
     ) -> None:
-        super().__init__(accelerator, checkpoint_io, precision_plugin, debug=debug, precision=precision)
+        super().__init__(
+            accelerator, checkpoint_io, precision_plugin, debug=debug, precision=precision,
+            parallel_devices=parallel_devices,
+        )  # fmt: skip
         if cluster_environment is not None:
             raise ConfigError(
                 f"Expected cluster_environment=None for {type(self).__name__}, which uses one process for all devices "
                 f"of a host, got {cluster_environment!r}.",
                 fix="remove cluster_environment=.",
             )
-        self.parallel_devices = None if parallel_devices is None else list(parallel_devices)
         self.sync_module_states = sync_module_states
         self._lw_mesh: Any = None
         self._lw_batch_sharding: BatchSharding | None = None
@@ -88,15 +90,9 @@ class XLAStrategy(XLAProcessStrategy):
     # -- devices -------------------------------------------------------------------------------------------------
 
     @property
-    def given(self) -> Given:
-        """What the user passed to the constructor, or set on the strategy."""
-        devices = self.parallel_devices
-        return replace(super().given, parallel_devices=None if devices is None else tuple(devices))
-
-    @property
     def devices(self) -> list[torch.device]:
         """The devices that a batch is sharded over."""
-        return list(self.parallel_devices or self._lw_filled.get("parallel_devices") or [self.device])
+        return list(self.parallel_devices or [self.device])
 
     @property
     def num_devices(self) -> int:

@@ -21,6 +21,8 @@ def test_its_name_makes_several_processes_of_xla() -> None:
 def test_it_travels_to_processes_that_are_spawned() -> None:
     copy = pickle.loads(pickle.dumps(XLAReplicasStrategy(debug=True, start_method="spawn", one_graph=True)))
     assert (copy.debug, copy.start_method, copy.one_graph) == (True, "spawn", True)
+    module = torch.nn.Linear(1, 1)
+    assert copy.without_data(module) is None  # no gradients of it are averaged
 
 
 def test_arguments_that_cannot_work_are_all_named() -> None:
