@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -67,8 +69,29 @@ class CUDAAccelerator(Accelerator):
             torch.cuda.empty_cache()
 
     def get_device_stats(self, device: torch.device) -> dict[str, float]:
-        """Return the allocator's statistics (`torch.cuda.memory_stats`), sizes in bytes."""
-        return {key: float(value) for key, value in torch.cuda.memory_stats(device).items()}
+        """Return the allocator's statistics (`torch.cuda.memory_stats`), sizes in bytes, and the card's own.
+
+        The latter need nvidia-ml-py: `power_draw_w`, `temperature_c`, and `utilization_percent`.
+        """
+        stats = {key: float(value) for key, value in torch.cuda.memory_stats(device).items()}
+        return {**stats, **_card_stats(device)}
+
+
+def _card_stats(device: torch.device) -> dict[str, float]:
+    """Return what the driver measures of a card; nothing without nvidia-ml-py, and only what the card supports."""
+    if find_spec("pynvml") is None:
+        return {}
+    from pynvml import NVMLError
+
+    stats = {}
+    for name, read, unit in (
+        ("power_draw_w", torch.cuda.power_draw, 0.001),  # of milliwatts
+        ("temperature_c", torch.cuda.temperature, 1.0),
+        ("utilization_percent", torch.cuda.utilization, 1.0),
+    ):
+        with suppress(NVMLError):  # a part of a card, as of MIG, has no power draw
+            stats[name] = read(device) * unit
+    return stats
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:

@@ -21,8 +21,9 @@ class DeviceStatsMonitor(Callback):
     """Log the accelerator's statistics of rank 0's device before and after the steps that the trainer logs.
 
     Keys: `DeviceStatsMonitor.on_train_batch_start/<statistic>` and `..._end`; likewise for validation and test. The
-    statistics are the accelerator's own: `torch.cuda.memory_stats` on cards, percentages of processor, memory and swap
-    on a CPU, which need psutil. Steps that are not logged cost a comparison.
+    statistics are the accelerator's own: on cards `torch.cuda.memory_stats` and, with nvidia-ml-py, `power_draw_w`,
+    `temperature_c` and `utilization_percent`; on a CPU percentages of processor, memory and swap, which need psutil.
+    Steps that are not logged cost a comparison.
 
     Args:
         cpu_stats: Whether CPU statistics are logged, also beside a GPU's; None: only if the CPU is the accelerator.

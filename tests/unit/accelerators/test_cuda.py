@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -34,6 +39,39 @@ def test_more_usable_devices_than_visible_is_an_error(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="with 2 CUDA devices"):
         find_usable_cuda_devices(3)
+
+
+def test_statistics_have_what_the_driver_measures_and_the_card_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NVMLError(Exception):
+        pass
+
+    def power(handle: object) -> int:
+        if handle == "part":
+            raise NVMLError("Not Supported")
+        return 71_500
+
+    pynvml: Any = ModuleType("pynvml")
+    pynvml.__spec__ = ModuleSpec("pynvml", None)
+    pynvml.NVMLError, pynvml.nvmlDeviceGetPowerUsage = NVMLError, power
+    pynvml.NVML_TEMPERATURE_GPU = 0
+    pynvml.nvmlDeviceGetTemperature = lambda handle, sensor: 54
+    pynvml.nvmlDeviceGetHandleByIndex = lambda index: "card"
+    pynvml.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=97, memory=40)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"allocated_bytes.all.current": 8})
+    read = CUDAAccelerator().get_device_stats
+    monkeypatch.setattr("loopwright.accelerators.cuda.find_spec", lambda name: None)
+    assert read(torch.device("cuda:0")) == {"allocated_bytes.all.current": 8.0}
+
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"allocated_bytes.all.current": 8})
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml)
+    monkeypatch.setattr(torch.cuda, "pynvml", pynvml, raising=False)  # what torch has imported where it is installed
+    monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", lambda device: "part" if device.index else "card")
+    monkeypatch.setattr(torch.cuda, "_get_nvml_device_index", lambda device: device.index)
+    whole = {"power_draw_w": 71.5, "temperature_c": 54.0, "utilization_percent": 97.0}
+    assert read(torch.device("cuda:0")) == {"allocated_bytes.all.current": 8.0, **whole}
+    del whole["power_draw_w"]
+    assert read(torch.device("cuda:1")) == {"allocated_bytes.all.current": 8.0, **whole}
 
 
 @pytest.mark.gpu
