@@ -57,9 +57,14 @@ _OWN_STATES = (
 # What readers rely on. A type; a tuple of alternatives; a list of one shape for each entry; a dict of shapes by name,
 # where "name?" may be missing and "*" stands for any name. Floats may be ints, and are finite. A range has
 # what an int may be.
-_RNG = {"python": {"version": int, "state": torch.Tensor, "gauss": (float, None)}, "torch": torch.Tensor}
-_NAMES = [str]
 _COUNT, _SIZE = range(2**62), range(1, 2**62)
+_RNG = {
+    "python": {"version": int, "state": torch.Tensor, "gauss": (float, None)}, "torch": torch.Tensor,
+    "numpy?": {"bit_generator": str, "has_gauss?": _COUNT, "gauss?": float,
+               "state": {"key?": {"dtype": str, "shape": [int], "data": torch.Tensor}, "pos?": range(2**31)}},
+}  # fmt: skip
+_PARTS = {"rng?": _RNG, "generators?": {"*": object}, "stateful?": {"*": object}}
+_NAMES = [str]
 _OWN_SHAPE = {
     "schema": int,
     "versions": {"loopwright": str, "*": str},
@@ -67,7 +72,9 @@ _OWN_SHAPE = {
     "progress?": {"*": float},
     "data?": (
         {"is_open?": bool, "epoch?": _COUNT, "position?": _COUNT, "samples?": (_COUNT, None), "pulled?": _COUNT,
-         "dataset_length?": (_COUNT, None), "batch_size?": (_SIZE, None), "num_workers?": _COUNT, "*": object},
+         "dataset_length?": (_COUNT, None), "batch_size?": (_SIZE, None), "num_workers?": _COUNT, "rounds?": _COUNT,
+         "fingerprint?": {"digest": (int, None), "hash_check": int}, "opening?": _PARTS,
+         "current?": (_PARTS, int)},
         None,
     ),
     "rng?": (_RNG, None),
@@ -88,8 +95,8 @@ _OWN_SHAPE = {
     "loggers?": {"*": {"*": object}},
     "schedule_progress?": [int],
     "optimizer_record?": {
-        "configured?": {"optimizers": [{"class": str, "groups": [{"*": object}]}],
-                        "schedules": [{"class": str, "values": {"*": object}}]},
+        "configured": {"optimizers": [{"class": str, "groups": [{"*": object}]}],
+                       "schedules": [{"class": str, "values": {"*": object}}]},
         "names?": [([_NAMES], None)],
     },
     "gradients?": object,

@@ -87,6 +87,9 @@ def test_an_altered_entry_is_one_error_in_every_reader(
     ("progress", 1, "expected a dict at loopwright.progress, got 1"),
     ("rng", {}, "expected the entry python in loopwright.rng"),
     ("data", {"batch_size": -1}, "expected an integer of at least 1 at loopwright.data.batch_size, got -1"),
+    ("data", {"fingerprint": None}, "expected a dict at loopwright.data.fingerprint, got None"),
+    ("data", {"opening": {"rng": []}}, "expected a dict at loopwright.data.opening.rng, got a list"),
+    ("optimizer_record", {"a": 1}, "expected the entry configured in loopwright.optimizer_record"),
 ])  # fmt: skip
 def test_the_error_names_the_entry(key: str, value: Any, reason: str, intact: dict[str, Any], tmp_path: Path) -> None:
     torch.save({**intact, "loopwright": {**intact["loopwright"], key: value}}, tmp_path / "x.ckpt")
