@@ -22,7 +22,7 @@ from ....data import DataModule
 from ....errors import ConfigError, MissingDependency
 from ....lazy import is_core
 from ....settings.names import ClassProblem, import_object, known_classes
-from ....settings.parameters import parameters_of
+from ....settings.parameters import evaluate_annotations, parameters_of
 from ....trainer.module import Module
 from ....trainer.trainer import Trainer as BaseTrainer
 from ..imports.finder import VERSION, resolve
@@ -192,6 +192,7 @@ def _core_class(path: str) -> Callable[..., object] | None:
 
 def _declare_types() -> None:
     """Let the signature of Trainer have types that can be read from text."""
+    evaluate_annotations(Trainer.__init__)  # older versions of jsonargparse do not find the names
     signature = inspect.signature(Trainer.__init__)
     parameters = [
         one.replace(annotation=_nameable(TRAINER_TYPES[name]())) if name in TRAINER_TYPES else one

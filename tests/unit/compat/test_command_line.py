@@ -403,6 +403,18 @@ def test_a_small_program_gives_what_it_gives_under_lightning(name: str, rows: di
     assert rows[name] == ROWS[name]
 
 
+def test_a_program_that_imports_the_command_line_alone_has_types_for_the_trainer() -> None:
+    code = (
+        "import inspect\n"
+        "from loopwright.compat.lightning import install; install(children=False)\n"
+        "from lightning.pytorch.cli import LightningCLI\n"
+        "kind = inspect.signature(LightningCLI.__init__).parameters['trainer_class'].default\n"
+        "kinds = [one.annotation for one in inspect.signature(kind.__init__).parameters.values()]\n"
+        "assert not [one for one in kinds if isinstance(one, str)]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_loopwright_imports_no_jsonargparse() -> None:
     code = "import sys, loopwright as lw; lw.Trainer; assert 'jsonargparse' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
