@@ -462,6 +462,7 @@ class FitSession(Session):
         trainer = self.trainer
         trainer._lw_last_run = run
         assert isinstance(run, FitRun)
+        run.monitored = None  # it refers back to the run: a cycle
         if run.configured:
             trainer._lw_last_fit = run
         if run.own_steps is not None:

@@ -115,8 +115,9 @@ def fit_twice(trainer: Any, module: Any) -> None:
         (fit_twice, {"profiler": "simple"}),
         (lambda trainer, module: trainer.fit(module, datamodule=Data()), {}),
         (call("fit"), {"accumulate_grad_batches": 3, "accumulate_across_epochs": True, "max_samples": 8}),
+        (call("fit"), {"callbacks": lw.EarlyStopping("val_loss", strict=False)}),  # no step is logged
     ],
-    ids=["fit, test, save", "twice", "data module", "carried window"],
+    ids=["fit, test, save", "twice", "data module", "carried window", "monitored"],
 )
 def test_neither_do_callbacks_loggers_and_kinds_of_loops(
     run: Callable[[Any, Any], Any], kwargs: Any, tmp_path: Path
