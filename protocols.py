@@ -33,6 +33,7 @@ __all__ = [
     "TensorInFile",
     "Tree",
     "TrustedClasses",
+    "WritesHyperparameters",
 ]
 
 T = TypeVar("T")
@@ -67,6 +68,19 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
         """Load a state returned by `state_dict`."""
+        ...
+
+
+@runtime_checkable
+class WritesHyperparameters(Protocol):
+    """A module or data module that writes its hyperparameters into a checkpoint by its own rules."""
+
+    def checkpoint_hyperparameters(self, prefix: str) -> dict[str, Any]:
+        """Return the entries of a checkpoint.
+
+        Args:
+            prefix: How keys begin: "" for a module, "datamodule_" for a data module.
+        """
         ...
 
 

@@ -17,7 +17,7 @@ C = TypeVar("C", bound=type)
 
 
 @dataclass(frozen=True)
-class _Entry(Generic[T]):
+class RegistryEntry(Generic[T]):
     target: type[T] | str  # a class, or its location: "package.module:Class"
     description: str
     init_params: dict[str, object] = field(default_factory=dict)  # arguments of the user's own class
@@ -44,7 +44,7 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._lw_entries: dict[str, _Entry[T]] = {}
+        self._lw_entries: dict[str, RegistryEntry[T]] = {}
 
     @overload
     def register(
@@ -87,7 +87,7 @@ class Registry(Generic[T]):
                     f"Expected a class for the {self.kind} {name!r}, got {target!r}.",
                     fix=f"pass the class itself, as in register({name!r}, MyClass).",
                 )
-            self._lw_entries[key] = _Entry(target, description or "", init_params)
+            self._lw_entries[key] = RegistryEntry(target, description or "", init_params)
             return target
 
         return add if cls is None else add(cls)
@@ -104,7 +104,7 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: The name is taken.
         """
-        self._lw_entries[self._lw_free_key(name)] = _Entry(target, description or "", init_params)
+        self._lw_entries[self._lw_free_key(name)] = RegistryEntry(target, description or "", init_params)
 
     def get(self, name: str, default: type[T] | None = None) -> type[T]:
         """Return the class registered under a name.
@@ -147,6 +147,14 @@ class Registry(Generic[T]):
         """Return the line that was given when the name was registered, or an empty string."""
         entry = self._lw_entries.get(self._lw_key(name))
         return entry.description if entry else ""
+
+    def entry(self, name: str) -> RegistryEntry[T]:
+        """Return what is registered under a name, in lower case.
+
+        Raises:
+            KeyError: Nothing is.
+        """
+        return self._lw_entries[name.lower()]
 
     def names(self) -> list[str]:
         """Return all names, in the order in which they were registered."""

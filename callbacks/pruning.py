@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 Pair = tuple[nn.Module, str]
 
-_METHODS: dict[str, type[prune.BasePruningMethod]] = {
+METHODS: dict[str, type[prune.BasePruningMethod]] = {
     "l1_unstructured": prune.L1Unstructured,
     "random_unstructured": prune.RandomUnstructured,
     "ln_structured": prune.LnStructured,
@@ -380,7 +380,7 @@ class ModelPruning(Callback):
             options["dim"] = self.pruning_dim
         if self.pruning_fn == "ln_structured":
             options["n"] = self.pruning_norm
-        kind = _METHODS[self.pruning_fn] if isinstance(self.pruning_fn, str) else self.pruning_fn
+        kind = METHODS[self.pruning_fn] if isinstance(self.pruning_fn, str) else self.pruning_fn
         method = kind(**options)
         # The container applies a method to what earlier ones have left; it wants both to be of one tensor.
         container = prune.PruningContainer()
@@ -473,10 +473,8 @@ def _problems_of_method(
     norm: object,
 ) -> list[str]:
     if isinstance(pruning_fn, str):
-        if pruning_fn not in _METHODS:
-            return [
-                f"pruning_fn={pruning_fn!r} is unknown{nearest(pruning_fn, _METHODS)} (known: {', '.join(_METHODS)})"
-            ]
+        if pruning_fn not in METHODS:
+            return [f"pruning_fn={pruning_fn!r} is unknown{nearest(pruning_fn, METHODS)} (known: {', '.join(METHODS)})"]
         problems = []
         if pruning_fn.endswith("_structured"):
             if is_global:
@@ -487,7 +485,7 @@ def _problems_of_method(
                 problems.append("'ln_structured' needs pruning_norm")
         return problems
     if not isinstance(pruning_fn, type) or not issubclass(pruning_fn, prune.BasePruningMethod):
-        return [f"pruning_fn={pruning_fn!r} (expected {', '.join(_METHODS)}, or a class of BasePruningMethod)"]
+        return [f"pruning_fn={pruning_fn!r} (expected {', '.join(METHODS)}, or a class of BasePruningMethod)"]
     problems = []
     if not is_global:
         problems.append(f"{pruning_fn.__name__} needs use_global_unstructured=True")

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..strategies import Strategy
     from ..tuner.batch_size import Search, Trials
     from ..tuner.lr_curve import LearningRateCurve
-    from .behavior import BehaviorParts
+    from .behavior import Behavior, BehaviorParts
     from .checkpointing.saving import Saving
     from .loop.fit_loop import FitLoop
     from .loop.run_signals import RunSignals
@@ -87,6 +87,7 @@ class TrainerAttributes:
     """The attributes of a Trainer that tell where its run is, what takes part in it, and what came of it.
 
     Attributes:
+        behavior: What it does at its seams, where other libraries do something else.
         fabric: The machine.
         fit_loop: Runs epochs and steps; has their limits.
         state: Verb, stage and status.
@@ -101,6 +102,7 @@ class TrainerAttributes:
         prepare_trial: Called with the trainer of each trial of a search, before its run; None: nothing is changed.
     """
 
+    behavior: Behavior
     fabric: Fabric
     fit_loop: FitLoop
     state: TrainerState
@@ -113,7 +115,6 @@ class TrainerAttributes:
     _lw_arguments: Arguments
     _lw_loaders: StageLoaders
     _lw_output: LogOutput
-    _lw_records_at: tuple[int, int]
     _lw_metrics: Metrics
     _lw_saving: Saving
     _lw_current_values: CurrentValues | None = None
@@ -272,11 +273,9 @@ class TrainerAttributes:
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """Host values for the bar: of the latest step where that waits for nothing, else of the last log boundary."""
-        from .metrics.current_values import CurrentValues
-
         metrics = self._lw_metrics
         if self._lw_current_values is None or self._lw_current_values.metrics is not metrics:
-            self._lw_current_values = CurrentValues(metrics)
+            self._lw_current_values = self.behavior.current_values(metrics)
         return {**metrics.progress_bar, **metrics.bar_at_end, **self._lw_current_values.read()}
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
 """`Behavior`: the seams of a Trainer, at which a layer for programs of another library puts its own functions.
 
-The core has one object, `Behavior()`. A layer derives another with `dataclasses.replace`, and a Trainer of its class
-has it as `behavior` from the beginning of its constructor. Nothing else of the core is exchanged, so that a type
-checker sees each place, and a name that changes here changes there.
+The core has one object, `Behavior()`. A layer derives another with `dataclasses.replace`, and its Trainer returns it
+from `make_behavior`, at the beginning of the constructor; sessions and the loop bind it. A type checker sees each
+place, and a name that changes here changes there.
 """
 
 from __future__ import annotations
@@ -12,16 +12,57 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..callbacks import Callback
+from .hooks import Hook, check_hook_names, find_override
+from .loop.fit_loop import LoopSeams
+from .loop.optimizers import ManagedOptimizer
+from .metrics.current_values import CurrentValues
 from .session.arguments import Arguments
 from .session.assemble import default_callbacks
 
 if TYPE_CHECKING:
+    from ..checkpoint.content import Content
+    from ..protocols import AnyOutput, StateDict
     from .checkpointing.saving import Saving
+    from .loop.eval_loader import EvalLoader
+    from .loop.eval_loop import EvalLoop
     from .metrics.log_output import LogOutput
     from .metrics.metrics import Metrics
+    from .session.evaluation import EvaluationSession
+    from .session.fit import FitSession
     from .session.loaders import StageLoaders
+    from .session.session import Session
 
 __all__ = ["Behavior", "BehaviorParts"]
+
+_PutBack = Callable[[], None]
+
+
+_LOOP = LoopSeams()
+
+
+# Sessions are imported when a verb begins: their methods are the defaults.
+
+
+def _evaluation_loop(session: Session, stage: str, data: EvalLoader) -> EvalLoop:
+    return session.evaluation_loop(stage, data)
+
+
+def _in_order(session: EvaluationSession, outputs: list[list[AnyOutput]]) -> list[list[AnyOutput]]:
+    return session.in_order(outputs)
+
+
+def _adopt_callbacks(session: FitSession) -> None:
+    session.adopt_callbacks()
+
+
+def _continue_logs(session: FitSession, states: StateDict) -> None:
+    session.continue_logs(states)
+
+
+def _restore_and_start(
+    session: FitSession, content: Content | None, path: str | None, before: StateDict | None
+) -> Callable[[], None] | None:
+    return session.restore_and_start(content, path, before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +71,31 @@ class Behavior:
 
     Attributes:
         default_callbacks: Returns the callbacks that the arguments ask for and the user did not pass.
+        check_hook_names: Refuses methods that look like hooks and are not in the table.
+        find_override: Returns an owner's own hook; None where it has only that of a base class.
+        managed_optimizer: The class of what `self.optimizers()` returns.
+        current_values: Makes what reads the values of the latest step for the bar.
+        loop: The seams of fit's loop.
+        evaluation_loop: Returns the loop over the data of "validation", "test" or "predict".
+        in_order: Returns the predictions of all ranks in the order of the data.
+        adopt_callbacks: Lets callbacks that another Trainer has trained with forget that run.
+        continue_logs: Lets loggers continue where a checkpoint saw them.
+        restore_and_start: Restores training, and fires `on_fit_start`: in this order.
     """
 
     default_callbacks: Callable[[Arguments, list[Callback]], list[Callback]] = default_callbacks
+    check_hook_names: Callable[[object, str, set[str]], None] = check_hook_names
+    find_override: Callable[[object, str, tuple[type, ...]], Hook | None] = find_override
+    managed_optimizer: type[ManagedOptimizer] = ManagedOptimizer
+    current_values: Callable[[Metrics], CurrentValues] = CurrentValues
+    loop: LoopSeams = _LOOP
+    evaluation_loop: Callable[[Session, str, EvalLoader], EvalLoop] = _evaluation_loop
+    in_order: Callable[[EvaluationSession, list[list[AnyOutput]]], list[list[AnyOutput]]] = _in_order
+    adopt_callbacks: Callable[[FitSession], None] = _adopt_callbacks
+    continue_logs: Callable[[FitSession, StateDict], None] = _continue_logs
+    restore_and_start: Callable[[FitSession, Content | None, str | None, StateDict | None], _PutBack | None] = (
+        _restore_and_start
+    )
 
 
 @dataclass(frozen=True, slots=True)

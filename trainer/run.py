@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from .loop.loss import WindowLoss
 from .loop.non_finite import LossWatch
+from .loop.optimizers import ManagedOptimizer
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from .checkpointing.validated_weights import ValidatedWeights
     from .lifecycle import Lifecycle
     from .loop.carried_window import CarriedWindow
-    from .loop.optimizers import ManagedOptimizer
     from .loop.own_steps import OwnSteps
     from .loop.run_signals import RunSignals
     from .loop.schedule import LRSchedulerConfig
@@ -96,6 +96,11 @@ class StepPlan:
     zeroes_early: bool = False
     run_window: RunWindow | None = None
     needs_closure: bool = False
+
+    def take_optimizer(self, other: StepPlan) -> None:
+        """Step another optimizer from now on: with the functions of a plan that was made for it."""
+        self.optimizer, self.zero_grad, self.clip = other.optimizer, other.zero_grad, other.clip
+        self.unscale, self.step_by_module = other.unscale, other.step_by_module
 
 
 @dataclass(slots=True)
@@ -186,6 +191,7 @@ class Run:
     skips_bad_steps: bool = False
     optimizers: list[Optimizer] = field(default_factory=list)
     managed: list[ManagedOptimizer] = field(default_factory=list)
+    managed_type: type[ManagedOptimizer] = ManagedOptimizer
     schedulers: list[LRSchedulerConfig] = field(default_factory=list)
     configured: dict[str, list[StateDict]] = field(default_factory=dict)
     before_validation: BeforeValidation | None = None

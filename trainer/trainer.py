@@ -24,7 +24,6 @@ from ..loggers import Logger
 from ..profilers import PassThroughProfiler, Profiler, resolve_profiler
 from .attributes import TrainerAttributes
 from .checkpointing.saving import Saving
-from .hooks import check_hook_names
 from .lifecycle import hook_names
 from .loop import manual
 from .loop.fit_loop import FitLoop
@@ -229,13 +228,13 @@ class Trainer(TrainerAttributes):
             min_epochs=arguments.min_epochs,
             max_steps=arguments.max_steps,
             min_steps=arguments.min_steps,
+            seams=self.behavior.loop,
         )
         self._lw_loaders = StageLoaders(arguments)
         self._lw_output = LogOutput(arguments.logger, root=self.default_root_dir, is_trial=bool(arguments.fast_dev_run))
-        # Where the data were when the last fit ended, and the step that records of an evaluation belong to.
+        # Where the data were when the last fit ended.
         self._lw_stream_state: StateDict | None = None
         self._lw_train_source: Loaders = None  # of the last fit: loaders, or who makes them
-        self._lw_records_at = (0, 0)
         # The window that was under way when the last fit ended, after an epoch that cut it short.
         self._lw_carried_states: StateDict = {}
         self._lw_metrics = Metrics(self.fabric.device)
@@ -276,7 +275,7 @@ class Trainer(TrainerAttributes):
         own = [] if callbacks is None else list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
         require_callbacks(own)
         for callback in own:
-            check_hook_names(callback, "callbacks", hook_names("callbacks"))
+            self.behavior.check_hook_names(callback, "callbacks", hook_names("callbacks"))
         return order_callbacks([*own, *self.behavior.default_callbacks(self._lw_arguments, own)])
 
     # --- the four verbs --------------------------------------------------------------------------------------------
@@ -516,7 +515,7 @@ class Trainer(TrainerAttributes):
         if "step" in row:
             step = int(row.pop("step"))
         elif step is None:
-            at = (self.progress.steps, self.progress.epochs) if self.state.fn == "fit" else self._lw_records_at
+            at = (self.progress.steps, self.progress.epochs) if self.state.fn == "fit" else self._lw_output.records_at
             row.setdefault("epoch", at[1])
             step = max(at[0] - 1, 0)
         self.timeline.timed("logging", self._lw_output.write)(row, step, samples=self.samples_of_all_ranks())

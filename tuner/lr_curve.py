@@ -104,13 +104,14 @@ class LearningRateCurve:
         """
         if method not in ("steepest", "minimum"):
             raise ConfigError(f"method={method!r}, expected 'steepest' or 'minimum'.", fix="choose one of them.")
-        index = self._index(skip_begin, skip_end, method)
+        index = self.index_of_rate(skip_begin, skip_end, method)
         if index is None:
             _log.error("there are too few finite losses to suggest a learning rate; try a wider range or more steps")
             return None
         return self.results["lr"][index] / (10.0 if method == "minimum" else 1.0)
 
-    def _index(self, skip_begin: int, skip_end: int, method: str) -> int | None:
+    def index_of_rate(self, skip_begin: int, skip_end: int, method: str) -> int | None:
+        """Return the step whose rate `suggestion` is about; None with fewer than two finite losses."""
         losses = self.results["loss"]
         kept = [i for i in range(skip_begin, len(losses) - skip_end) if math.isfinite(losses[i])]
         if len(kept) < 2:
@@ -154,7 +155,7 @@ class LearningRateCurve:
                 axes.set_ylim(top=top, bottom=low - 0.05 * (top - low))
         axes.set_xlabel("Learning rate")
         axes.set_ylabel("Loss (smoothed)")
-        index = self._index(10, 1, "steepest") if suggest else None
+        index = self.index_of_rate(10, 1, "steepest") if suggest else None
         if index is not None:
             lr = self.results["lr"][index]
             axes.plot(lr, self.results["loss"][index], "o", color="tab:red", label=f"suggestion: {lr:.3g}")

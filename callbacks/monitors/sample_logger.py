@@ -103,7 +103,7 @@ class SampleLogger(Callback):
             text = self.text(pl_module, outputs, batch) if self.text is not None else None
         if not trainer.is_global_zero:
             return
-        step = max((trainer.global_step if trainer.state.fn == "fit" else trainer._lw_records_at[0]) - 1, 0)
+        step = max((trainer.global_step if trainer.state.fn == "fit" else trainer.parts.output.records_at[0]) - 1, 0)
         key = f"{self.stage}/{self.name}"
         captions = None
         if isinstance(images, tuple):

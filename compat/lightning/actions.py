@@ -44,8 +44,8 @@ class MeasuredLifecycle(Lifecycle):
         arguments: See `Lifecycle`.
 
     Attributes:
-        around_own: Name of a hook -> what makes the function that is called in place of the user's override, if any.
-        around_callbacks: Name of an event -> the same for the function that calls its hooks of callbacks only.
+        around_own: See `put_around_own`.
+        around_callbacks: See `put_around_callbacks`.
         earlier_datamodule: A data module of an earlier verb, whose `prepare_data` is called, too.
     """
 
@@ -64,6 +64,26 @@ class MeasuredLifecycle(Lifecycle):
                 silent = [self.bracketed(_do_nothing, name) for name in self._names_of_silent(event)]
                 if silent:
                     self.wrap(event.name, partial(_followed, silent))
+
+    def put_around_own(self, name: str, around: Callable[[Hook | None], Hook | None]) -> None:
+        """Let `own` return what `around` makes of the user's override, None without one.
+
+        Args:
+            name: Name of a hook that is not an event.
+            around: Called each time the hook is looked up.
+        """
+        inner = self.around_own.get(name)
+        self.around_own[name] = around if inner is None else lambda hook: around(inner(hook))
+
+    def put_around_callbacks(self, name: str, around: Callable[[Hook], Hook]) -> None:
+        """Let `of_callbacks` return what `around` makes of the function.
+
+        Args:
+            name: Name of an event.
+            around: Called each time the event is looked up.
+        """
+        inner = self.around_callbacks.get(name)
+        self.around_callbacks[name] = around if inner is None else lambda fire: around(inner(fire))
 
     def own(self, name: str) -> Hook | None:
         """Return the user's override of a hook that is not an event, or what was put around it.

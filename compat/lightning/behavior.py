@@ -8,6 +8,8 @@ from ... import callbacks
 from ...trainer.behavior import Behavior
 from ...trainer.session.assemble import default_callbacks
 from .callbacks.classes import ModelCheckpoint, RichProgressBar
+from .hooks import check_hook_names, find_override
+from .optimizers import LightningOptimizer
 
 if TYPE_CHECKING:
     from ...trainer.session.arguments import Arguments
@@ -21,4 +23,9 @@ def _default_callbacks(arguments: Arguments, own: list[callbacks.Callback]) -> l
     return [served[type(one)]() if type(one) in served else one for one in added]
 
 
-BEHAVIOR = Behavior(default_callbacks=_default_callbacks)
+BEHAVIOR = Behavior(
+    default_callbacks=_default_callbacks,
+    check_hook_names=check_hook_names,
+    find_override=find_override,
+    managed_optimizer=LightningOptimizer,
+)

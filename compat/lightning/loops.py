@@ -10,20 +10,25 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 from torch import Tensor
+from typing_extensions import override
 
 from ...checkpoint.tools.convert import lightning_loop
 from ...data.tree import flatten_loaders, is_collection
 from ...trainer.hooks import DATA_BASES, MODULE_BASES, Hook, find_override
 from ...trainer.loop.fit_loop import FitLoop
+from ...trainer.run import FitRun
 from .imports.absent import refuse
 from .overrides import find_own
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ...protocols import Loader, Loaders, StateDict
     from ...trainer.run import Run
-    from ...trainer.session.fit import FitSession
     from ...trainer.trainer import Trainer
     from .parity.progress import Count, LoopCounts
+    from .sessions import LightningFitSession
+    from .trainer import Trainer as LightningTrainer
 
 __all__ = ["BatchProgress", "LoopView", "TrackedCounts", "TrainLoop", "count_evaluations", "refuse_own_loop"]
 
@@ -358,8 +363,17 @@ class TrainLoop(FitLoop):
 
     restarting = False
 
-    def _epoch(self, run: Run) -> None:
-        run.lifecycle.bracketed(super()._epoch, "run_training_epoch")(run)
+    @override
+    def run(self, run: FitRun, restore: Callable[[], None] | None) -> None:
+        """Train, unless parity counts a fit that has nothing to do."""
+        counts = cast("LightningTrainer", self.trainer).loop_counts
+        if counts is None or not counts.is_fit_over:
+            super().run(run, restore)
+
+    @override
+    def run_epoch(self, run: FitRun) -> None:
+        """Run one epoch, as an activity for profilers."""
+        run.lifecycle.bracketed(super().run_epoch, "run_training_epoch")(run)
 
     @property
     def epoch_loop(self) -> LoopView:
@@ -384,7 +398,7 @@ class TrainLoop(FitLoop):
         """Counts of epochs, to be read: `epoch_progress.current.completed`."""
         if self.epoch_loop._counts is not None:
             return self.epoch_loop._counts.epoch
-        run, done = self.trainer._lw_run, self.trainer.current_epoch
+        run, done = self.trainer.present_run(), self.trainer.current_epoch
         begun = done + (run is not None and run.opened is not None and self._trainer.state.stage == "train")
         processed = done + (run is not None and run.is_epoch_over and begun > done)
         counts = TrackedCounts(ready=begun, started=begun, processed=processed, completed=done)
@@ -424,9 +438,9 @@ class TrainLoop(FitLoop):
 
     def setup_data(self) -> None:
         """Load the training data now, so that `trainer.num_training_batches` is known."""
-        session = self.trainer._lw_session
-        if session is not None and self.trainer._lw_run is not None:
-            session.num_training_batches()
+        run = self.trainer.present_run()
+        if isinstance(run, FitRun):
+            fit_session_of(run).num_training_batches()
 
     def state_dict(self, prefix: str = "") -> StateDict:
         """Return the counts of training in the form of Lightning's checkpoints.
@@ -497,11 +511,11 @@ def _flat(loaders: Loaders) -> list[Loader]:
     return list(found)
 
 
-def fit_session_of(run: Run) -> FitSession:
-    """Return the session of a run of fit."""
-    return cast("FitSession", trainer_of(run)._lw_session)
+def fit_session_of(run: Run) -> LightningFitSession:
+    """Return the session of a run of fit, which is one of this layer."""
+    return cast("LightningFitSession", cast(FitRun, run).session)
 
 
-def trainer_of(run: Run) -> Trainer:
+def trainer_of(run: Run) -> LightningTrainer:
     """Return the Trainer of a run, whose parts know it as a `TrainerView`."""
-    return cast("Trainer", run.trainer)
+    return cast("LightningTrainer", run.trainer)

@@ -12,13 +12,14 @@ from ...data.hparams import class_only
 from ...data.tree import flatten_loaders, is_collection
 from ...trainer.module import Module
 from .imports.absent import refuse
+from .objects import keep_hyperparameters
 from .utilities.hparams import CoreName, accepted, existing, remove_ignored, set_hparams
 
 if TYPE_CHECKING:
     import torch
 
     from ...fabric import Fabric
-    from ...protocols import MapLocation, TrustedClasses
+    from ...protocols import MapLocation, StateDict, TrustedClasses
 
 __all__ = [
     "CheckpointHooks",
@@ -47,6 +48,14 @@ class LightningModule(Module):
     def logger(self) -> Any:  # Any: a logger of any library
         """First logger of the trainer, None without any; or of the Fabric, with an IndexError without any."""
         return self._fabric.logger if self._trainer is None and self._fabric is not None else super().logger
+
+    def checkpoint_hyperparameters(self, prefix: str) -> StateDict:
+        """Return what a checkpoint holds of the arguments: objects, too.
+
+        Args:
+            prefix: How keys begin.
+        """
+        return keep_hyperparameters(self, prefix)
 
     @property
     def strict_loading(self) -> bool:
@@ -112,6 +121,14 @@ class LightningDataModule(DataModule):
     """`lw.DataModule` under Lightning's name."""
 
     _hparams, _hparams_initial, _hparams_name, _log_hyperparams = CoreName(), CoreName(), CoreName(), CoreName()
+
+    def checkpoint_hyperparameters(self, prefix: str) -> StateDict:
+        """Return what a checkpoint holds of the arguments: objects, too.
+
+        Args:
+            prefix: How keys begin.
+        """
+        return keep_hyperparameters(self, prefix)
 
     def _set_hparams(self, hp: Mapping[str, Any] | Namespace) -> None:
         set_hparams(self, hp)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any  # Any: what a step takes and returns
 
 import torch
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ...errors import ModuleError
 from ...precision.base import evaluates_again
@@ -21,7 +22,6 @@ from ...trainer.run import FitRun
 from ...trainer.session import assemble
 from ...trainer.session.optimizers import manage_optimizers
 from .imports.absent import refuse
-from .patch import extend, patch
 
 if TYPE_CHECKING:
     from ...protocols import StateDict
@@ -29,10 +29,7 @@ if TYPE_CHECKING:
     from ...trainer.run import Run
     from ...trainer.trainer import Trainer
 
-__all__ = ["do_nothing_closure", "replace_optimizers", "replace_schedules"]
-
-# What the functions of a step know of the optimizer.
-_BOUND = ("optimizer", "zero_grad", "clip", "unscale", "step_by_module")
+__all__ = ["LightningOptimizer", "do_nothing_closure", "replace_optimizers", "replace_schedules"]
 
 
 def replace_optimizers(trainer: Trainer, optimizers: list[Optimizer]) -> None:
@@ -59,9 +56,7 @@ def replace_optimizers(trainer: Trainer, optimizers: list[Optimizer]) -> None:
     manage_optimizers(run)
     _describe(run)
     if isinstance(run, FitRun) and run.is_bound:
-        fresh = assemble.make_plan(run, trainer)
-        for name in _BOUND:
-            patch(run.plan, name, getattr(fresh, name))
+        run.plan.take_optimizer(assemble.make_plan(run, trainer))
         trainer.timeline.rebind()
 
 
@@ -133,39 +128,35 @@ def _count() -> None:
     """Stand where Lightning counts."""
 
 
-def _around_step(name: str) -> property:
-    """Return an attribute for a function that is called before or after each step."""
+class LightningOptimizer(ManagedOptimizer):
+    """An optimizer as `self.optimizers()` returns it, with the functions that Lightning calls around its step.
 
-    def read(managed: ManagedOptimizer) -> Callable[[], object]:
-        found: Callable[[], object] = managed.__dict__.get(name, _count)
-        return found
+    Attributes:
+        uncounted: Steps with another function instead of the one that counts: `global_step` leaves them out.
+    """
 
-    def assign(managed: ManagedOptimizer, function: Callable[[], object]) -> None:
-        own = managed.__dict__
-        own[name] = function
-        if "step" not in own:  # from now on this optimizer calls them; others pay nothing
-            patch(managed, "step", lambda closure=None, **kwargs: _step(managed, closure, **kwargs))
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.uncounted = 0
+        self._on_before_step: Callable[[], object] = _count
+        self._on_after_step: Callable[[], object] = _count
 
-    return property(read, assign)
+    @property
+    def _optimizer(self) -> Optimizer:
+        return self.optimizer
 
+    @override
+    def step(self, closure: Callable[[], object] | None = None, **kwargs: object) -> Any:
+        """Step, between the functions that a program has put around it."""
+        if self._on_before_step is _count and self._on_after_step is _count:
+            return super().step(closure, **kwargs)
+        before = self.num_steps
+        self._on_before_step()
+        result = super().step(closure, **kwargs)
+        self._on_after_step()
+        if self._on_after_step is not _count:
+            self.uncounted += self.num_steps - before
+        return result
 
-def _step(managed: Any, closure: Callable[[], object] | None, **kwargs: object) -> Any:
-    before = managed.num_steps
-    managed._on_before_step()
-    result = ManagedOptimizer.step(managed, closure, **kwargs)
-    managed._on_after_step()
-    if managed._on_after_step is not _count:
-        own = managed.__dict__
-        own["_uncounted"] = own.get("_uncounted", 0) + managed.num_steps - before
-    return result
-
-
-def _shown(managed: ManagedOptimizer) -> str:
-    return f"Lightning{managed.optimizer!r}"
-
-
-patch(ManagedOptimizer, "__repr__", _shown)  # programs print it
-
-for _name in ("_on_before_step", "_on_after_step"):
-    extend(ManagedOptimizer, _name, _around_step(_name))
-extend(ManagedOptimizer, "_optimizer", property(lambda managed: managed.optimizer))
+    def __repr__(self) -> str:
+        return f"Lightning{self.optimizer!r}"

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from ...strategies import Strategy
 from .enums import GradClipAlgorithmType
 from .overrides import find_own
-from .patch import patch
 from .precision import computed
 from .strategies import EVENTS, STEPS, with_optimizer
 
@@ -37,29 +36,30 @@ def serve_overrides(trainer: Trainer) -> None:
     Args:
         trainer: Its strategy and precision are chosen.
     """
+    # Only the objects of this Trainer have other methods; their names are checked, as those of any attribute.
     strategy, precision = trainer.fabric.strategy, trainer.fabric.precision
     own, of_precision = find_own(strategy), find_own(precision)
     if "backward" in own:
-        patch(strategy, "backward", partial(_backward, trainer))
+        strategy.backward = partial(_backward, trainer)  # type: ignore[method-assign]
     if "optimizer_step" in own:
-        patch(strategy, "optimizer_step", partial(_optimizer_step, trainer, strategy))
+        strategy.optimizer_step = partial(_optimizer_step, trainer, strategy)  # type: ignore[method-assign]
         if trainer.fabric.steps_by_precision:
             strategy.__dict__["_lw_stepping_precision"] = precision
             trainer.fabric.steps_by_precision = False
     if own.keys() & set(STEPS):
-        patch(strategy, "bind_step", partial(_bind_step, strategy, own.keys()))
+        strategy.bind_step = partial(_bind_step, strategy, own.keys())  # type: ignore[method-assign]
     if "convert_input" in of_precision:
-        patch(strategy, "bind_step", partial(_bind_converting, strategy.bind_step, precision))
+        strategy.bind_step = partial(_bind_converting, strategy.bind_step, precision)  # type: ignore[method-assign]
     if _OF_PRECISION & of_precision.keys():
         strategy.__dict__["_lw_precision_of_program"] = precision
         if not own:
-            patch(strategy, "backward", partial(with_optimizer(type(strategy).backward), strategy))
+            strategy.backward = partial(with_optimizer(type(strategy).backward), strategy)  # type: ignore[method-assign]
     if _CLIPPING & of_precision.keys():
-        for algorithm in ("norm", "value"):
-            clip = getattr(strategy, f"clip_gradients_{algorithm}")
-            patch(strategy, f"clip_gradients_{algorithm}", partial(_clip, precision, clip, algorithm))
+        by_norm, by_value = strategy.clip_gradients_norm, strategy.clip_gradients_value
+        strategy.clip_gradients_norm = partial(_clip, precision, by_norm, "norm")  # type: ignore[method-assign]
+        strategy.clip_gradients_value = partial(_clip, precision, by_value, "value")  # type: ignore[method-assign, assignment]
     if "optimizer_step" in of_precision:
-        patch(precision, "optimizer_step", partial(_optimizer_step, trainer, precision))
+        precision.optimizer_step = partial(_optimizer_step, trainer, precision)  # type: ignore[method-assign]
 
 
 def call_strategy_hooks(run: Run) -> None:

@@ -53,7 +53,7 @@ class RegistryView:
         return self._registry.names()
 
     def __getitem__(self, name: str) -> dict[str, object]:
-        entry = self._registry._lw_entries[name.lower()]
+        entry = self._registry.entry(name)
         return {
             "description": entry.description,
             "init_params": dict(entry.init_params),

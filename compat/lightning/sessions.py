@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from torch import nn
+from typing_extensions import override
 
 from ...protocols import StateDict
 from ...trainer.run import Run
@@ -19,16 +20,25 @@ from .iterating_steps import taking_batches
 from .loops import count_evaluations
 from .own_parts import call_strategy_hooks, set_strategy_up
 from .parity import switches
+from .utilities.combined import with_plain_loaders
 
 if TYPE_CHECKING:
     from ...trainer.session.session import Session
-    from .trainer import Trainer, _Metrics
+    from .metrics import LightningMetrics
+    from .trainer import Trainer
 
 __all__ = ["LightningEvaluationSession", "LightningFitSession"]
 
 
 class LightningFitSession(fit.FitSession):
-    """One fit of a program for Lightning."""
+    """One fit of a program for Lightning.
+
+    Attributes:
+        opening: Opens the context in which the training data are opened; None for no context.
+        is_within_window: Whether a validation takes place within an accumulation window: it keeps the gradients, and
+            its rows stand at the step that the window will make.
+        counting_window: Opens the context in which the micro-batches of the present window count as done.
+    """
 
     lifecycle_type = MeasuredLifecycle
     trainer: Trainer
@@ -36,9 +46,9 @@ class LightningFitSession(fit.FitSession):
     def __init__(self, *arguments: Any, **options: Any) -> None:  # Any: those of the core's session
         super().__init__(*arguments, **options)
         self.around = ExitStack()
-        for moment in ("session", "fit"):
-            for change in switches.functions(moment):
-                change(self)
+        self.opening: Callable[[], AbstractContextManager[object]] | None = None
+        self.is_within_window = False
+        self.counting_window: Callable[[], AbstractContextManager[object]] | None = None
 
     def __enter__(self) -> Self:
         """Enter also what parity puts around a verb."""
@@ -55,9 +65,22 @@ class LightningFitSession(fit.FitSession):
         """Leave all of it."""
         self.around.__exit__(kind, error, trace)
 
+    @override
+    def open_data(self) -> None:
+        """Ask for the training data, in the context that parity needs."""
+        opening, self.opening = self.opening, None
+        with nullcontext() if opening is None else opening():
+            super().open_data()
+
+    @override
+    def free_gradients(self) -> None:
+        """Zero the gradients before a validation, unless the window continues after it."""
+        if not self.is_within_window:
+            super().free_gradients()
+
     def begin(self, model: nn.Module) -> None:
         """Begin with the limits that Lightning shows, and without gradients."""
-        self.trainer._lw_has_fitted = True
+        self.trainer.has_fitted = True
         loop = self.loop
         loop.max_epochs = loop.epoch_limit
         loop.min_epochs = int(loop.min_steps is not None) if loop.min_epochs is None else loop.min_epochs
@@ -73,7 +96,7 @@ class LightningFitSession(fit.FitSession):
         """Restore, and change what parity changes when the functions of a step are bound."""
         trainer = self.trainer
         for change in switches.functions("before"):
-            before = change(trainer, before)
+            before = change(self, before)
         every = trainer.check_val_every_n_epoch or 1
         is_checked = bool(trainer.num_sanity_val_steps) or self.ckpt_path is not None
         self.loaders.waits_for_validation = not is_checked and bool((trainer.current_epoch + 1) % every)
@@ -89,10 +112,10 @@ class LightningFitSession(fit.FitSession):
             change(self.run)
         return put_back
 
-    def finish_evaluation(self, stage: str) -> None:
-        """Finish an evaluation, which returns what is logged with `logger=True`."""
-        super().finish_evaluation(stage)
-        _leave_out(self)
+    @override
+    def results_to_keep(self, results: Mapping[str, float]) -> Mapping[str, float]:
+        """Return what is logged with `logger=True`."""
+        return _of_loggers(self, results)
 
     def release_trainer(self) -> None:
         """Stay with the module, which programs ask for its Trainer when they have dropped their own reference."""
@@ -107,8 +130,6 @@ class LightningEvaluationSession(evaluation.EvaluationSession):
     def __init__(self, *arguments: Any, **options: Any) -> None:  # Any: those of the core's session
         super().__init__(*arguments, **options)
         self.around = ExitStack()
-        for change in switches.functions("session"):
-            change(self)
 
     def __enter__(self) -> Self:
         """Enter also what parity puts around a verb."""
@@ -143,10 +164,10 @@ class LightningEvaluationSession(evaluation.EvaluationSession):
         """Return the run, whose accelerator is set up."""
         return _complete(self, super().make_run())
 
-    def finish_evaluation(self, stage: str) -> None:
-        """Finish an evaluation, which returns what is logged with `logger=True`."""
-        super().finish_evaluation(stage)
-        _leave_out(self)
+    @override
+    def results_to_keep(self, results: Mapping[str, float]) -> Mapping[str, float]:
+        """Return what is logged with `logger=True`."""
+        return _of_loggers(self, results)
 
     def release_trainer(self) -> None:
         """Stay with the module, which programs ask for its Trainer when they have dropped their own reference."""
@@ -161,6 +182,7 @@ def _around(session: Session) -> ExitStack:
 
 
 def _complete(session: Session, run: Run) -> Run:
+    run.loaders.prepare = with_plain_loaders
     for change in switches.functions("hooks"):
         change(run)
     count_evaluations(session.trainer, run)
@@ -178,7 +200,6 @@ def _forget_gradients(run: Run) -> None:
         parameter.grad = None  # of an earlier run; those of a checkpoint are put back later
 
 
-def _leave_out(session: Session) -> None:
-    trainer = session.trainer
-    left_out = cast("_Metrics", session.metrics).keys_without_logger("validation", "test")
-    trainer._lw_results = {name: value for name, value in trainer._lw_results.items() if name not in left_out}
+def _of_loggers(session: Session, results: Mapping[str, float]) -> Mapping[str, float]:
+    left_out = cast("LightningMetrics", session.metrics).keys_without_logger("validation", "test")
+    return {name: value for name, value in results.items() if name not in left_out}

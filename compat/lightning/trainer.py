@@ -11,26 +11,25 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ...checkpoint.content import LIGHTNING_VERSION_KEY, OWN_KEY
 from ...checkpoint.tools.convert import lightning_loop
 from ...data.limit import find_length, resolve_limit
-from ...data.move import find_batch_size
 from ...fabric.world import checks_deferred
 from ...strategies import ParallelStrategy
 from ...strategies.optional import saves_shards
 from ...trainer import trainer
-from ...trainer.checkpointing import snapshot
 from ...trainer.checkpointing.saving import Saving
 from ...trainer.metrics.accumulators import with_suffix
-from ...trainer.metrics.metrics import Metrics
-from ...trainer.session import assemble, checks, session
+from ...trainer.run import FitRun
 from ...tuner.batch_size import Search, Trials, search_sizes
 from . import connectors, sessions
 from .actions import STEP
@@ -39,26 +38,23 @@ from .behavior import BEHAVIOR
 from .callbacks.external import with_external
 from .enums import TrainerState
 from .errors import NotAttached
-from .hooks import check_hook_names, find_override
 from .imports.finder import VERSION, show_paths
 from .loggers import TensorBoardLogger
-from .loops import LoopView, TrainLoop, refuse_own_loop
-from .module import LightningDataModule, LightningModule
-from .objects import keep_hyperparameters, part_hyperparameters, trust_objects, with_objects
+from .loops import LoopView, TrainLoop, fit_session_of, refuse_own_loop
+from .metrics import LightningMetrics
+from .objects import part_hyperparameters, trust_objects, with_objects
 from .optimizers import replace_optimizers
 from .overrides import check_overrides
 from .own_parts import serve_overrides
 from .parity import switches
-from .patch import patch
 from .profilers import PyTorchProfiler
 from .strategies import serve_parts
-from .utilities import combined  # noqa: F401  # changes which lists are lists of loaders
 from .utilities.rank_zero import rank_zero_only
 
 if TYPE_CHECKING:
     from ...protocols import StateDict
     from ...trainer.behavior import Behavior
-    from ...trainer.metrics.accumulators import ScalarAccumulator
+    from ...trainer.run import Run
     from .parity.progress import LoopCounts
 
 __all__ = ["Trainer"]
@@ -72,6 +68,12 @@ class Trainer(trainer.Trainer):
 
     Logs go to `lightning_logs`, checkpoints have Lightning's entries too, and hold whatever pickle can write; a method
     that looks like a hook is a warning. Arguments are those of `lw.Trainer`.
+
+    Attributes:
+        evaluated: Counts of batches of evaluations.
+        loop_counts: Counts of loops, where parity counts as Lightning does.
+        has_fitted: Whether a fit has begun.
+        decides_alone: Whether each rank judges the values that it has.
     """
 
     def __init__(self, **arguments: Any) -> None:  # Any: see lw.Trainer
@@ -98,19 +100,20 @@ class Trainer(trainer.Trainer):
         self.state = TrainerState()
         self.evaluated: dict[str, list[int]] = {}
         self.loop_counts: LoopCounts | None = None
+        self.decides_alone = False
         self._lw_own_loops: dict[str, LoopView] = {}
         self._lw_saving = _Saving(self)
         limits = {name: getattr(self.fit_loop, name) for name in ("max_epochs", "min_epochs", "max_steps", "min_steps")}
-        self.fit_loop = TrainLoop(self, **limits)
+        self.fit_loop = TrainLoop(self, seams=self.behavior.loop, **limits)
         is_disabled = self._lw_metrics.is_disabled
-        self._lw_metrics = _Metrics(self.fabric.device)
+        self._lw_metrics = LightningMetrics(self.fabric.device)
         self._lw_metrics.is_disabled = is_disabled
         self._lw_metrics.shows_evaluated_batches = False
         self._checkpoint_connector = connectors._CheckpointConnector(self)
         self._callback_connector = connectors._CallbackConnector(self)
         self._accelerator_connector = connectors._AcceleratorConnector(self)
         self._lw_has_parity = False
-        self._lw_has_fitted = False
+        self.has_fitted = False
         self.batch_size_rule = _search_sizes
         for curve in switches.functions("search"):
             self.learning_rate_curve = curve
@@ -121,8 +124,33 @@ class Trainer(trainer.Trainer):
     __init__.__signature__ = inspect.signature(trainer.Trainer.__init__)  # type: ignore[attr-defined]
 
     def make_behavior(self) -> Behavior:
-        """Return what a Trainer of Lightning does at the seams."""
-        return BEHAVIOR
+        """Return what a Trainer of Lightning does at the seams, with what parity changes."""
+        behavior = BEHAVIOR
+        for change in switches.functions("behavior"):
+            behavior = change(behavior)
+        return behavior
+
+    @override
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Send host numbers to all loggers; within a window, at the step that it will make."""
+        run = self.present_run()
+        is_within = isinstance(run, FitRun) and fit_session_of(run).is_within_window
+        if is_within and step is None and "step" not in metrics:
+            metrics, step = {**metrics, "epoch": self.progress.epochs}, self.progress.steps
+        super().log_metrics(metrics, step)
+
+    @override
+    def synchronize_metrics(self, *names: str) -> None:
+        """Make values equal on all ranks, unless each decides for itself."""
+        if not self.decides_alone:
+            super().synchronize_metrics(*names)
+
+    @override
+    def managed_schedulers(self) -> list[Any]:  # Any: schedules of any library
+        """Return the schedules that a module steps itself: as they are, where each rank decides for itself."""
+        if self.decides_alone:
+            return [config.scheduler for config in self.lr_scheduler_configs]
+        return super().managed_schedulers()
 
     def __getattr__(self, name: str) -> Any:  # Any: arguments differ in type
         found = super().__getattr__(name)
@@ -168,7 +196,7 @@ class Trainer(trainer.Trainer):
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
         """Batches of the sanity check of each loader; empty before the first fit."""
-        return super().num_sanity_val_batches if self._lw_has_fitted else []
+        return super().num_sanity_val_batches if self.has_fitted else []
 
     def _lw_batches_of_each(self, stage: str, counts: list[int | float]) -> list[int | float]:
         data = self._lw_loaders.eval.get(stage)
@@ -193,7 +221,7 @@ class Trainer(trainer.Trainer):
         values = {
             name: torch.tensor(value, device=self.fabric.device) for name, value in found.items() if name != "epoch"
         }
-        metrics = cast(_Metrics, self._lw_metrics)
+        metrics = cast(LightningMetrics, self._lw_metrics)
         waiting = {name: value.to(torch.get_default_dtype()) for name, value in metrics.waiting_for_loggers().items()}
         return {**values, **waiting}
 
@@ -331,6 +359,16 @@ class Trainer(trainer.Trainer):
 class _Saving(Saving):
     """Writes checkpoints that hold objects, and have what Lightning looks for in one."""
 
+    @override
+    def save(
+        self, run: Run, filepaths: Sequence[str | Path], *, is_weights_only: bool, storage_options: object
+    ) -> None:
+        """Take a checkpoint and write it to each path; with parity, also within a window."""
+        is_training = run is self._trainer.present_run() and isinstance(run, FitRun) and run.opened is not None
+        count = fit_session_of(run).counting_window if is_training else None
+        with nullcontext() if count is None or run.at_boundary else count():
+            super().save(run, filepaths, is_weights_only=is_weights_only, storage_options=storage_options)
+
     def check_weights(self, module: nn.Module) -> None:
         """Accept weights of any class; see `Saving.check_weights`."""
 
@@ -352,44 +390,6 @@ class _Saving(Saving):
         super().write_to(checkpoint, filepaths, storage_options)
 
 
-class _Metrics(Metrics):
-    """Weighs a value by the first tensor of a batch whose tensors disagree about its size, as Lightning does."""
-
-    def weight_of(self, accumulator: ScalarAccumulator) -> float:
-        """Return the samples of the present batch, by its first tensor where its tensors disagree."""
-        if self.batch is not None and self.sized is not self.batch:
-            size = find_batch_size(self.batch)
-            self.size = _first_size(self.batch) if size is None else size
-            self.sized = self.batch
-        return super().weight_of(accumulator)
-
-    def keys_without_logger(self, *stages: str) -> set[str]:
-        """Return the keys that were logged with `logger=False` in these stages."""
-        found = (one for stage in stages for one in self.accumulators(stage))
-        return {key for one in found if not one.logger for key in one.keys}
-
-    def waiting_for_loggers(self) -> dict[str, Tensor]:
-        """Return the latest values of keys that are sent to loggers, also those that are not sent yet."""
-        found = {}
-        sent = [one for stage in ("train", "validation", "test") for one in self.accumulators(stage) if one.logger]
-        for accumulator in sorted(sent, key=lambda one: one.window):
-            if accumulator.on_epoch and accumulator.epoch_key in self.results:
-                found[accumulator.epoch_key] = self.results[accumulator.epoch_key]
-            key = accumulator.step_key
-            if accumulator.step_values and accumulator.window > self.result_windows.get(key, -1):
-                value = accumulator.step_value(self.device)
-                found[key] = torch.as_tensor(value, device=self.device).detach().reshape(())
-        return found
-
-
-def _first_size(batch: object) -> int | None:
-    """Return the first dimension of the first tensor in a batch, None if there is no tensor."""
-    if isinstance(batch, Tensor):
-        return int(batch.shape[0]) if batch.ndim else 1
-    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
-    return next((size for item in items if (size := _first_size(item)) is not None), None)
-
-
 def _search_sizes(search: Search, most: int, trials: Trials) -> int:
     """Search for a batch size as Loopwright does, and continue if the loaders do not use it."""
     trials.refuses_unused = False
@@ -403,19 +403,3 @@ def _take_level() -> None:
         if level != logging.NOTSET:
             logging.getLogger("loopwright").setLevel(level)
             return
-
-
-def _hyperparameters(owner: object, prefix: str) -> dict[str, Any]:  # Any: see the function that is replaced
-    """Return what a checkpoint holds of a module's arguments: of a LightningModule, objects too."""
-    is_lightning = isinstance(owner, LightningModule | LightningDataModule)
-    return keep_hyperparameters(owner, prefix) if is_lightning else _plain_hyperparameters(owner, prefix)
-
-
-_plain_hyperparameters = snapshot.hyperparameters
-
-# The replaced functions of the core, which are not part of a run and have no Trainer.
-for _module in (assemble,):
-    patch(_module, "find_override", find_override)
-patch(snapshot, "hyperparameters", _hyperparameters)
-for _module in (checks, session, trainer):
-    patch(_module, "check_hook_names", check_hook_names)

@@ -19,7 +19,7 @@ from ...data.rng import capture_rng, restore_rng
 from ...errors import CheckpointError, LoopwrightError
 from ...lazy import is_core
 from ...messages import warn
-from ...protocols import StateDict
+from ...protocols import StateDict, WritesHyperparameters
 from ...strategies.base import plain_name, plain_names
 from ...strategies.optional import load_strategy_state, stages_of, strategy_state
 from ..hooks import find_override
@@ -360,6 +360,8 @@ def callback_states(callbacks: list[Callback]) -> StateDict:
 
 def hyperparameters(owner: object, prefix: str) -> StateDict:
     """Return the entries of a checkpoint for the hyperparameters of a module (prefix "") or "datamodule_"."""
+    if isinstance(owner, WritesHyperparameters):
+        return owner.checkpoint_hyperparameters(prefix)
     if not getattr(owner, "hparams", None):
         return {}
     from ...checkpoint import hparams  # not imported without any

@@ -9,7 +9,8 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from ...data.rng import capture_rng, restore_rng
 from ...errors import ConfigError, DataError
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from ..view import TrainerView
 
-__all__ = ["FitLoop"]
+__all__ = ["FitLoop", "LoopSeams"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,9 @@ class FitLoop:
         max_epochs, min_epochs, max_steps, min_steps: The limits; may be changed between two fits.
         is_used_up: Whether `max_samples` or `max_tokens` is reached; the same on all ranks.
         plan_counts_steps: Whether the plan of a step compares its own count with `max_steps`, and sets `is_used_up`.
+        seams: The functions that a layer for another library exchanges.
+        next_validation: Count of batches at which the next validation is due.
+        look_at: Batch of this epoch from which on a validation may be due.
     """
 
     def __init__(
@@ -46,8 +50,10 @@ class FitLoop:
         min_epochs: int | None,
         max_steps: int,
         min_steps: int | None,
+        seams: LoopSeams | None = None,
     ) -> None:
         self._trainer = trainer
+        self.seams = LoopSeams() if seams is None else seams
         self.max_epochs = max_epochs
         self.min_epochs = min_epochs
         self.max_steps = max_steps
@@ -55,8 +61,8 @@ class FitLoop:
         self.is_used_up = False
         self.plan_counts_steps = False
         self._step: Callable[[FitRun, int], bool] = train_window
-        self._next_validation: int | float = math.inf
-        self._look_at: int | float = 0
+        self.next_validation: int | float = math.inf
+        self.look_at: int | float = 0
         self._validation_clock_s = 0.0
         self._asked_at = -1
         self._rank_zero_said = False
@@ -127,7 +133,7 @@ class FitLoop:
             run: The run.
             restore: Puts back the random number generators of a checkpoint; called last before training continues.
         """
-        self._step = self._choose_step(run)
+        self._step = self.seams.choose_step(self, run)
         if run.carried is not None:
             self._step = run.carried.spanning(self._step)
         self._validation_clock_s = time.monotonic() - run.progress.validated_s
@@ -153,7 +159,7 @@ class FitLoop:
         if stop_points is not None:
             stop_points.begin_phase(may_stop=self.may_stop and not self.is_at_limit)
         while not self.is_done or self._has_epoch_to_close(run):
-            self._epoch(run)
+            self.run_epoch(run)
             if stop_points is not None:
                 stop_points.begin_phase(may_stop=self.may_stop and not self.is_at_limit)
         self._trainer.wait_for_save()  # whoever hears of the end may read the files
@@ -181,8 +187,8 @@ class FitLoop:
                 break
             run.stream.next_batch()
 
-    def _epoch(self, run: FitRun) -> None:
-        """Run one epoch, or the rest of one that was left open."""
+    def run_epoch(self, run: FitRun) -> None:
+        """Run one epoch, or the rest of one that was left open; a subclass may do something around it."""
         progress, trainer = run.progress, self._trainer
         timeline = trainer.timeline
         is_whole = not progress.epoch_open
@@ -193,8 +199,8 @@ class FitLoop:
         progress.epoch_paused = False
         stream = run.stream
         steps_before = progress.steps
-        self._next_validation = self._plan_validation(run)
-        self._look_at = self._when_to_look(run)
+        self.next_validation = self.plan_validation(run)
+        self.look_at = self.seams.when_to_look(self, run)
         accumulate = self.accumulation_for_epoch(progress.epochs)
         run.metrics.is_weighing_steps = accumulate > 1 or run.fabric.strategy.traits.parts_per_batch > 1
         step, stop_points = run.lifecycle.bracketed(self._step, "run_training_step"), run.stop_points
@@ -203,11 +209,11 @@ class FitLoop:
             if progress.total_batches >= timeline.due:
                 timeline.open(run)
             size = 0 if is_skipped else stream.remaining(accumulate)
-            if not size or progress.batches_in_epoch >= self._look_at:
-                if self._validation_is_due(run, is_epoch_over=not size):
+            if not size or progress.batches_in_epoch >= self.look_at:
+                if self.seams.validation_is_due(self, run, is_epoch_over=not size):
                     run.session.validate()
-                self._next_validation = self._plan_validation(run)
-                self._look_at = self._when_to_look(run)
+                self.next_validation = self.plan_validation(run)
+                self.look_at = self.seams.when_to_look(self, run)
             if stop_points is not None:
                 stop_points.begin_phase(may_stop=self.may_stop and not self.is_at_limit)
             elif run.run_signals.is_called:
@@ -225,7 +231,7 @@ class FitLoop:
         is_over = not size
         timeline.enter("epoch")
         is_stuck = is_whole and progress.steps == steps_before and not (run.carried is not None and run.carried.count)
-        self._close_epoch(run, is_over=is_over, is_stuck=is_stuck)
+        self.seams.close_epoch(self, run, is_over=is_over, is_stuck=is_stuck)
         timeline.leave()
 
     def _open_epoch(self, run: FitRun) -> None:
@@ -245,7 +251,7 @@ class FitLoop:
         else:
             run.stream.open(run.progress.epochs, may_be_empty=True)
 
-    def _close_epoch(self, run: FitRun, *, is_over: bool, is_stuck: bool) -> None:
+    def close_epoch(self, run: FitRun, *, is_over: bool, is_stuck: bool) -> None:
         """Fire the end of the epoch. One that a limit cut short stays open: more training continues within it."""
         progress = run.progress
         run.watch.look(progress)
@@ -288,7 +294,8 @@ class FitLoop:
         """Whether a checkpoint was taken before a validation or the epoch's end that its last step has yet to bring."""
         return run.progress.epoch_open and not run.progress.epoch_paused
 
-    def _choose_step(self, run: FitRun) -> Callable[[FitRun, int], bool]:
+    def choose_step(self, run: FitRun) -> Callable[[FitRun, int], bool]:
+        """Return the recipe of a window: `(run, micro-batches) -> False where the rest of the epoch is left`."""
         plan = run.plan
         if not run.is_automatic:
             self._refuse_to_skip(run, "manual optimization")
@@ -333,7 +340,7 @@ class FitLoop:
         every = self._trainer.check_val_every_n_epoch
         return every is None or (self._trainer.progress.epochs + 1) % every == 0
 
-    def _plan_validation(self, run: FitRun) -> int | float:
+    def plan_validation(self, run: FitRun) -> int | float:
         """Return the count of batches at which the next validation is due: in the epoch, or in all for no epoch."""
         trainer, progress = self._trainer, run.progress
         interval = run.loaders.interval_batches
@@ -345,7 +352,7 @@ class FitLoop:
         validated = max(progress.validated_at - epoch_began_at, 0)
         return (validated // interval + 1) * interval
 
-    def _when_to_look(self, run: FitRun) -> int | float:
+    def when_to_look(self, run: FitRun) -> int | float:
         """Return the batch of this epoch from which on a validation may be due: before it, the loop does not ask."""
         trainer, progress = self._trainer, run.progress
         if not trainer.enable_validation:
@@ -354,9 +361,9 @@ class FitLoop:
             return 0
         is_across_epochs = trainer.check_val_every_n_epoch is None
         began_at = progress.total_batches - progress.batches_in_epoch if is_across_epochs else 0
-        return self._next_validation - began_at
+        return self.next_validation - began_at
 
-    def _validation_is_due(self, run: FitRun, *, is_epoch_over: bool) -> bool:
+    def validation_is_due(self, run: FitRun, *, is_epoch_over: bool) -> bool:
         """Whether to validate now. Windows are whole: a validation due within one comes right after it."""
         trainer, progress = self._trainer, run.progress
         if not trainer.enable_validation or progress.validated_at == progress.total_batches:
@@ -368,7 +375,7 @@ class FitLoop:
         if seconds is not None:
             return self._is_time_to_validate(run, seconds)
         count = progress.total_batches if every is None else progress.batches_in_epoch
-        if count >= self._next_validation:
+        if count >= self.next_validation:
             return True
         # Once per epoch means at its end, also where its length was not known or was wrong.
         return is_epoch_over and every is not None and trainer.validates_at_epoch_end
@@ -387,7 +394,7 @@ class FitLoop:
         """Whether a validation follows the step whose events are being handled."""
         if not run.at_boundary or run.opened is None:
             return False
-        return self._validation_is_due(run, is_epoch_over=not run.stream.has_next())
+        return self.seams.validation_is_due(self, run, is_epoch_over=not run.stream.has_next())
 
     def mark_validated(self, run: FitRun) -> None:
         """Note that the validation that was due is done."""
@@ -397,6 +404,31 @@ class FitLoop:
     def seconds_since_validation(self) -> float:
         """Return the seconds of training since the last validation, earlier runs of a resumed training included."""
         return time.monotonic() - self._validation_clock_s
+
+
+class _ClosesEpoch(Protocol):
+    def __call__(self, loop: FitLoop, /, run: FitRun, *, is_over: bool, is_stuck: bool) -> None: ...
+
+
+class _IsDue(Protocol):
+    def __call__(self, loop: FitLoop, /, run: FitRun, *, is_epoch_over: bool) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSeams:
+    """What a `FitLoop` does where other libraries do something else; the defaults are its methods.
+
+    Attributes:
+        choose_step: Returns the recipe of a window; once per fit.
+        close_epoch: Fires the end of an epoch.
+        validation_is_due: Whether to validate now.
+        when_to_look: Returns the batch of this epoch from which on a validation may be due.
+    """
+
+    choose_step: Callable[[FitLoop, FitRun], Callable[[FitRun, int], bool]] = FitLoop.choose_step
+    close_epoch: _ClosesEpoch = FitLoop.close_epoch
+    validation_is_due: _IsDue = FitLoop.validation_is_due
+    when_to_look: Callable[[FitLoop, FitRun], int | float] = FitLoop.when_to_look
 
 
 def _rest_of_step(run: FitRun) -> str:

@@ -52,6 +52,7 @@ class ManagedOptimizer:
     Attributes:
         optimizer: The wrapped optimizer.
         num_steps: How often it has stepped since the run began.
+        take_step: Steps the wrapped optimizer, with a closure or without; None outside of a run.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class ManagedOptimizer:
         self.optimizer = optimizer
         self.num_steps = 0
         self._trainer = trainer
-        self._take_step = take_step
+        self.take_step = take_step
 
     @property  # type: ignore[misc]  # typeshed's __class__ can be assigned; isinstance() asks this one
     def __class__(self) -> Any:  # Any: the optimizer's
         return type(self.optimizer)
 
     def __getattr__(self, name: str) -> Any:  # Any: an attribute of the optimizer
-        if name in ("optimizer", "_trainer", "_take_step"):
+        if name in ("optimizer", "_trainer", "take_step"):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -93,7 +94,7 @@ class ManagedOptimizer:
                 f"optimizer.step got a closure of type {type(closure).__name__}.",
                 fix="pass a function without arguments that returns the loss, or nothing.",
             )
-        take_step = self._take_step
+        take_step = self.take_step
         if take_step is None:
             raise ModuleError(
                 f"{self!r} was made outside of a run, so that it cannot step.",

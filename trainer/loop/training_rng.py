@@ -54,7 +54,10 @@ class TrainingRng:
     Attributes:
         left: The generators at the end of the last fit: one state, or one for each rank where other processes ran it;
             None before.
+        separates_ranks: Whether ranks that read different data draw different numbers.
     """
+
+    separates_ranks = True
 
     def __init__(self) -> None:
         self.left: RngState | list[RngState] | None = None
@@ -92,7 +95,8 @@ class TrainingRng:
 
     def separate_ranks(self, strategy: Strategy) -> None:
         """Give ranks that read different data random numbers of their own. On every rank, before its first step."""
-        rank_rng.separate(strategy)
+        if self.separates_ranks:
+            rank_rng.separate(strategy)
 
     def resume(self, put_back: Callable[[], None] | None) -> Callable[[], None] | None:
         """Return what puts the generators back when a checkpoint is resumed; called last before training continues.

@@ -47,6 +47,7 @@ class LogOutput:
     Attributes:
         latest: Key -> value last sent; the same on every rank.
         is_silent: Whether another rank tells the loggers.
+        records_at: Steps and epochs that rows of an evaluation outside of fit belong to.
         told_here: Loggers that get rows on this rank also where it is silent; none by default.
 
     Raises:
@@ -60,6 +61,7 @@ class LogOutput:
         self._clock_s = time.monotonic()
         self.is_silent = False
         self.told_here: list[Logger] = []
+        self.records_at = (0, 0)
         self._loggers: list[Logger] = []
         self.latest: dict[str, float] = {}
         self.loggers = self._read(logger, root, is_trial=is_trial)

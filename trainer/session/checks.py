@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -11,7 +12,7 @@ from ...data.tree import are_same_loaders
 from ...errors import ConfigError, ModuleError
 from ...protocols import Loaders
 from ...strategies.optional import ChecksLayers, ConfiguresOptimizers
-from ..hooks import check_hook_names
+from ..hooks import MODULE_BASES, Hook, find_override
 from ..lifecycle import hook_names
 from ..module import Module
 from . import assemble
@@ -109,9 +110,9 @@ def check(session: Session, module: nn.Module, datamodule: DataModule | None) ->
         from .forward_loss import equip
 
         equip(module, session.verb)
-    check_hook_names(module, "module", hook_names("module"))
+    session.behavior.check_hook_names(module, "module", hook_names("module"))
     if datamodule is not None:
-        check_hook_names(datamodule, "datamodule", hook_names("datamodule"))
+        session.behavior.check_hook_names(datamodule, "datamodule", hook_names("datamodule"))
 
 
 def check_evaluation(session: Session, module: nn.Module) -> None:
@@ -156,9 +157,17 @@ def check_layers(strategy: Strategy, module: nn.Module) -> None:
         strategy.check_layers(module)
 
 
-def builders(module: nn.Module) -> list[str]:
-    """Return the names of the hooks in which the module builds layers."""
-    return [name for name in ("configure_sharded_model", "configure_model") if assemble.has_override(module, name)]
+def builders(
+    module: nn.Module, override_of: Callable[[object, str, tuple[type, ...]], Hook | None] = find_override
+) -> list[str]:
+    """Return the names of the hooks in which the module builds layers.
+
+    Args:
+        module: The user's module.
+        override_of: Returns the module's own hook, None where it has none.
+    """
+    names = ("configure_sharded_model", "configure_model")
+    return [name for name in names if override_of(module, name, MODULE_BASES) is not None]
 
 
 def module_of_evaluation(verb: str, model: nn.Module | None, last: nn.Module | None) -> nn.Module:

@@ -77,7 +77,7 @@ class EvaluationSession(Session):
             counts = self.load_weights(path, is_trusted=self.is_trusted).states.get("progress", {})
             # Records belong to the step of the weights, not to that of a training which this Trainer did before.
             steps, epochs = counts.get("steps", steps), counts.get("epochs", epochs)
-        trainer._lw_records_at = (steps, epochs)
+        self.output.records_at = (steps, epochs)
         self.synchronize_folders()
         self.write_hyperparameters()
         self.state.stage = self.verb
@@ -90,10 +90,10 @@ class EvaluationSession(Session):
             keep: Whether outputs are kept; else the lists are empty.
         """
         run = self.run
-        outputs = self.evaluation_loop(self.stage, self.data).run(run, self.data, keep=keep)
+        outputs = self.behavior.evaluation_loop(self, self.stage, self.data).run(run, self.data, keep=keep)
         if run.stop_points is not None:
             run.stop_points.begin_phase()
-        return self.in_order(outputs) if keep and run.has_ranks else outputs
+        return self.behavior.in_order(self, outputs) if keep and run.has_ranks else outputs
 
     def in_order(self, outputs: list[list[AnyOutput]]) -> list[list[AnyOutput]]:
         """Return the outputs of all ranks in the order of the data; on every rank: it communicates."""

@@ -109,16 +109,16 @@ class FitSession(Session):
         """
         trainer, progress = self.trainer, self.progress
         path = locate(trainer, self.ckpt_path, "fit", has_model=True)
-        self.adopt_callbacks()  # `locate` has asked them for files of another run
+        self.behavior.adopt_callbacks(self)  # `locate` has asked them for files of another run
         content = None
         if path is not None:
             content = self.load_weights(path, is_trusted=self.is_trusted)
-            self.continue_logs(content.states.get("loggers", {}))
+            self.behavior.continue_logs(self, content.states.get("loggers", {}))
         elif progress.epoch_open and trainer._lw_stream_state is None:
             begin_epoch_again(trainer, self.run)
         self.synchronize_folders()
         build_training(self.run)
-        put_back = self.restore_and_start(content, path, before)
+        put_back = self.behavior.restore_and_start(self, content, path, before)
         if not progress.epoch_open:
             check_sanity(self)
         self.open_data()
@@ -227,6 +227,10 @@ class FitSession(Session):
                 if hasattr(callback, "forget_run"):
                     callback.forget_run()
                 vars(callback)["_adopted_by"] = identity
+
+    def begin_data_anew(self) -> None:
+        """Forget where the data of the last fit were."""
+        self.trainer._lw_stream_state = None
 
     def continue_logs(self, states: StateDict) -> None:
         """Let loggers continue where a checkpoint saw them. Called before anything is logged."""

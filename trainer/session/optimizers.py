@@ -12,7 +12,6 @@ from ...messages import warn
 from ...strategies.optional import ChecksStates, ConfiguresOptimizers
 from ..checkpointing import optimizer_record
 from ..loop import manual
-from ..loop.optimizers import ManagedOptimizer
 from ..loop.schedule import read_optimizers
 from . import assemble
 
@@ -78,7 +77,7 @@ def manage_optimizers(run: Run) -> None:
     """Make the optimizers that the module gets."""
     step, weak = manual.step_given if run.is_automatic else manual.step_in_manual, weakref.proxy(run)
     run.managed = [
-        ManagedOptimizer(optimizer, weakref.proxy(run.trainer.itself), lambda o, closure: step(weak, o, closure))
+        run.managed_type(optimizer, weakref.proxy(run.trainer.itself), lambda o, closure: step(weak, o, closure))
         for optimizer in run.optimizers
     ]
 

@@ -23,7 +23,6 @@ from ...profilers import PassThroughProfiler, Profiler
 from ...strategies.optional import changing, stages_of
 from ...tracebacks import show_trimmed
 from ..checkpointing import snapshot
-from ..hooks import check_hook_names
 from ..lifecycle import Lifecycle, hook_names
 from ..loop.eval_loader import EvalLoader
 from ..loop.eval_loop import EvalLoop
@@ -68,6 +67,7 @@ class Session(ABC):
         log: Where `self.log` of modules goes.
         ending: Undoes, when the verb ends, what it has begun.
         attachment: Lets go of the module and its data after that.
+        behavior: What is done at the seams, where other libraries do something else.
         begun_s: When the verb began, in seconds of the monotonic clock.
         is_compiled: Whether what the run calls was compiled.
     """
@@ -83,7 +83,7 @@ class Session(ABC):
         self.trainer, self.verb, self.datamodule, self.given = trainer, verb, datamodule, given
         self.fabric, self.strategy, self.arguments = trainer.fabric, trainer.fabric.strategy, trainer._lw_arguments
         self.loaders, self.output, self.metrics = trainer._lw_loaders, trainer._lw_output, trainer._lw_metrics
-        self.progress, self.state = trainer.progress, trainer.state
+        self.progress, self.state, self.behavior = trainer.progress, trainer.state, trainer.behavior
         self.profiler: Profiler | None = None if isinstance(trainer.profiler, PassThroughProfiler) else trainer.profiler
         self.log: Callable[..., object] = _log_nothing if self.arguments.barebones else self.metrics.log
         self.ending, self.attachment = ExitStack(), ExitStack()
@@ -199,7 +199,7 @@ class Session(ABC):
         extra = self.module.configure_callbacks() if isinstance(self.module, Module) else None
         if extra:
             for callback in [extra] if isinstance(extra, Callback) else extra:
-                check_hook_names(callback, "callbacks", hook_names("callbacks"))
+                self.behavior.check_hook_names(callback, "callbacks", hook_names("callbacks"))
             self.trainer.callbacks[:] = assemble.merge_callbacks(self.trainer.callbacks, extra)
 
     def make_run(self) -> Run:
@@ -250,6 +250,7 @@ class Session(ABC):
             is_automatic=bool(getattr(module, "automatic_optimization", True)),
             skips_bad_steps=self.arguments.nonfinite_loss == "skip",
             has_ranks=has_ranks,
+            managed_type=self.behavior.managed_optimizer,
             stop_points=self._stop_coordination() if has_ranks else None,
         )
         return self.run
@@ -284,7 +285,7 @@ class Session(ABC):
         self.loaders.pins = run.device.type == "cuda"
         self._prepare_data()
         run.lifecycle.setup(self.verb)
-        names = builders(module)
+        names = builders(module, self.behavior.find_override)
         if names:
             with self.fabric.init_module():
                 for name in names:
@@ -401,7 +402,7 @@ class Session(ABC):
     # --- evaluations -----------------------------------------------------------------------------------------------
 
     def evaluation_loop(self, stage: str, data: EvalLoader) -> EvalLoop:
-        """Return the loop over the data of "validation", "test" or "predict"."""
+        """Return the loop over the data of "validation", "test" or "predict"; called through `behavior`."""
         # What a step in inference mode leaves behind cannot be trained: a buffer or a cache of the user, what a
         # compiled module keeps, gathered parameters. So training's own validations do without.
         keeps_tensors = (
@@ -421,9 +422,14 @@ class Session(ABC):
 
     def finish_evaluation(self, stage: str) -> None:
         """Send the metrics of an evaluation to the loggers, and keep them."""
-        row, self.trainer._lw_results = self.metrics.finish_epoch(stage, self.progress.steps)
+        row, results = self.metrics.finish_epoch(stage, self.progress.steps)
+        self.trainer._lw_results = self.results_to_keep(results)
         if row:
             self.trainer.log_metrics(row)
+
+    def results_to_keep(self, results: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the metrics that the verb returns, of those of an evaluation."""
+        return results
 
     # --- the end ---------------------------------------------------------------------------------------------------
 

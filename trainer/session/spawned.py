@@ -206,7 +206,7 @@ def _build(trainer: Trainer, module: nn.Module) -> None:
     _attach(trainer, module)
     # What is drawn here is replaced: this process draws later what it would have drawn without it.
     with torch.random.fork_rng(devices=[]), trainer.fabric.precision.module_init_context():
-        for name in builders(module):
+        for name in builders(module, trainer.behavior.find_override):
             getattr(module, name)()
 
 

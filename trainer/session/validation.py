@@ -29,7 +29,7 @@ def check_sanity(session: FitSession) -> None:
     data = loaders.open_sanity()
     generators = before.generators = loaders.capture_generators()
     if data is not None and data.num_batches:
-        session.evaluation_loop("validation", data).run(run, data)
+        session.behavior.evaluation_loop(session, "validation", data).run(run, data)
     if run.monitored is not None:
         run.monitored.check_validation()
     run.metrics.discard_epoch("validation")
@@ -54,7 +54,9 @@ def validate(session: FitSession) -> None:
         return
     before = run.before_validation = snapshot.before_validation(run)
     session.free_gradients()
-    evaluate = run.lifecycle.bracketed(session.evaluation_loop("validation", data).run, "[EvalLoop].validation")
+    evaluate = run.lifecycle.bracketed(
+        session.behavior.evaluation_loop(session, "validation", data).run, "[EvalLoop].validation"
+    )
     weights = run.evaluation_weights
     with nullcontext() if weights is None else weights.evaluating():
         session.trainer.timeline.timed("validation", evaluate)(run, data)

@@ -108,7 +108,7 @@ class Recorder:
                 continue
             found.append(package)
             module = importlib.import_module(package)
-            if hasattr(module.Trainer.fit, "_is_watched"):
+            if hasattr(module.Trainer.fit, "is_watched"):
                 continue  # both names mean one class
             self._wrap(module.Trainer, "__init__", self._make_trainer)
             for verb in _VERBS:
@@ -119,7 +119,7 @@ class Recorder:
         for package in ("lightning.fabric", "lightning_fabric"):
             if _exists(package):
                 fabric = importlib.import_module(package).Fabric
-                if not hasattr(fabric.backward, "_is_watched"):
+                if not hasattr(fabric.backward, "is_watched"):
                     self._wrap(fabric, "__init__", self._make_fabric)
                     self._wrap(fabric, "backward", self._run_backward)
         return found
@@ -131,7 +131,7 @@ class Recorder:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return replacement(original, *args, **kwargs)
 
-        wrapped._is_watched = True  # type: ignore[attr-defined]
+        wrapped.is_watched = True  # type: ignore[attr-defined]
         setattr(owner, name, wrapped)
 
     def _make_trainer(self, original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -202,7 +202,7 @@ class Recorder:
                 continue
             for name in HOOKS[kind]:
                 method = vars(owner).get(name)
-                if isinstance(method, types.FunctionType) and not hasattr(method, "_is_watched"):
+                if isinstance(method, types.FunctionType) and not hasattr(method, "is_watched"):
                     self._wrap_hook(owner, name, method)
 
     def _wrap_hook(self, owner: type, name: str, method: Callable[..., Any]) -> None:
@@ -217,7 +217,7 @@ class Recorder:
             finally:
                 self._inside.discard(key)
 
-        wrapped._is_watched = True  # type: ignore[attr-defined]
+        wrapped.is_watched = True  # type: ignore[attr-defined]
         setattr(owner, name, wrapped)
 
     def _call(
@@ -245,7 +245,7 @@ class Recorder:
     def _watch_logger(self, number: int, logger: Any) -> None:
         for name in ("log_metrics", "log_hyperparams"):
             owner = next((one for one in type(logger).__mro__ if name in vars(one)), None)
-            if owner is not None and not hasattr(vars(owner)[name], "_is_watched"):
+            if owner is not None and not hasattr(vars(owner)[name], "is_watched"):
                 self._wrap(owner, name, functools.partial(self._log, name, number))
 
     def _log(self, name: str, number: int, original: Callable[..., Any], logger: Any, *args: Any, **kwargs: Any) -> Any:

@@ -73,7 +73,7 @@ _HOMES = {
     "recursive_detach",
     f"{_OWN}.module": "CheckpointHooks DataHooks LightningDataModule LightningModule ModelHooks "
     "_load_from_checkpoint=load_from_checkpoint",
-    f"{_OWN}.optimizers": "LightningOptimizer=ManagedOptimizer _MockOptimizer do_nothing_closure",
+    f"{_OWN}.optimizers": "LightningOptimizer _MockOptimizer do_nothing_closure",
     f"{_OWN}.utilities.parameters": "_materialize_meta_tensors _setup_activation_checkpointing find_shared_parameters "
     "from_compiled grad_norm is_overridden is_param_in_hook_signature set_shared_parameters to_uncompiled",
     f"{_OWN}.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin=DeepSpeedPrecision "

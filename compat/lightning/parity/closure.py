@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,29 +14,30 @@ from torch.optim import Optimizer
 
 from ....data.sources.base import NO_BATCH
 from ....protocols import Batch, StepOutput
+from ....trainer.behavior import Behavior
 from ....trainer.loop.fit_loop import FitLoop
 from ....trainer.loop.loss import Loss, read_loss
 from ....trainer.loop.step import count_window, detached_mean, drop_window, outputs_of
 from ....trainer.run import FitRun
-from ....trainer.trainer import Trainer
-from ..patch import patch
 
 __all__ = ["step_with_closures", "train_window_with_closure"]
 
 
-def step_with_closures(trainer: Trainer) -> None:
+def step_with_closures(behavior: Behavior) -> Behavior:
     """Let optimizers get the training step of a window's last micro-batch as their closure."""
-    loop = trainer.fit_loop
-    patch(loop, "_choose_step", partial(_choose_step, loop))
+    choose_step = partial(_choose_step, behavior.loop.choose_step)
+    return replace(behavior, loop=replace(behavior.loop, choose_step=choose_step))
 
 
-def _choose_step(loop: FitLoop, run: FitRun) -> Callable[[FitRun, int], bool]:
-    chosen, plan = FitLoop._choose_step(loop, run), run.plan
+def _choose_step(
+    choose: Callable[[FitLoop, FitRun], Callable[[FitRun, int], bool]], loop: FitLoop, run: FitRun
+) -> Callable[[FitRun, int], bool]:
+    chosen, plan = choose(loop, run), run.plan
     is_one_step = run.is_automatic and plan.optimizer is not None and plan.run_window is None
     if not is_one_step or run.fabric.precision.has_scaler or run.skips_bad_steps:
         return chosen
     for managed in run.managed:
-        patch(managed, "_take_step", partial(_take_step, run))
+        managed.take_step = partial(_take_step, run)
     return train_window_with_closure
 
 

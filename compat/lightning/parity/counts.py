@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ....protocols import StateDict
+from ....trainer.behavior import Behavior
 from ....trainer.loop.fit_loop import FitLoop
 from ....trainer.loop.optimizers import ManagedOptimizer
 from ....trainer.loop.step import count_own_step
@@ -17,7 +19,7 @@ from ....trainer.run import FitRun
 from ....trainer.session.fit import FitSession
 from ....trainer.state import Progress
 from ....trainer.trainer import Trainer
-from ..patch import patch
+from ..optimizers import LightningOptimizer
 
 __all__ = [
     "OptimizerProgress",
@@ -47,7 +49,7 @@ class OptimizerProgress(Progress):
         """Steps of all optimizers together."""
         if self.optimizer_steps is None:
             return self.steps
-        counted = (one.num_steps - int(vars(one).get("_uncounted", 0)) for one in self.managed)
+        counted = (one.num_steps - getattr(one, "uncounted", 0) for one in self.managed)
         return self.optimizer_steps + sum(counted)
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,7 +62,7 @@ class OptimizerProgress(Progress):
 def count_optimizers(trainer: Trainer) -> None:
     """Let the Trainer's steps be those of all optimizers."""
     counts = {one.name: getattr(trainer.progress, one.name) for one in fields(Progress)}
-    patch(trainer, "progress", OptimizerProgress(**counts))
+    trainer.progress = OptimizerProgress(**counts)
 
 
 def count_own_steps(run: FitRun) -> None:
@@ -72,8 +74,9 @@ def count_own_steps(run: FitRun) -> None:
     progress.optimizer_steps, progress.managed = before, run.managed
     for one in run.managed:
         one.num_steps = 0
-        one.__dict__.pop("_uncounted", None)
-    patch(loop, "plan_counts_steps", True)
+        if type(one) is LightningOptimizer:
+            one.uncounted = 0
+    loop.plan_counts_steps = True
 
     def finish(run: FitRun, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
         progress.steps += 1
@@ -83,28 +86,29 @@ def count_own_steps(run: FitRun) -> None:
     plan.finish_window = finish
 
 
-def count_cut_epochs(trainer: Trainer) -> None:
+def count_cut_epochs(behavior: Behavior) -> Behavior:
     """Let `should_stop` bring a last validation, and an epoch that a limit or a request cuts short count as one."""
-    loop = trainer.fit_loop
-    for name, function in (
-        ("_close_epoch", _close_epoch),
-        ("_validation_is_due", _validation_is_due),
-        ("_when_to_look", _when_to_look),
-    ):
-        patch(loop, name, partial(function, loop))
+    seams = behavior.loop
+    changed = replace(
+        seams,
+        close_epoch=partial(_close_epoch, seams.close_epoch),
+        validation_is_due=partial(_validation_is_due, seams.validation_is_due),
+        when_to_look=_when_to_look,
+    )
+    return replace(behavior, loop=changed)
 
 
-def _close_epoch(loop: FitLoop, run: FitRun, *, is_over: bool, is_stuck: bool) -> None:
-    FitLoop._close_epoch(loop, run, is_over=is_over, is_stuck=is_stuck)
+def _close_epoch(close: Callable[..., None], loop: FitLoop, run: FitRun, *, is_over: bool, is_stuck: bool) -> None:
+    close(loop, run, is_over=is_over, is_stuck=is_stuck)
     if not is_over:
         run.progress.end_epoch()
         run.stream.close()
 
 
-def _validation_is_due(loop: FitLoop, run: FitRun, *, is_epoch_over: bool) -> bool:
+def _validation_is_due(is_due: Callable[..., bool], loop: FitLoop, run: FitRun, *, is_epoch_over: bool) -> bool:
     if run.progress.epoch_left:  # by a -1 of on_train_batch_start
         return False
-    if FitLoop._validation_is_due(loop, run, is_epoch_over=is_epoch_over):
+    if is_due(loop, run, is_epoch_over=is_epoch_over):
         return True
     trainer, progress, every = run.trainer, run.progress, run.trainer.check_val_every_n_epoch
     if (
@@ -121,19 +125,19 @@ def _when_to_look(loop: FitLoop, run: FitRun) -> int:
     return 0
 
 
-def keep_callbacks(session: FitSession) -> None:
+def keep_callbacks(behavior: Behavior) -> Behavior:
     """Let callbacks that another Trainer has trained with continue with what they know of that run."""
-    patch(session, "adopt_callbacks", _adopt_as_they_are)
+    return replace(behavior, adopt_callbacks=_adopt_as_they_are)
 
 
-def _adopt_as_they_are() -> None:
+def _adopt_as_they_are(session: FitSession) -> None:
     """Leave callbacks as they are."""
 
 
-def begin_anew(trainer: Trainer, before: StateDict | None) -> StateDict | None:
+def begin_anew(session: FitSession, before: StateDict | None) -> StateDict | None:
     """Let a fit leave out what optimizers, schedules and data of the one before have left."""
-    if not trainer.progress.epoch_open:
-        patch(trainer, "_lw_stream_state", None)
+    if not session.progress.epoch_open:
+        session.begin_data_anew()
     return None
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 
 from typing_extensions import override
 
 from ....protocols import Batch
+from ....trainer.behavior import Behavior
 from ....trainer.loop.eval_loader import EvalLoader, ReadOnce
 from ....trainer.loop.eval_loop import EvalLoop
 from ....trainer.run import Run
 from ....trainer.session.session import Session
 from ....trainer.trainer import Trainer
-from ..patch import patch
 from .reading import try_to_iterate
 
 __all__ = ["begin_before_hooks"]
@@ -42,9 +42,9 @@ def begin_before_hooks(trainer: Trainer) -> None:
     trainer.parts.loaders.opened = _try
 
 
-def begin_in_loops(session: Session) -> None:
+def begin_in_loops(behavior: Behavior) -> Behavior:
     """Let the loops of a verb continue where `begin_before_hooks` has begun."""
-    patch(session, "evaluation_loop", partial(_loop_that_begins, session.evaluation_loop))
+    return replace(behavior, evaluation_loop=partial(_loop_that_begins, behavior.evaluation_loop))
 
 
 def _try(data: EvalLoader) -> None:
@@ -53,8 +53,10 @@ def _try(data: EvalLoader) -> None:
             try_to_iterate(loader)
 
 
-def _loop_that_begins(make: Callable[..., EvalLoop], stage: str, data: EvalLoader) -> EvalLoop:
-    loop = make(stage, data)
+def _loop_that_begins(
+    make: Callable[[Session, str, EvalLoader], EvalLoop], session: Session, stage: str, data: EvalLoader
+) -> EvalLoop:
+    loop = make(session, stage, data)
     loop.begin = _begin
     return loop
 

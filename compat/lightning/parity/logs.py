@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ....callbacks.monitors import learning_rate_monitor
 from ....protocols import AnyBatch, AnyOutput
+from ....trainer.behavior import Behavior
 from ....trainer.checkpointing.snapshot import note_row_of_validation
 from ....trainer.hooks import Hook
 from ....trainer.loop.eval_loader import EvalLoader
@@ -20,12 +22,13 @@ from ....trainer.metrics.current_values import CurrentValues
 from ....trainer.run import Run
 from ....trainer.session.session import Session
 from ....trainer.trainer import Trainer
-from ..patch import patch
+from ..metrics import LightningMetrics
 
 __all__ = [
     "LearningRateMonitor",
     "forget_metrics",
     "forget_restored_metrics",
+    "keep_one_key",
     "keep_step_values",
     "log_after_training",
     "log_each_evaluation_step",
@@ -63,11 +66,16 @@ def show_latest(trainer: Trainer) -> None:
             metrics.show(number, accumulator.step_key)
 
 
-def show_one_key(trainer: Trainer) -> None:
+def show_one_key(behavior: Behavior) -> Behavior:
     """Let a value that is logged by step and by epoch be in the bar's metrics under the two keys, not under its own."""
+    return replace(behavior, current_values=_OneKey)
+
+
+def keep_one_key(trainer: Trainer) -> None:
+    """Let a value be kept for the bar under the first of its keys; see `show_one_key`."""
     metrics = trainer.parts.metrics
-    patch(metrics, "show", partial(_show_first, metrics.show))  # a Trainer is pickled with it
-    patch(trainer, "_lw_current_values", _OneKey(metrics))
+    assert isinstance(metrics, LightningMetrics)
+    metrics.shows_first_key = True
 
 
 class _OneKey(CurrentValues):
@@ -79,14 +87,10 @@ class _OneKey(CurrentValues):
         return {name: value for name, value in found.items() if with_suffix(name, "_step") not in found}
 
 
-def _show_first(show: Callable[..., None], number: float, *keys: str) -> None:
-    show(number, keys[0])
-
-
 def log_after_training(run: Run) -> None:
     """Let the rows of an evaluation stand at the step after the last one that this Trainer has trained."""
     progress = run.progress
-    patch(run.trainer, "_lw_records_at", (progress.steps + 1, progress.epochs))
+    run.output.records_at = (progress.steps + 1, progress.epochs)
 
 
 def keep_step_values(run: Run) -> None:
@@ -116,18 +120,17 @@ def keep_step_values(run: Run) -> None:
     run.lifecycle.wrap("on_train_batch_end", at_batch_end)
 
 
-def log_each_evaluation_step(session: Session) -> None:
+def log_each_evaluation_step(behavior: Behavior) -> Behavior:
     """Let each batch of an evaluation have a row of its step values; its step counts the batches of its loader."""
-    patch(session, "evaluation_loop", partial(_counting_loop, session, session.evaluation_loop, {}))
-
-
-_Seen = dict[str, tuple[EvalLoader, Counter[int]]]
+    return replace(behavior, evaluation_loop=partial(_counting_loop, behavior.evaluation_loop))
 
 
 def _counting_loop(
-    session: Session, make: Callable[..., EvalLoop], seen: _Seen, stage: str, data: EvalLoader
+    make: Callable[[Session, str, EvalLoader], EvalLoop], session: Session, stage: str, data: EvalLoader
 ) -> EvalLoop:
-    loop = make(stage, data)
+    loop = make(session, stage, data)
+    # Stage -> its loaders and the batches that were counted; of one verb.
+    seen: dict[str, tuple[EvalLoader, Counter[int]]] = vars(session).setdefault("counted_batches", {})
     if stage not in seen or seen[stage][0] is not data:  # loaders that are made again are counted again
         seen[stage] = (data, Counter())
     counts, present = seen[stage][1], [0]

@@ -6,9 +6,9 @@ The counts are for programs to read. Training itself counts in `trainer.progress
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
@@ -16,8 +16,11 @@ from ....protocols import Batch, StateDict
 from ....trainer.hooks import Hook
 from ....trainer.run import FitRun
 from ....trainer.trainer import Trainer
+from ..actions import lifecycle_of
 from ..loops import TrackedCounts, trainer_of
-from ..patch import patch
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer as LightningTrainer
 
 __all__ = ["Count", "LoopCounts", "begin_counts", "count_zero_grad", "follow_hooks"]
 
@@ -221,23 +224,15 @@ class LoopCounts:
             self.epoch.add("completed")
 
 
-def begin_counts(trainer: Trainer) -> None:
+def begin_counts(trainer: LightningTrainer) -> None:
     """Let the loops of a Trainer count as Lightning's do, and a fit that has nothing to do not begin to train."""
-    counts, loop = LoopCounts(trainer), trainer.fit_loop
-    patch(trainer, "loop_counts", counts)
-    patch(loop, "run", partial(_run_unless_over, counts, loop.run))
-
-
-def _run_unless_over(
-    counts: LoopCounts, train: Callable[..., None], run: FitRun, restore: Callable[[], None] | None
-) -> None:
-    if not counts.is_fit_over:
-        train(run, restore)
+    trainer.loop_counts = LoopCounts(trainer)
 
 
 def count_zero_grad(run: FitRun) -> None:
     """Count the gradients that are zeroed."""
-    counts: LoopCounts = trainer_of(run).loop_counts
+    counts = trainer_of(run).loop_counts
+    assert counts is not None
     plan = run.plan
     if not run.is_automatic:
         return
@@ -256,23 +251,17 @@ def count_zero_grad(run: FitRun) -> None:
 
 def follow_hooks(run: FitRun) -> None:
     """Count what happens around the hooks of a run."""
-    counts: LoopCounts = trainer_of(run).loop_counts
-    lifecycle, own, of_callbacks = run.lifecycle, run.lifecycle.own, run.lifecycle.of_callbacks
+    counts = trainer_of(run).loop_counts
+    assert counts is not None
+    lifecycle = lifecycle_of(run)
 
-    def own_counting(name: str) -> Hook | None:
-        hook = own(name)
-        if name != "lr_scheduler_step":
-            return hook
+    def counting(hook: Hook | None) -> Hook:
         counts.finish_batch()
         step: Any = hook or run.module.lr_scheduler_step
         return partial(_step_schedule, counts.schedule, step)
 
-    def of_callbacks_noting(event: str, **options: Any) -> Hook:  # Any: those of `of_callbacks`
-        fire = of_callbacks(event, **options)
-        return partial(_note_checkpoint, counts, fire) if event == "on_load_checkpoint" else fire
-
-    patch(lifecycle, "own", own_counting)
-    patch(lifecycle, "of_callbacks", of_callbacks_noting)
+    lifecycle.put_around_own("lr_scheduler_step", counting)
+    lifecycle.put_around_callbacks("on_load_checkpoint", partial(partial, _note_checkpoint, counts))
     for name, around in (
         ("on_fit_start", _around_fit_start),
         ("on_train_start", partial(_around_training, run)),

@@ -75,7 +75,7 @@ class ModelPruning(pruning.ModelPruning):
     def apply_pruning(self, amount: int | float) -> None:
         """Prune this part or number of the weights that are left."""
         if self.use_global_unstructured:
-            known = pruning._METHODS
+            known = pruning.METHODS
             method = known[self.pruning_fn] if isinstance(self.pruning_fn, str) else self.pruning_fn
             prune.global_unstructured(self._parameters_to_prune, pruning_method=method, amount=amount)
             return

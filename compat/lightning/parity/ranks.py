@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,29 +25,32 @@ from ....data.tree import changed_loader, map_loaders
 from ....fabric import Fabric, reset_seed
 from ....protocols import Loaders
 from ....strategies import ParallelStrategy, Strategy
+from ....trainer.behavior import Behavior
 from ....trainer.run import Run
 from ....trainer.session.evaluation import EvaluationSession
 from ....trainer.trainer import Trainer
 from ..loops import trainer_of
-from ..patch import patch
 from ..utilities.sizes import DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper
 
-__all__ = ["decide_on_own_values", "draw_alike", "insert_sampler", "insert_samplers", "seed_again"]
+__all__ = [
+    "decide_on_own_values",
+    "draw_alike",
+    "insert_sampler",
+    "insert_samplers",
+    "keep_own_predictions",
+    "seed_again",
+]
 
 
 def draw_alike(trainer: Trainer) -> None:
     """Let all ranks keep the generators that they have, which the same seed makes the same."""
-    patch(trainer.training_rng, "separate_ranks", _stay)
+    trainer.training_rng.separates_ranks = False
 
 
 def seed_again(run: Run) -> None:
     """Let each verb of a strategy for several processes begin with the generators that `seed_everything` left."""
     if isinstance(run.fabric.strategy, ParallelStrategy):
         reset_seed()
-
-
-def _stay(strategy: Strategy) -> None:
-    """Leave the generators of this rank."""
 
 
 def decide_on_own_values(run: Run) -> None:
@@ -58,21 +62,12 @@ def decide_on_own_values(run: Run) -> None:
     if not run.has_ranks or run.fabric.strategy.traits.has_stages:
         return
     run.compares_rates = False
-    patch(trainer, "synchronize_metrics", _synchronize_nothing)
-    patch(trainer, "managed_schedulers", partial(_schedulers, trainer))
+    trainer.decides_alone = True
     for callback in run.callbacks:
         if isinstance(callback, EarlyStopping):
             callback.rules = replace(callback.rules, agree=_stop_together)
         elif isinstance(callback, ModelCheckpoint):
             callback.rules = replace(callback.rules, metrics=_own_metrics)
-
-
-def _synchronize_nothing(*names: str) -> None:
-    """Leave each rank its values."""
-
-
-def _schedulers(trainer: Trainer) -> list[Any]:  # Any: schedules of any library
-    return [config.scheduler for config in trainer.lr_scheduler_configs]
 
 
 def _stop_together(trainer: Trainer, should_stop: bool) -> bool:
@@ -87,22 +82,25 @@ def insert_samplers(run: Run) -> None:
     """Give loaders without a sampler for ranks a `DistributedSampler`; each rank predicts for itself."""
     if not run.has_ranks or not trainer_of(run).use_distributed_sampler:
         return
-    session = trainer_of(run)._lw_session
-    if isinstance(session, EvaluationSession):
-        patch(session, "in_order", _own_predictions)
-    run.loaders.prepare = partial(_with_samplers, run)
+    run.loaders.prepare = partial(_with_samplers, run, run.loaders.prepare)
 
 
-def _with_samplers(run: Run, stage: str, loaders: Loaders) -> Loaders:
+def _with_samplers(run: Run, prepare: Callable[[str, Loaders], Loaders], stage: str, given: Loaders) -> Loaders:
+    loaders = prepare(stage, given)
     if isinstance(loaders, CombinedLoader):
         loaders.flattened = [_distributed(run, one, stage) for one in loaders.flattened]
         return loaders
     return map_loaders(lambda one: _distributed(run, one, stage), loaders)
 
 
-def _own_predictions(outputs: list[list[Any]]) -> list[list[Any]]:  # Any: of any module
-    """Leave each rank the predictions that it has made."""
-    return outputs
+def keep_own_predictions(behavior: Behavior) -> Behavior:
+    """Leave each rank the predictions that it has made, where it reads data of its own."""
+    return replace(behavior, in_order=partial(_own_predictions, behavior.in_order))
+
+
+# Any: what a module of the program predicts
+def _own_predictions(order: Callable[..., list[list[Any]]], session: EvaluationSession, outputs: Any) -> Any:
+    return outputs if session.trainer.use_distributed_sampler else order(session, outputs)
 
 
 def _distributed(run: Run, loader: Any, stage: str) -> Any:  # Any: whatever the user passed

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from ....checkpoint.content import Content
 from ....protocols import StateDict
+from ....trainer.behavior import Behavior
 from ....trainer.hooks import Hook
-from ....trainer.loop.fit_loop import FitLoop
 from ....trainer.run import FitRun
 from ....trainer.session.fit import FitSession
+from ..actions import lifecycle_of
 from ..loops import fit_session_of
-from ..patch import patch
 
 __all__ = [
     "begin_new_logs",
@@ -25,9 +25,9 @@ __all__ = [
 ]
 
 
-def start_before_restoring(session: FitSession) -> None:
+def start_before_restoring(behavior: Behavior) -> Behavior:
     """Let `on_fit_start` come before counts and states of optimizers are read from a checkpoint."""
-    patch(session, "restore_and_start", partial(_start_and_restore, session))
+    return replace(behavior, restore_and_start=_start_and_restore)
 
 
 def _start_and_restore(
@@ -39,42 +39,38 @@ def _start_and_restore(
     return session.restore_training(content, path, before)
 
 
-def leave_frozen_as_it_is(session: FitSession) -> None:
+def leave_frozen_as_it_is(behavior: Behavior) -> Behavior:
     """Let the program say which parameters require gradients and which modules evaluate, not the checkpoint."""
-    patch(session, "restore_and_start", partial(_restore_without_frozen, session.restore_and_start))
+    return replace(behavior, restore_and_start=partial(_restore_without_frozen, behavior.restore_and_start))
 
 
 def _restore_without_frozen(
     restore: Callable[..., Callable[[], None] | None],
+    session: FitSession,
     content: Content | None,
     path: str | None,
     before: StateDict | None,
 ) -> Callable[[], None] | None:
     if content is not None:
         content.states.pop("frozen", None)
-    return restore(content, path, before)
+    return restore(session, content, path, before)
 
 
-def begin_new_logs(session: FitSession) -> None:
+def begin_new_logs(behavior: Behavior) -> Behavior:
     """Let loggers of a resumed fit write as those of any fit: where their arguments say, after the rows there are."""
-    patch(session, "continue_logs", _continue_nothing)
+    return replace(behavior, continue_logs=_continue_nothing)
 
 
-def _continue_nothing(states: StateDict) -> None:
+def _continue_nothing(session: FitSession, states: StateDict) -> None:
     """Leave loggers as they are."""
 
 
 def begin_with_saved_epoch(run: FitRun) -> None:
     """Let a resumed fit see the epoch at whose end the checkpoint was taken, until training begins."""
-    lifecycle, progress = run.lifecycle, run.progress
+    lifecycle, progress = lifecycle_of(run), run.progress
     saved: list[int] = []
-    of_callbacks = lifecycle.of_callbacks
 
-    def of_callbacks_noting(event: str, **options: Any) -> Hook:  # Any: those of `of_callbacks`
-        fire = of_callbacks(event, **options)
-        if event != "on_load_checkpoint":
-            return fire
-
+    def noting(fire: Hook) -> Hook:
         def on_load_checkpoint(checkpoint: StateDict) -> None:
             saved[:] = [int(checkpoint.get("epoch", 0))]
             fire(checkpoint)
@@ -90,7 +86,6 @@ def begin_with_saved_epoch(run: FitRun) -> None:
         finally:
             progress.epochs = now
 
-    session = fit_session_of(run)
     until: list[ExitStack] = []
 
     def at_sanity_check(fire: Hook) -> Hook:
@@ -108,20 +103,15 @@ def begin_with_saved_epoch(run: FitRun) -> None:
 
         return on_sanity_check_end
 
-    def open_data() -> None:
-        del session.open_data
-        with at_saved_epoch():
-            session.open_data()
-
     def at_fit_start(fire: Hook) -> Hook:
         def on_fit_start() -> None:
             fire()
             if saved:
-                patch(session, "open_data", open_data)
+                fit_session_of(run).opening = at_saved_epoch
 
         return on_fit_start
 
-    patch(lifecycle, "of_callbacks", of_callbacks_noting)
+    lifecycle.put_around_callbacks("on_load_checkpoint", noting)
     lifecycle.wrap("on_fit_start", at_fit_start)
     lifecycle.wrap("on_sanity_check_start", at_sanity_check)
     lifecycle.wrap("on_sanity_check_end", after_sanity_check)
@@ -140,8 +130,8 @@ def leave_events_unfinished(run: FitRun) -> None:
     if progress.validated_at == progress.total_batches:
         return
     is_at_end = bool(stream.state_dict()["is_at_end"])
-    patch(loop, "_next_validation", loop._plan_validation(run))
-    if FitLoop._validation_is_due(loop, run, is_epoch_over=is_at_end):
+    loop.next_validation = loop.plan_validation(run)
+    if loop.validation_is_due(run, is_epoch_over=is_at_end):
         counts = getattr(run.trainer, "loop_counts", None)
         if counts is not None:
             counts.leaves_validation_out = True

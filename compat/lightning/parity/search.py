@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
+from typing_extensions import override
 
+from ....callbacks import Callback
 from ....data.rng import capture_rng, restore_rng
-from ....trainer.session.fit import FitSession
+from ....trainer.run import FitRun
 from ....trainer.trainer import Trainer
 from ....tuner.batch_size import Search, Trials
 from ....tuner.lr_curve import SMOOTHING, LearningRateCurve
-from ..patch import patch
+from ..loops import fit_session_of
 from .random_numbers import share_generators
 from .reading import fetch_batches
 
@@ -52,10 +57,12 @@ class SearchCurve(LearningRateCurve):
         self.results["loss"].append(smoothed)
         return has_exploded or count >= self.num_training
 
-    def _index(self, skip_begin: int, skip_end: int, method: str) -> int | None:
+    @override
+    def index_of_rate(self, skip_begin: int, skip_end: int, method: str) -> int | None:
+        """Return the step whose rate `suggestion` is about."""
         if method != "steepest":
             # Not super(): a dataclass with slots is another class than the one that this method was defined in.
-            return LearningRateCurve._index(self, skip_begin, skip_end, method)
+            return LearningRateCurve.index_of_rate(self, skip_begin, skip_end, method)
         losses = torch.tensor(self.results["loss"][skip_begin:-skip_end])
         rates = torch.tensor(self.results["lr"][skip_begin:-skip_end])
         kept = torch.isfinite(losses)
@@ -67,7 +74,7 @@ class SearchCurve(LearningRateCurve):
 
 def choose_batch_sizes(trainer: Trainer) -> None:
     """Let a batch-size search try the sizes that Lightning tries."""
-    patch(trainer, "batch_size_rule", try_sizes)
+    trainer.batch_size_rule = try_sizes
 
 
 def try_sizes(search: Search, most: int, trials: Trials) -> int:
@@ -116,42 +123,38 @@ def try_sizes(search: Search, most: int, trials: Trials) -> int:
 
 def train_in_trials(trainer: Trainer) -> None:
     """Let the trials of searches draw, read, validate and end as the training does."""
-    patch(trainer, "prepare_trial", partial(_prepare, trainer))
+    trainer.prepare_trial = partial(_prepare, trainer)
 
 
 def _prepare(trainer: Trainer, trial: Trainer) -> None:
     share_generators(trial)
     fetch_batches(trial)
-    fit = trial.fit
-
-    def fit_and_note(*args: Any, **kwargs: Any) -> None:
-        fit(*args, **kwargs)
-        if trainer.state.status == "running":
-            _open_as_after(trainer, capture_rng())
-
-    patch(trial, "fit", fit_and_note)
+    trial.callbacks.append(_NoteDraws(trainer))
     if trial.max_steps != -1:
         trial.fit_loop.max_epochs = trainer.max_epochs
         trial.limit_val_batches = trial.max_steps
 
 
-def _open_as_after(trainer: Trainer, drawn: RngState) -> None:
-    """Let training begin its loaders with the random numbers after a trial, where Lightning begins them.
+class _NoteDraws(Callback):
+    """Lets training begin its loaders with the random numbers after a trial, where Lightning begins them.
 
     Args:
-        trainer: It is in a fit that has not opened them.
-        drawn: The generators after the trial.
+        searching: The Trainer of the search; it may be in a fit that has not opened its loaders.
     """
 
-    session = trainer._lw_session
-    assert isinstance(session, FitSession)
+    def __init__(self, searching: Trainer) -> None:
+        self._searching = searching
 
-    def open_data() -> None:
-        delattr(session, "open_data")
-        if session.run.opened is None:
-            now = capture_rng()
-            restore_rng(drawn)
-            session.open_data()
-            restore_rng(now)
+    def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
+        """Note where the generators are when the trial ends."""
+        run = self._searching.present_run()
+        if isinstance(run, FitRun) and self._searching.state.status == "running" and run.opened is None:
+            fit_session_of(run).opening = partial(_drawing_from, capture_rng())
 
-    patch(session, "open_data", open_data)
+
+@contextmanager
+def _drawing_from(drawn: RngState) -> Iterator[None]:
+    now = capture_rng()
+    restore_rng(drawn)
+    yield
+    restore_rng(now)

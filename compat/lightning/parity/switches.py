@@ -24,14 +24,14 @@ class Switch(NamedTuple):
         lightning: What Lightning does, and a program with the switch.
         loopwright: What Loopwright does, and a program without it.
         changes: Where it hooks in: the moment, a colon, and a function of this package as `file.function`. Moments are
-            "arguments" (those of a Trainer or Fabric, before it is made), "trainer" (its first verb begins in this
-            process), "session" (a verb's session is made), "fit" (that of a fit), "hooks" (a verb's hooks are in
-            order), "run" (its run is made), "step" (the functions of fit's step are bound), "before" (what the
-            Trainer's last fit left is taken), "evaluation" (that of another verb begins), "around" (a context manager
-            around each verb), "bar" (the bar's metrics are read), "estimate" (so are estimated_stepping_batches),
-            "search" (makes a search's curve), "tuning" (a Trainer was made, for its searches), "fabric" (a Fabric was
-            made), "sampler" (it gets a loader to distribute), "loader" (that loader is prepared), and "method" (a
-            method of a Fabric module is bound).
+            "arguments" (those of a Trainer or Fabric, before it is made), "behavior" (returns what a Trainer does at
+            the seams, given what it would do), "trainer" (its first verb begins in this process), "hooks" (a verb's
+            hooks are in order), "run" (its run is made), "step" (the functions of fit's step are bound), "before"
+            (what the Trainer's last fit left is taken), "evaluation" (that of another verb begins), "around" (a context
+            manager around each verb), "bar" (the bar's metrics are read), "estimate" (so are
+            estimated_stepping_batches), "search" (makes a search's curve), "tuning" (a Trainer was made, for its
+            searches), "fabric" (a Fabric was made), "sampler" (it gets a loader to distribute), "loader" (that loader
+            is prepared), and "method" (a method of a Fabric module is bound).
         names: Names of Lightning that mean another class: `Name=file.Class`.
     """
 
@@ -59,7 +59,7 @@ SWITCHES = (
         (
             "trainer:reading.fetch_batches",
             "trainer:evaluations.begin_before_hooks",
-            "session:evaluations.begin_in_loops",
+            "behavior:evaluations.begin_in_loops",
             "loader:workers.read_as_it_is",
         ),
     ),
@@ -92,7 +92,7 @@ SWITCHES = (
         "training_step and backward run inside of optimizer.step, as its closure. on_before_zero_grad follows "
         "training_step. Each evaluation of LBFGS is logged.",
         "They run before optimizer.step, which gets a closure only where it needs one, and logs its first evaluation.",
-        ("trainer:closure.step_with_closures",),
+        ("behavior:closure.step_with_closures",),
     ),
     Switch(
         "loop_progress",
@@ -113,7 +113,7 @@ SWITCHES = (
         "A validation that is due after a micro-batch follows it, and should_stop, save_checkpoint and a resumed run "
         "take effect there, also where the accumulation window is not complete.",
         "They follow the window. A checkpoint within one is refused.",
-        ("trainer:within_windows.end_windows_early", "step:within_windows.act_within_windows"),
+        ("behavior:within_windows.end_windows_early", "step:within_windows.act_within_windows"),
     ),
     Switch(
         "schedule_steps",
@@ -145,19 +145,19 @@ SWITCHES = (
         "fit_start",
         "In on_fit_start of a resumed fit, counts and states of optimizers are those before the checkpoint is read.",
         "They are those of the checkpoint.",
-        ("fit:resuming.start_before_restoring",),
+        ("behavior:resuming.start_before_restoring",),
     ),
     Switch(
         "frozen_parameters",
         "A resumed fit trains the parameters that the program has not frozen, in the modes that it has set.",
         "Which parameters are frozen and which modules are in eval mode is as in the checkpoint.",
-        ("fit:resuming.leave_frozen_as_it_is",),
+        ("behavior:resuming.leave_frozen_as_it_is",),
     ),
     Switch(
         "resumed_logs",
         "A resumed fit has a new version of its logs, and files beside them. Rows that are there stay.",
         "It continues in the logs of the run, without the rows after the checkpoint.",
-        ("fit:resuming.begin_new_logs",),
+        ("behavior:resuming.begin_new_logs",),
     ),
     Switch(
         "resumed_events",
@@ -171,14 +171,14 @@ SWITCHES = (
         "should_stop within an epoch brings one more validation. An epoch that is cut short by it, or by max_steps, "
         "counts as one. One that on_train_batch_start ends with -1 is not validated.",
         "Training stops after the step. An epoch that was cut short can be continued, and does not count.",
-        ("trainer:counts.count_cut_epochs",),
+        ("behavior:counts.count_cut_epochs",),
     ),
     Switch(
         "samplers",
         "Loaders without a sampler for ranks get a DistributedSampler, which shuffles training data and repeats "
         "samples; each rank reads all of an IterableDataset. predict returns the rank's own batches.",
         "The batches of each loader are distributed over ranks as they are. predict returns all of them, in order.",
-        ("run:ranks.insert_samplers", "sampler:ranks.insert_sampler"),
+        ("run:ranks.insert_samplers", "behavior:ranks.keep_own_predictions", "sampler:ranks.insert_sampler"),
     ),
     Switch(
         "rank_masks",
@@ -242,7 +242,7 @@ SWITCHES = (
         "bar_metrics",
         "progress_bar_metrics has the values of the last step.",
         "It has those of the last log interval.",
-        ("trainer:logs.show_one_key", "bar:logs.show_latest"),
+        ("behavior:logs.show_one_key", "trainer:logs.keep_one_key", "bar:logs.show_latest"),
     ),
     Switch(
         "evaluation_rows",
@@ -260,7 +260,7 @@ SWITCHES = (
         "evaluation_steps",
         "Values of evaluation steps are logged at each batch; their step counts the batches of each loader.",
         "They are logged at log intervals; their step counts all batches.",
-        ("session:logs.log_each_evaluation_step",),
+        ("behavior:logs.log_each_evaluation_step",),
     ),
     Switch(
         "equal_scores",
@@ -323,7 +323,7 @@ SWITCHES = (
         "kept_callbacks",
         "A callback that is passed to another Trainer continues with its counters, scores and files.",
         "It begins again.",
-        ("fit:counts.keep_callbacks", "run:checkpoints.keep_written_steps"),
+        ("behavior:counts.keep_callbacks", "run:checkpoints.keep_written_steps"),
     ),
     Switch(
         "due_checkpoints",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ....trainer.behavior import Behavior
 from ....trainer.hooks import Hook
+from ....trainer.loop.fit_loop import FitLoop
 from ....trainer.run import FitRun
-from ....trainer.trainer import Trainer
-from ..loops import fit_session_of, trainer_of
-from ..patch import patch
+from ..loops import fit_session_of
 from .windows import window_size
 
 __all__ = ["WindowEnded", "act_within_windows", "end_windows_early"]
@@ -32,14 +33,14 @@ class WindowEnded(Exception):
         self.batches_in_epoch = batches_in_epoch
 
 
-def end_windows_early(trainer: Trainer) -> None:
+def end_windows_early(behavior: Behavior) -> Behavior:
     """Let a window end where training stops, and where it does when all batches of the epoch are counted."""
-    loop = trainer.fit_loop
-    patch(loop, "_choose_step", partial(_choose_step, loop._choose_step))
+    choose_step = partial(_choose_step, behavior.loop.choose_step)
+    return replace(behavior, loop=replace(behavior.loop, choose_step=choose_step))
 
 
-def _choose_step(choose: Callable[[FitRun], _Step], run: FitRun) -> _Step:
-    step = choose(run)
+def _choose_step(choose: Callable[[FitLoop, FitRun], _Step], loop: FitLoop, run: FitRun) -> _Step:
+    step = choose(loop, run)
     if not run.is_automatic:
         return step
     full_size = window_size(run)
@@ -69,8 +70,7 @@ def act_within_windows(run: FitRun) -> None:
             zero_grad()
 
     plan.zero_grad = zero_at_first
-    saving = trainer_of(run)._lw_saving
-    patch(saving, "save", partial(_save, type(saving).save.__get__(saving)))
+    fit_session_of(run).counting_window = partial(_counted, run)
 
 
 def _then_validate(run: FitRun, fire: Hook) -> Hook:
@@ -81,13 +81,13 @@ def _then_validate(run: FitRun, fire: Hook) -> Hook:
         if run.at_boundary:
             return
         with _counted(run):
-            if index + 1 >= loop._look_at:
-                if loop._validation_is_due(run, is_epoch_over=False):
+            if index + 1 >= loop.look_at:
+                if loop.seams.validation_is_due(loop, run, is_epoch_over=False):
                     _validate(run)
                     if run.stop_points is not None:
                         run.stop_points.begin_phase(may_stop=loop.may_stop)
-                patch(loop, "_next_validation", loop._plan_validation(run))
-                patch(loop, "_look_at", loop._when_to_look(run))
+                loop.next_validation = loop.plan_validation(run)
+                loop.look_at = loop.seams.when_to_look(loop, run)
             if trainer.should_stop and loop.stops_here:
                 raise WindowEnded(index + 1)
 
@@ -96,40 +96,17 @@ def _then_validate(run: FitRun, fire: Hook) -> Hook:
 
 def _validate(run: FitRun) -> None:
     """Validate with the gradients of the window kept; rows stand at the step that the window will make."""
-    trainer, metrics = run.trainer, run.metrics
-    log = trainer.log_metrics
+    metrics, session = run.metrics, fit_session_of(run)
     window = metrics.window
-    session = fit_session_of(run)
-    patch(session, "free_gradients", _keep)
-    patch(trainer, "log_metrics", partial(_log_at_present_step, run, log))
+    session.is_within_window = True
     try:
         session.validate()
     finally:
-        del session.free_gradients, trainer.log_metrics
+        session.is_within_window = False
     metrics.window += 1  # what the window logs from now on is newer than the validation's values
     for accumulator in metrics.accumulators("train"):  # an evaluation counts windows, too
         if accumulator.window == window:
             accumulator.window = metrics.window
-
-
-def _keep() -> None:
-    """Leave gradients as they are."""
-
-
-def _log_at_present_step(
-    run: FitRun, log: Callable[..., None], metrics: Mapping[str, float], step: int | None = None
-) -> None:
-    if step is None and "step" not in metrics:
-        metrics, step = {**metrics, "epoch": run.progress.epochs}, run.progress.steps
-    log(metrics, step)
-
-
-def _save(save: Callable[..., None], run: FitRun, *arguments: Any, **options: Any) -> None:  # Any: see `Saving.save`
-    if run.at_boundary or run.opened is None:
-        save(run, *arguments, **options)
-        return
-    with _counted(run):
-        save(run, *arguments, **options)
 
 
 @contextmanager

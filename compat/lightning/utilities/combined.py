@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from ....data import combined, move_to_device, tree
-from ..imports.finder import LightningFinder
+from ....data import combined, move_to_device
 from ..imports.served import Served
-from ..patch import patch
 
-__all__ = ["CombinedLoader", "move_data_to_device"]
+__all__ = ["CombinedLoader", "move_data_to_device", "with_plain_loaders"]
 
 # Any in this file: batches of any form.
 
 
 class CombinedLoader(combined.CombinedLoader, metaclass=Served):
     """`lw.data.CombinedLoader` with its mode and its present iteration."""
+
+    def __init__(self, iterables: Any, mode: str = "min_size") -> None:
+        super().__init__(with_plain_loaders("", iterables), mode)
 
     @property
     def _mode(self) -> str:
@@ -30,17 +30,39 @@ class CombinedLoader(combined.CombinedLoader, metaclass=Served):
         return self._latest
 
 
-def _holds_loader(item: Any) -> bool:
-    """Return what the core says, and True for a list of numbers or texts: in a collection, it is a loader."""
-    is_plain = isinstance(item, list | tuple) and item and all(isinstance(one, int | float | str) for one in item)
-    if is_plain and any(isinstance(finder, LightningFinder) for finder in sys.meta_path):
-        return True
-    return _holds_loader_beyond_doubt(item)
+class _PlainLoader:
+    """A list of numbers or texts as a loader, whose batches they are.
+
+    Args:
+        batches: The list.
+    """
+
+    def __init__(self, batches: list[Any] | tuple[Any, ...]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
 
 
-# In a list of lists of numbers, Loopwright sees the batches of one loader.
-_holds_loader_beyond_doubt = tree._holds_loader
-patch(tree, "_holds_loader", _holds_loader)
+def with_plain_loaders(stage: str, loaders: Any) -> Any:
+    """Return a collection in which lists of numbers or texts are loaders: Loopwright sees one loader in a list of them.
+
+    Args:
+        stage: Whose loaders they are.
+        loaders: What the program passed or made.
+    """
+    if not isinstance(loaders, list | tuple) or hasattr(loaders, "_fields"):
+        return loaders
+    if not all(_is_plain(item) or not isinstance(item, int | float | str | torch.Tensor) for item in loaders):
+        return loaders
+    return type(loaders)(_PlainLoader(item) if _is_plain(item) else with_plain_loaders(stage, item) for item in loaders)
+
+
+def _is_plain(item: Any) -> bool:
+    return isinstance(item, list | tuple) and bool(item) and all(isinstance(one, int | float | str) for one in item)
 
 
 def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:

@@ -10,6 +10,8 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -27,9 +29,11 @@ from loopwright.compat.lightning import install, uninstall
 from loopwright.compat.lightning.parity import switches
 from loopwright.compat.lightning.parity.process import exit_on_interrupt
 from loopwright.compat.lightning.parity.rank_logs import tell_all_ranks
-from loopwright.compat.lightning.parity.ranks import insert_sampler
+from loopwright.compat.lightning.parity.ranks import insert_sampler, keep_own_predictions
 from loopwright.compat.lightning.parity.workers import seed_worker
-from loopwright.errors import ConfigError, DataError
+from loopwright.compat.lightning.trainer import Trainer as LightningTrainer
+from loopwright.errors import ConfigError, DataError, LoopwrightError
+from loopwright.trainer.behavior import Behavior
 from loopwright.trainer.metrics.log_output import LogOutput
 
 pytestmark = pytest.mark.usefixtures("few_objects")  # a search collects garbage after each trial
@@ -51,24 +55,91 @@ def close(ours: Any, theirs: Any) -> bool:
     return bool(ours == (pytest.approx(theirs, abs=1e-5) if isinstance(theirs, float) else theirs))
 
 
-@pytest.mark.parametrize("name", sorted(set(EXPECTED) - IN_CHILDREN))
-def test_a_training_gives_the_numbers_of_lightning(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+Differences = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Differences:
+    """Return what trains under parity, and names the outcomes that are not those of Lightning."""
     for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.setenv(variable, "0")  # the program's seed ends with the test
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as where the numbers were recorded: batch norms of a few values sum in another order
+
+    def train(name: str) -> list[str]:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as where the numbers were recorded: batch norms of a few values sum differently
+        install(children=False, parity=True)
+        try:
+            program = runpy.run_path(str(FOLDER / "program.py"))
+            program["main"](str(tmp_path), name)
+        finally:
+            torch.set_num_threads(threads)
+            uninstall()
+        ours = program["recorded"](json.loads(capsys.readouterr().out.strip().splitlines()[-1])[name])
+        return [key for key, value in EXPECTED[name].items() if not close(ours[key], value)]
+
+    return train
+
+
+@pytest.mark.parametrize("name", sorted(set(EXPECTED) - IN_CHILDREN))
+def test_a_training_gives_the_numbers_of_lightning(name: str, differences: Differences) -> None:
+    assert differences(name) == []
+
+
+# What parity exchanges of a Trainer's behavior -> a training that shows it.
+SEAMS = {
+    "loop.choose_step": "closures",
+    "loop.close_epoch": "stopped_within_an_epoch",
+    "loop.validation_is_due": "stopped_within_an_epoch",
+    "loop.when_to_look": "stopped_within_an_epoch",
+    "evaluation_loop": "hooks_that_draw",
+    "adopt_callbacks": "callbacks_of_another_trainer",
+    "continue_logs": "resumed_with_new_logs",
+    "restore_and_start": "states_at_the_start",
+    "current_values": "bar_metrics",
+}
+OF_RANKS = {"in_order"}
+
+
+def _values(behavior: Behavior) -> dict[str, Any]:
+    own = {one.name: getattr(behavior, one.name) for one in fields(behavior) if one.name != "loop"}
+    return {**own, **{f"loop.{one.name}": getattr(behavior.loop, one.name) for one in fields(behavior.loop)}}
+
+
+def test_each_seam_that_parity_exchanges_is_among_those_that_are_left_out() -> None:
+    before = _values(LightningTrainer(logger=False).behavior)
     install(children=False, parity=True)
     try:
-        program = runpy.run_path(str(FOLDER / "program.py"))
-        program["main"](str(tmp_path), name)
+        after = _values(LightningTrainer(logger=False).behavior)
     finally:
-        torch.set_num_threads(threads)
         uninstall()
-    ours = program["recorded"](json.loads(capsys.readouterr().out.strip().splitlines()[-1])[name])
-    for key, value in EXPECTED[name].items():
-        assert close(ours[key], value), key
+    assert {name for name, value in after.items() if value is not before[name]} == SEAMS.keys() | OF_RANKS
+
+
+def test_a_rank_keeps_its_predictions_where_it_reads_data_of_its_own() -> None:
+    behavior = keep_own_predictions(Behavior())
+    session: Any = SimpleNamespace(trainer=SimpleNamespace(use_distributed_sampler=True))
+    assert behavior.in_order(session, [["mine"]]) == [["mine"]]  # the core's asks the other ranks
+
+
+@pytest.mark.parametrize(("seam", "name"), SEAMS.items())
+def test_a_seam_that_parity_leaves_alone_is_noticed(
+    seam: str, name: str, differences: Differences, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = LightningTrainer.make_behavior
+
+    def without(trainer: LightningTrainer) -> Behavior:
+        behavior, core = make(trainer), Behavior()
+        if not seam.startswith("loop."):
+            return replace(behavior, **{seam: getattr(core, seam)})
+        field = seam.removeprefix("loop.")
+        return replace(behavior, loop=replace(behavior.loop, **{field: getattr(core.loop, field)}))
+
+    monkeypatch.setattr(LightningTrainer, "make_behavior", without)
+    try:
+        noticed = bool(differences(name))
+    except (AssertionError, LoopwrightError):
+        noticed = True  # the program itself found it
+    assert noticed
 
 
 def test_the_guide_to_migration_names_every_switch() -> None:
