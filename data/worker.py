@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 from collections.abc import Callable
 from types import ModuleType
@@ -130,8 +131,6 @@ class WorkerInit:
 
 def _describe_crashes() -> None:
     """Let faulthandler take the signals that torch's own handlers have taken in this worker."""
-    import faulthandler  # not imported where no loader has workers
-
     path = os.environ.get(CRASH_FILE)
     if path != "stderr" and not os.path.exists(path or ""):
         return

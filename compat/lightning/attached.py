@@ -1,4 +1,4 @@
-"""Checkpoint of a module that a program attached to a trainer outside of a run: `trainer.strategy.connect(model)`."""
+"""What a program asks of a trainer outside of a run: a checkpoint of an attached module, and hooks that see one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...protocols import StateDict
     from ...trainer.trainer import Trainer
 
-__all__ = ["collect_attached"]
+__all__ = ["collect_attached", "show_callbacks"]
 
 
 def collect_attached(trainer: Trainer, module: nn.Module, *, is_weights_only: bool) -> StateDict:
@@ -38,3 +38,15 @@ def collect_attached(trainer: Trainer, module: nn.Module, *, is_weights_only: bo
     if hook is not None:
         hook(checkpoint)
     return checkpoint
+
+
+def show_callbacks(trainer: Trainer, module: nn.Module, checkpoint: StateDict) -> None:
+    """Call the callbacks' `on_load_checkpoint`.
+
+    Args:
+        trainer: Whose callbacks.
+        module: What they get.
+        checkpoint: As it was read.
+    """
+    for callback in trainer.callbacks:
+        callback.on_load_checkpoint(trainer, module, checkpoint)

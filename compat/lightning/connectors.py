@@ -22,7 +22,7 @@ from ...trainer import trainer as core
 from ...trainer.checkpointing import snapshot
 from ...trainer.session import assemble
 from ...trainer.session.optimizers import build_optimizers
-from .attached import collect_attached
+from .attached import collect_attached, show_callbacks
 from .imports.absent import refuse
 
 if TYPE_CHECKING:
@@ -331,8 +331,9 @@ class _CheckpointConnector:
         states = self._loaded_checkpoint.get("callbacks")
         if states is None:
             return
-        for callback in self._trainer.callbacks:
-            callback.on_load_checkpoint(self._trainer, self._trainer.lightning_module, self._loaded_checkpoint)
+        module = self._trainer.lightning_module
+        if module is not None:
+            show_callbacks(self._trainer, module, self._loaded_checkpoint)
         snapshot.restore_callbacks(self._trainer.callbacks, states)
 
     def restore_precision_plugin_state(self) -> None:

@@ -8,8 +8,8 @@ from functools import cache
 from .sources import ROOT, package_files, tree_of
 
 DEEPEST = 4  # Strategy, ParallelStrategy, ShardedStrategy, MeshStrategy
-# Classes that are both: what XLA needs of a process, and what processes need of each other.
-SEVERAL_BASES = {"XLAReplicasStrategy"}
+# Programs ask whether XLA's FSDP is an XLAStrategy, which stands upon processes that may be started.
+DEEPER = {"XLAFSDPStrategy": 5}
 
 
 @cache
@@ -30,8 +30,8 @@ def depth(name: str) -> int:
 
 def test_strategies_are_at_most_four_classes_deep() -> None:
     assert depth("MeshStrategy") == DEEPEST
-    assert {name: depth(name) for name in bases() if depth(name) > DEEPEST} == {}
+    assert {name: depth(name) for name in bases() if depth(name) > DEEPEST} == DEEPER
 
 
 def test_no_class_of_strategies_has_two_bases_of_the_library() -> None:
-    assert {name for name, found in bases().items() if len(found) > 1} == SEVERAL_BASES
+    assert not {name for name, found in bases().items() if len(found) > 1}
