@@ -229,19 +229,22 @@ def _misfit(value: object, shape: _Shape, where: str) -> str | None:
     if isinstance(shape, list):
         if not isinstance(value, list | tuple):
             return f"expected a list at {where}, got {_shown(value)}"
-        found = (_misfit(one, shape[0], f"{where}[{index}]") for index, one in enumerate(value))
-        return next((one for one in found if one is not None), None)
+        for index, one in enumerate(value):
+            problem = _misfit(one, shape[0], f"{where}[{index}]")
+            if problem is not None:
+                return problem
+        return None
     if isinstance(shape, dict):
         if not isinstance(value, Mapping):
             return f"expected a dict at {where or 'the top'}, got {_shown(value)}"
         if where == "callbacks" and not all(isinstance(key, str) for key in value):
             return f"expected names at {where}, got {_shown(next(key for key in value if not isinstance(key, str)))}"
         for name, below in shape.items():
-            key = name.removesuffix("?")
+            key, problem = name.removesuffix("?"), None
             if name == "*" and below is not object:
                 others = set(value) - {other.removesuffix("?") for other in shape}
-                found = (_misfit(value[other], below, f"{where}[{other!r}]") for other in others)
-                problem = next((one for one in found if one is not None), None)
+                for other in others:
+                    problem = problem or _misfit(value[other], below, f"{where}[{other!r}]")
             elif name == "*" or (key not in value and name != key):
                 continue
             elif key not in value:
