@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ... import __version__
 from ...checkpoint import content
@@ -40,13 +40,13 @@ def collect_attached(trainer: Trainer, module: nn.Module, *, is_weights_only: bo
     return checkpoint
 
 
-def show_callbacks(trainer: Trainer, module: nn.Module, checkpoint: StateDict) -> None:
+def show_callbacks(trainer: Trainer, checkpoint: StateDict) -> None:
     """Call the callbacks' `on_load_checkpoint`.
 
     Args:
-        trainer: Whose callbacks.
-        module: What they get.
+        trainer: Whose callbacks; they get its module, None where a program has attached none yet.
         checkpoint: As it was read.
     """
+    module: Any = trainer.lightning_module  # Any: see above
     for callback in trainer.callbacks:
         callback.on_load_checkpoint(trainer, module, checkpoint)

@@ -331,9 +331,7 @@ class _CheckpointConnector:
         states = self._loaded_checkpoint.get("callbacks")
         if states is None:
             return
-        module = self._trainer.lightning_module
-        if module is not None:
-            show_callbacks(self._trainer, module, self._loaded_checkpoint)
+        show_callbacks(self._trainer, self._loaded_checkpoint)
         snapshot.restore_callbacks(self._trainer.callbacks, states)
 
     def restore_precision_plugin_state(self) -> None:
