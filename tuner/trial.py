@@ -10,7 +10,7 @@ import copy
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -260,6 +260,10 @@ def make_trainer(subject: Subject, fabric: Fabric, callbacks: Sequence[Callback]
         **limits,
     }
     trial = _TrialTrainer(fabric, **plan)
+    original = trainer.behavior  # what it takes for hooks: the module is the same
+    trial.behavior = replace(
+        trial.behavior, check_hook_names=original.check_hook_names, find_override=original.find_override
+    )
     trial._lw_is_in_child = trainer._lw_is_in_child
     if trainer.prepare_trial is not None:
         trainer.prepare_trial(trial)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -16,8 +17,10 @@ P = TypeVar("P")
 _SERVED: dict[type, type] = {}
 
 
-class Served(type):
+class Served(ABCMeta):
     """A class whose instances are also the objects of the class of the core that it is derived from.
+
+    It is an ABCMeta, since programs derive classes from one of these and from an abstract one.
 
     A program gets objects of the core, too: from a library that is written for Loopwright, or from a Trainer. Its
     `isinstance` is then true for them; what only Lightning's class has, they do not have. Subclasses of a program are

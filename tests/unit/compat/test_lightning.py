@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 import warnings
+from abc import ABC, abstractmethod
 from fractions import Fraction
 from functools import partial, update_wrapper
 from importlib.machinery import ModuleSpec
@@ -148,6 +149,47 @@ def test_misconfiguration_catches_what_loopwright_raises_and_can_be_raised() -> 
         raise MisconfigurationException("mine")
     assert str(pickle.loads(pickle.dumps(caught.value))) == "mine"
     assert "To fix it: do" in str(lw.ConfigError("what", fix="do"))
+
+
+def test_a_program_derives_a_callback_from_an_abstract_class_too() -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Resolves(ABC):
+        @abstractmethod
+        def resolve(self) -> str: ...
+
+    class Saves(ModelCheckpoint, Resolves):  # as finetuning-scheduler does
+        def resolve(self) -> str:
+            return "yes"
+
+    assert isinstance(Saves(), ModelCheckpoint)
+    assert not isinstance(lw.ModelCheckpoint(), Saves)
+    assert isinstance(lw.ModelCheckpoint(), ModelCheckpoint)
+
+
+def test_a_search_trains_a_module_with_methods_that_look_like_hooks(tmp_path: Path) -> None:
+    import lightning as L
+    from lightning.pytorch.tuner import Tuner
+
+    class Old(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.lr = nn.Linear(2, 1), 0.1
+
+        def on_epoch_end(self) -> None: ...  # of an old Lightning, which a library kept
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(batch[0]).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    loader = DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=2)
+    options: dict[str, Any] = {"enable_progress_bar": False, "default_root_dir": str(tmp_path), "accelerator": "cpu"}
+    trainer = L.Trainer(logger=False, max_epochs=1, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert Tuner(trainer).lr_find(Old(), loader, num_training=4) is not None
 
 
 def test_enumerations_equal_their_text_in_any_case() -> None:
