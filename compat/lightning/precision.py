@@ -35,6 +35,7 @@ __all__ = [
     "HalfPrecision",
     "MixedPrecision",
     "Precision",
+    "XLAPrecision",
     "serve_precision",
     "served_precision",
 ]
@@ -184,6 +185,7 @@ Precision = served_precision(precisions.Precision)
 MixedPrecision = served_precision(precisions.MixedPrecision)
 HalfPrecision = served_precision(precisions.HalfPrecision)
 DoublePrecision = served_precision(precisions.DoublePrecision)
+XLAPrecision = served_precision(precisions.XLAPrecision)
 
 
 @served_precision

@@ -30,8 +30,6 @@ _HOMES = {
     "loggers": "DummyLogger Logger rank_zero_experiment",
     "loggers.base": "DummyExperiment",
     "loggers.csv_logger": "ExperimentWriter",
-    "precision": "XLAPrecision TPUPrecision=XLAPrecision "
-    "TPUPrecisionPlugin=XLAPrecision XLAPrecisionPlugin=XLAPrecision",
     "profilers": "PassThroughProfiler XLAProfiler",
     "strategies": "LayerSync TorchSyncBatchNorm",
     f"{_OWN}.strategies": "DDPStrategy DataParallelStrategy DeepSpeedStrategy FSDPStrategy "
@@ -77,7 +75,8 @@ _HOMES = {
     f"{_OWN}.utilities.parameters": "_materialize_meta_tensors _setup_activation_checkpointing find_shared_parameters "
     "from_compiled grad_norm is_overridden is_param_in_hook_signature set_shared_parameters to_uncompiled",
     f"{_OWN}.precision": "DeepSpeedPrecision DeepSpeedPrecisionPlugin=DeepSpeedPrecision "
-    "DoublePrecision HalfPrecision MixedPrecision Precision "
+    "DoublePrecision HalfPrecision MixedPrecision Precision XLAPrecision TPUPrecision=XLAPrecision "
+    "TPUPrecisionPlugin=XLAPrecision XLAPrecisionPlugin=XLAPrecision "
     "DoublePrecisionPlugin=DoublePrecision HalfPrecisionPlugin=HalfPrecision "
     "MixedPrecisionPlugin=MixedPrecision PrecisionPlugin=Precision "
     "FSDPMixedPrecisionPlugin=FSDPPrecision FSDPPrecision FSDPPrecisionPlugin=FSDPPrecision",
