@@ -1,3 +1,5 @@
+"""What DeepSpeed cannot train is refused when a module is checked."""
+
 from __future__ import annotations
 
 import pytest
