@@ -1,4 +1,4 @@
-"""FLOPs: of a call as torch counts them, of a dense model as estimated, and the peak of a device, for MFU."""
+"""FLOPs: of a call as torch counts them, and the peak of a device, for MFU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..accelerators.matmul_precision import get_matmul_precision
 from ..accelerators.usage import synchronize
 from ..messages import warn
 
-__all__ = ["dense_flops_per_token", "get_available_flops", "measure_flops", "measure_peak_flops", "mfu"]
+__all__ = ["get_available_flops", "measure_flops", "measure_peak_flops", "mfu"]
 
 # Dense peaks in TFLOP/s as commonly quoted: without sparsity, with float32 accumulation where that differs. They have
 # not been compared with vendors' data sheets or measurements, so that an MFU from "auto" is only as accurate as its
@@ -146,15 +146,6 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype = torch.float32,
             best_s = min(best_s, time.perf_counter() - began)
         is_first = False
     return int(2 * size**3 / best_s)
-
-
-def dense_flops_per_token(parameters: int) -> int:
-    """Return an estimate of the training FLOPs per token of a dense model: 6 N.
-
-    2 for the multiplication and addition of each weight in the forward pass, twice that in the backward pass. Attention
-    scores are left out. Source: Kaplan et al. 2020, section 2.1.
-    """
-    return 6 * parameters
 
 
 def mfu(flops: float, seconds: float, peak: float | None) -> float | None:

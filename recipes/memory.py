@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..planning.formulas import transformer_activation_bytes
 from ..strategies.traits import MemoryShares
 from .loss import chunk_size
 from .model.adapters import add_adapters
@@ -161,15 +162,14 @@ def _moments(settings: TrainSettings) -> tuple[int, bool]:
 
 
 def _activations(settings: TrainSettings, sizes: Sizes, width: int) -> float:
-    """Return the bytes of a micro-batch's activations: 34 per token, channel and layer at 16 bits, twice at 32.
-
-    Source: Korthikanti et al. 2022, equation 2, without attention scores, which torch's attention does not keep.
-    """
-    one_layer = settings.micro_batch * settings.max_length * sizes.hidden * 34 * width / 2
-    if not settings.gradient_checkpointing:
-        return one_layer * sizes.layers
-    kept = settings.micro_batch * settings.max_length * sizes.hidden * width * sizes.layers
-    return one_layer + kept
+    """Return the bytes of a micro-batch's activations."""
+    return transformer_activation_bytes(
+        settings.micro_batch * settings.max_length,
+        sizes.hidden,
+        sizes.layers,
+        element_bytes=width,
+        is_checkpointed=settings.gradient_checkpointing,
+    )
 
 
 def _logits(settings: TrainSettings, sizes: Sizes) -> float:

@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...accelerators.usage import peak_memory_bytes, synchronize
 from ...errors import ConfigError
 from ...fabric.compiling import compiled_parts
-from ...fabric.peak_flops import dense_flops_per_token, get_available_flops, measure_peak_flops, mfu
+from ...fabric.peak_flops import get_available_flops, measure_peak_flops, mfu
 from ...fabric.throughput import Counts, per_second
+from ...planning.formulas import chinchilla_tokens, dense_flops_per_token
 from ..base import AnyModule, Callback
 from ..summary.summary import count_elements
 from .measuring import LogSteps
@@ -22,15 +23,7 @@ if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput, StateDict
     from ...trainer import Trainer
 
-__all__ = ["TrainingEfficiency", "chinchilla_tokens", "dense_flops_per_token"]
-
-
-def chinchilla_tokens(parameters: int) -> int:
-    """Return the compute-optimal number of training tokens for a model of this size: about 20 N.
-
-    Source: Hoffmann et al. 2022, table 3.
-    """
-    return 20 * parameters
+__all__ = ["TrainingEfficiency"]
 
 
 class TrainingEfficiency(Callback):

@@ -23,6 +23,7 @@ LAYERS = (
     {"strategies"},
     {"checkpoint", "data"},
     {"fabric"},
+    {"planning"},
     {"callbacks", "loggers", "profilers", "report", "doctor"},
     {"trainer"},
     {"tuner"},

@@ -12,9 +12,9 @@ from toys import Net, RecordingLogger, ValidatedNet, assert_same, loader, moment
 
 import loopwright as lw
 from loopwright.callbacks import TrainingEfficiency
-from loopwright.callbacks.monitors.training_efficiency import chinchilla_tokens, dense_flops_per_token
 from loopwright.errors import ConfigError
 from loopwright.fabric import throughput
+from loopwright.planning.formulas import chinchilla_tokens, dense_flops_per_token
 
 PARAMETERS = 4 * 8 + 8 + 8 + 1
 # Forward: 2 per weight and sample. Backward: the same for each weight's gradient and for the second layer's input.
