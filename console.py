@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 from .messages import current_rank
 
-__all__ = ["ONLY_LOGS", "LogLines", "is_notebook", "show_logs", "wants_color"]
-
 _logger = logging.getLogger(__name__.partition(".")[0])
 # `extra=` of a record that the line at the end of a run says as well: only configured logging gets it.
 ONLY_LOGS = {"loopwright_only_logs": True}

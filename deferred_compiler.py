@@ -18,14 +18,6 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-__all__ = [
-    "defer_compiler",
-    "defer_compiler_of_optimizers",
-    "is_compiler_imported",
-    "step_uncompiled",
-    "without_compiler",
-]
-
 _COMPILER = "torch._dynamo"
 # Where torch's decorator, `torch._disable_dynamo`, keeps what it makes at the first call, which is when it imports.
 _KEPT_AS = "__dynamo_disable"

@@ -23,10 +23,6 @@ try:
 except ImportError:  # Windows: temporary files of killed processes stay
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "lock_file", "only_describes", "open_temporary", "remove_quietly", "remove_stale", "replace_file", "replacing",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
 _MARK = ".tmp-"

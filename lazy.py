@@ -11,8 +11,6 @@ from .errors import nearest
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["attach", "home_of", "is_core", "origin", "restore_paths", "show_path"]
-
 _OTHER_NAMES = {"LightningDataModule": "DataModule", "LightningModule": "Module"}
 _ROOT = f"{__name__.partition('.')[0]}."
 # Class that is shown under another library's path -> its `__module__`, `__name__` and `__qualname__` before.

@@ -8,8 +8,6 @@ import warnings
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["counted", "current_rank", "is_of_library", "is_of_loopwright", "warn"]
-
 _PACKAGE = __name__.partition(".")[0]
 _OWN_FILES = {str(Path(__file__).with_name("__main__.py"))}
 _LIBRARY = os.path.dirname(os.__file__)

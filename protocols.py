@@ -11,31 +11,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = [
-    "AnyBatch",
-    "AnyLoaders",
-    "AnyOutput",
-    "BackgroundPlugin",
-    "Batch",
-    "CheckpointPlugin",
-    "Cluster",
-    "Gather",
-    "Loader",
-    "Loaders",
-    "MapLocation",
-    "Rendezvous",
-    "StateDict",
-    "Stateful",
-    "StatefulLoader",
-    "StepFunction",
-    "StepOutput",
-    "StorageOptions",
-    "TensorInFile",
-    "Tree",
-    "TrustedClasses",
-    "WritesHyperparameters",
-]
-
 T = TypeVar("T")
 
 Batch: TypeAlias = object  # what a loader yields: a tensor, a tuple, a mapping, or an object of a class of the user's

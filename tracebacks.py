@@ -13,8 +13,6 @@ from .console import is_notebook
 from .errors import LoopwrightError
 from .messages import is_of_library, is_of_loopwright
 
-__all__ = ["end_in_silence", "end_with_line", "show_trimmed", "trimmed", "user_frames", "where_raised"]
-
 _LINE = "_loopwright_line"
 # Files of torch that call modules, graphs and data sets: their frames say nothing about the user's.
 _IN_TORCH = tuple(

@@ -8,8 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["map_tree"]
-
 # Any in this file: data of the user's, and parts of it.
 
 

@@ -18,8 +18,6 @@ import yaml
 
 from .errors import ConfigError, nearest
 
-__all__ = ["MOST_VALUES", "parse", "parse_scalar", "read", "read_with_lines", "write"]
-
 # Any in this file: the content of a document.
 
 

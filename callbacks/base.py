@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from ..protocols import AnyBatch, AnyOutput, StateDict
     from ..trainer import Trainer
 
-__all__ = ["Callback", "Checkpoint", "as_hook", "find_state", "from_rank_zero"]
-
 R = TypeVar("R")
 AnyModule: TypeAlias = Any  # lw.Module or any nn.Module that trains; Any, so that a subclass may narrow it
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from ..protocols import StateDict
     from ..trainer import Trainer
 
-__all__ = ["BatchSizeFinder"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ..protocols import StateDict
     from ..trainer import Trainer
 
-__all__ = ["BackboneFinetuning", "BaseFinetuning", "multiplicative"]
-
 _log = logging.getLogger(__name__)
 
 Modules = nn.Module | Iterable[Any]  # Any: modules, and iterables of them to any depth

@@ -12,8 +12,6 @@ from .base import AnyModule, Callback
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
-__all__ = ["GradientAccumulationScheduler"]
-
 
 class GradientAccumulationScheduler(Callback):
     """Change the number of micro-batches per optimizer step at given epochs.

@@ -8,8 +8,6 @@ from typing import Any
 from ..errors import ArgumentTypeError, nearest
 from .base import Callback
 
-__all__ = ["LambdaCallback"]
-
 _HOOKS = tuple(name for name in vars(Callback) if name in ("setup", "teardown") or name.startswith("on_"))
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
     from ..tuner.lr_curve import LearningRateCurve
 
-__all__ = ["LearningRateFinder"]
-
 _log = logging.getLogger(__name__)
 
 

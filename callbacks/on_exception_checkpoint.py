@@ -12,8 +12,6 @@ from .base import AnyModule, Checkpoint
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
-__all__ = ["OnExceptionCheckpoint"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ..protocols import AnyBatch, AnyOutput
     from ..trainer import Trainer
 
-__all__ = ["BasePredictionWriter"]
-
 _INTERVALS = ("batch", "epoch", "batch_and_epoch")
 
 

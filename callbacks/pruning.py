@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ..protocols import AnyBatch, StateDict
     from ..trainer import Trainer
 
-__all__ = ["ModelPruning"]
-
 _log = logging.getLogger(__name__)
 
 Pair = tuple[nn.Module, str]

@@ -14,8 +14,6 @@ from ..errors import LoopwrightError
 if TYPE_CHECKING:
     from ..strategies import Strategy
 
-__all__ = ["SharedDeadline", "decided_on_rank_zero"]
-
 R = TypeVar("R")
 
 

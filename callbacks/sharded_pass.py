@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["gathered", "root_around"]
-
 # Any in this file: what the user's functions take and return.
 
 

@@ -16,8 +16,6 @@ from .sources.indexed import is_indexed
 from .tree import change_loader
 from .worker import Numbered
 
-__all__ = ["IndexRecord", "record_indices"]
-
 
 class IndexRecord:
     """Stands for a sampler or batch sampler, and records the indices that the loader draws from it.

@@ -19,8 +19,6 @@ from .limit import find_length
 from .move import find_batch_size, find_opaque, find_tensors
 from .sources.indexed import is_indexed
 
-__all__ = ["BatchSizes"]
-
 _PACKAGE = __name__.rpartition(".")[0]
 
 

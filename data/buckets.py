@@ -17,8 +17,6 @@ from torch.utils.data import Sampler, default_collate
 
 from ..errors import ConfigError, DataError
 
-__all__ = ["BucketBatchSampler", "bucket_sizes", "pad_to_buckets"]
-
 # Any in this file: samples and batches of a data set, and the keys of their fields.
 
 _MOST_CANDIDATES = 256

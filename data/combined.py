@@ -12,8 +12,6 @@ from .limit import find_length
 from .sources.combined import combined_length, no_batches
 from .tree import flatten_loaders, map_loaders, unflatten
 
-__all__ = ["CombinedLoader"]
-
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 _NOTHING: object = object()
 

@@ -16,8 +16,6 @@ import torch
 from ..protocols import Batch
 from .move import find_opaque, find_tensors
 
-__all__ = ["CopyStream"]
-
 log = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from .tree import change_loader
 
-__all__ = ["GatherDataset", "gathering", "gathering_parts", "pinned_parts"]
-
 # Any in this file: datasets, loaders and batches of any kind.
 
 _GET_ITEM = TensorDataset.__getitem__  # somebody may replace it later

@@ -22,8 +22,6 @@ from torch import nn
 from ..errors import ConfigError, ModuleError, nearest
 from ..messages import warn
 
-__all__ = ["AttributeDict", "HyperParameters", "class_only", "given_to", "save_hyperparameters", "without_omegaconf"]
-
 
 class AttributeDict(dict[str, Any]):
     """A dict whose entries are also attributes.

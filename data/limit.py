@@ -7,8 +7,6 @@ import math
 from ..errors import ConfigError
 from ..protocols import Loaders
 
-__all__ = ["find_length", "resolve_limit"]
-
 
 def find_length(loader: Loaders) -> int | None:
     """Return `len(loader)`, or None when it has none."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from ..trainer import Trainer
 
-__all__ = ["DataModule"]
-
 
 class DataModule:
     """Prepares data and returns the loaders for fit, validate, test and predict.

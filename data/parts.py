@@ -12,8 +12,6 @@ from ..errors import DataError
 from ..protocols import Batch
 from .move import find_batch_size, find_leaves, find_tensors, map_tree
 
-__all__ = ["join_outputs", "split_batch"]
-
 # Any in this file: batches, and what steps return.
 
 

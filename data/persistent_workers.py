@@ -17,8 +17,6 @@ from .sources.indexed import is_indexed
 from .sources.reread import without_persistent_workers
 from .worker import Numbered, with_indices
 
-__all__ = ["PersistentWorkersLoader", "with_persistent_workers"]
-
 
 def with_persistent_workers(loader: Loaders) -> Loaders:
     """Return the loader; with persistent workers, one whose passes do not depend on previous ones."""

@@ -16,24 +16,6 @@ from torch import Tensor
 
 from ..protocols import StateDict, Tree
 
-__all__ = [
-    "RngStream",
-    "capture_generators",
-    "capture_rng",
-    "derive_key",
-    "find_generators",
-    "is_same",
-    "kinds_that_moved",
-    "moved_numpy",
-    "native",
-    "restore_generators",
-    "restore_kinds",
-    "restore_rng",
-    "seed_generators",
-    "seed_global_generators",
-    "to_plain",
-]
-
 # The global CPU generators.
 KINDS = ("python", "numpy", "torch")
 

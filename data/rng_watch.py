@@ -15,8 +15,6 @@ import torch
 from ..protocols import Tree
 from .rng import KINDS, native, to_plain
 
-__all__ = ["RngWatch"]
-
 _WORDS = 624  # of the state of a Mersenne Twister, which Python's and NumPy's generators are
 
 

@@ -26,8 +26,6 @@ from .distributed.shard import NO_BATCH
 from .rng import RngStream, find_generators, moved_numpy, seed_generators
 from .sources.reread import is_one_shot
 
-__all__ = ["CollateShare", "IterableShare", "ShardedIterable"]
-
 
 class ShardedIterable(IterableDataset[Any]):
     """Splits an iterable data set over ranks and DataLoader workers; each sample is read by one of them.

@@ -15,8 +15,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 from ..errors import ConfigError
 from .rng import find_generators
 
-__all__ = ["ThreadDataLoader"]
-
 # Any in this file: data sets, samples, batches, and arguments of DataLoader.
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 from ..errors import ModuleError
 from ..protocols import Batch
 
-__all__ = ["count_tokens"]
-
 
 def count_tokens(batch: Batch) -> int:
     """Return the number of tokens in a batch, padding included; reads shapes only.

@@ -11,16 +11,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from ..protocols import Loaders
 
-__all__ = [
-    "are_same_loaders",
-    "change_loader",
-    "changed_loader",
-    "flatten_loaders",
-    "is_collection",
-    "map_loaders",
-    "unflatten",
-]
-
 L = TypeVar("L")
 
 

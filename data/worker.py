@@ -14,8 +14,6 @@ from ..protocols import StateDict
 from .rng import find_generators, seed_generators, seed_global_generators
 from .tree import changed_loader
 
-__all__ = ["CRASH_FILE", "Numbered", "SeedingDataset", "WorkerInit", "with_indices"]
-
 CRASH_FILE = "LOOPWRIGHT_CRASH_FILE"
 """The variable with the path of the rank's file for Python stacks, or "stderr"; unset where the program has its own."""
 

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 from .finding import Finding, Level
 
-__all__ = ["examine"]
-
 _SECTION = "compilers"
 
 

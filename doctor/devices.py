@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from ..messages import counted
 from .finding import Finding, Level, show_size
 
-__all__ = ["examine"]
-
 _SECTION = "devices"
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from .finding import Finding, Level, show_size
 
-__all__ = ["examine", "judge_room", "judge_speed"]
-
 _SECTION = "disk"
 _PIECE = 8 << 20
 _SLOW = 50e6  # bytes per second: a checkpoint of 1 GB holds training for 20 s

@@ -8,8 +8,6 @@ from pathlib import Path
 from . import compilers, devices, disk, machine, network, packages
 from .finding import Finding, Level
 
-__all__ = ["examine"]
-
 _NEED_TORCH = ("devices", "compilers", "processes")
 _REINSTALL = "pip install --force-reinstall torch, in the build for this machine (pytorch.org, 'Get started')"
 

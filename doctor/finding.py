@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Finding", "Level", "show_size"]
-
 
 class Level(Enum):
     """Severity of a finding."""

@@ -10,8 +10,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-__all__ = ["find_broken"]
-
 _MARK = "loopwright-doctor "
 _PROGRAM = f"""
 import importlib, json, sys

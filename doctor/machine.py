@@ -11,8 +11,6 @@ from pathlib import Path
 
 from .finding import Finding, Level, show_size
 
-__all__ = ["examine", "judge_open_files", "judge_shared_memory", "judge_threads"]
-
 _SECTION = "machine"
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED = 512 << 20  # Docker gives 64 MiB, which one worker's batches fill

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 
 from .finding import Finding, Level
 
-__all__ = ["examine", "judge_variables"]
-
 _SECTION = "processes"
 _SLOW_S = 1.0
 _LONGEST_S = 5.0

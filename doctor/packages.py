@@ -13,8 +13,6 @@ from .. import __version__
 from .finding import Finding, Level
 from .imports import find_broken
 
-__all__ = ["Optional", "examine", "judge_needed", "judge_optional", "judge_torch"]
-
 _SECTION = "packages"
 _NONE: Mapping[str, str] = {}
 _OLDEST_TORCH, _NEWEST_TORCH = (2, 9), (2, 13)

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from comet_ml import CometExperiment
     from torch import nn
 
-__all__ = ["CometLogger"]
-
 _OPTIONS = (
     "disabled", "log_code", "log_graph", "parse_args", "display_summary_level", "log_git_metadata", "log_git_patch",
     "log_env_details", "log_env_gpu", "log_env_host", "log_env_cpu", "log_env_network", "log_env_disk",

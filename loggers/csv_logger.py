@@ -17,8 +17,6 @@ from .folder import DEFAULT_NAME, FolderLogger, keep_old_file
 if TYPE_CHECKING:
     from ..protocols import StateDict
 
-__all__ = ["CSVLogger", "ExperimentWriter"]
-
 
 class CSVLogger(FolderLogger):
     """Write metrics to `save_dir/name/version_N/metrics.csv` and hyperparameters to `hparams.yaml` beside it.

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 
 from .base import DummyExperiment, Logger, Metrics
 
-__all__ = ["DummyLogger"]
-
 
 class DummyLogger(Logger):
     """Take every call, record nothing, and write no file.

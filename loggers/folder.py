@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..protocols import StateDict
     from .run_folder import RunFolder
 
-__all__ = ["DEFAULT_NAME", "FolderLogger", "keep_old_file", "keep_old_files", "share_version"]
-
 DEFAULT_NAME = "loopwright_logs"
 
 _log = logging.getLogger(__name__)

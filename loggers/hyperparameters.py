@@ -16,8 +16,6 @@ from typing import TypeAlias
 
 from ..errors import ConfigError
 
-__all__ = ["Plain", "flatten", "plain_hyperparameters", "to_yaml"]
-
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 
 _PLAIN_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")

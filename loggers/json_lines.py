@@ -18,8 +18,6 @@ from .folder import DEFAULT_NAME, FolderLogger, keep_old_file
 if TYPE_CHECKING:
     from ..protocols import StateDict
 
-__all__ = ["JSONLinesLogger", "LineWriter", "read_json_lines"]
-
 _AXES = ("step", "epoch", "samples", "wall_s")
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 

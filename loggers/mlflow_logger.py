@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from torch import nn
 
-__all__ = ["MLFlowLogger"]
-
 _FORBIDDEN = re.compile(r"[^a-zA-Z0-9_/. -]")
 _LONGEST_NAME = 250
 _MOST_PARAMS, _MOST_METRICS = 100, 1000  # limits of the service per request

@@ -7,8 +7,6 @@ import tempfile
 from collections import deque
 from typing import IO, Any
 
-__all__ = ["PendingQueue"]
-
 
 class PendingQueue:
     """First in, first out; at most `capacity` items that can be pickled are kept in memory.

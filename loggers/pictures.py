@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["options_of_each", "read_pictures", "to_png", "write_pictures"]
-
 
 def read_pictures(
     key: str, images: object, options: Mapping[str, object]

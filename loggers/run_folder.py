@@ -16,8 +16,6 @@ from .base import Lock, current_rank
 if TYPE_CHECKING:
     from ..remote.mirror import RemoteFolder
 
-__all__ = ["RunFolder"]
-
 # Folders that this process logs to, by device and number (they may be moved): the open, locked folder, and how many
 # RunFolders use it. The kernel drops the lock when the process ends, however it ends.
 _held: dict[tuple[int, int], tuple[int, int]] = {}

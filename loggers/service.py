@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from ..protocols import StateDict
 
-__all__ = ["ServiceLogger", "checkpoints_of", "require_package"]
-
 _log = logging.getLogger(__name__)
 
 

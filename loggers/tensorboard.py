@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from ..protocols import StateDict
 
-__all__ = ["TensorBoardLogger"]
-
 _log = logging.getLogger(__name__)
 
 _MOST_SENT_AGAIN = 1 << 22  # bytes

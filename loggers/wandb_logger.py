@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import wandb
     from torch import nn
 
-__all__ = ["WandbLogger"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ from typing import Any
 from ..errors import ConfigError, LoopwrightError
 from .pending import PendingQueue
 
-__all__ = ["WriteBehind", "WriteInPlace", "WriteQueue"]
-
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 _MOST_TRIES = 4
 _LAST_PAUSES_S = (0.1, 0.5, 1.0)

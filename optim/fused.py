@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-__all__ = ["adam", "adamw", "can_fuse", "fuse", "is_fusable", "match_implementation", "sgd"]
-
 # Any in this file: arguments of torch's optimizers, and what their groups hold.
 
 _Kind = TypeVar("_Kind", bound=Optimizer)

@@ -12,8 +12,6 @@ from ..errors import ConfigError, nearest
 from ..files import only_describes
 from .base import Profiler
 
-__all__ = ["AdvancedProfiler"]
-
 
 class AdvancedProfiler(Profiler):
     """Keep one cProfile per activity, and report the functions of each by cumulative time.

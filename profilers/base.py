@@ -16,8 +16,6 @@ from ..remote import is_url
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["PassThroughProfiler", "Profiler"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -21,8 +21,6 @@ from .base import Profiler
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["PyTorchProfiler"]
-
 _log = logging.getLogger(__name__)
 
 # Names that users know, and what torch calls them now.
@@ -352,11 +350,13 @@ class ProfilerSession:
         owner.name_modules(self._hooks)
 
     def enter(self, action_name: str) -> None:
+        """Name what follows, until `leave`."""
         named = record_function(f"{self._prefix}{action_name}")
         named.__enter__()
         self._open.append((action_name, named))
 
     def leave(self, action_name: str) -> None:
+        """End the last action of this name, and those inside it."""
         if any(name == action_name for name, _ in self._open):
             while True:
                 name, named = self._open.pop()
@@ -365,6 +365,7 @@ class ProfilerSession:
                     return
 
     def finish(self) -> None:
+        """End all actions, and the profile."""
         while self._open:
             self._open.pop()[1].__exit__(None, None, None)
         self._hooks.close()

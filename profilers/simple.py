@@ -11,8 +11,6 @@ from time import perf_counter_ns
 from ..errors import ConfigError, nearest
 from .base import Profiler
 
-__all__ = ["SimpleProfiler"]
-
 _NS_PER_S = 1e9
 _UNNAMED = "(outside of these)"
 

@@ -9,8 +9,6 @@ from typing import Any
 from ..errors import ConfigError, MissingDependency
 from .base import Profiler
 
-__all__ = ["XLAProfiler"]
-
 
 class XLAProfiler(Profiler):
     """Serve traces of this process, in which steps and backward passes have names.

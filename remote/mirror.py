@@ -17,8 +17,6 @@ from ..messages import warn
 from .refresh import refresh_file
 from .store import PART_BYTES, RemoteStore, check_protocol, grown_files, part_name
 
-__all__ = ["RemoteFolder"]
-
 _EVERY_S = 15.0
 _SHARE = 20  # an interval is at least so many times what the last sending took: at most 5 % of the time is spent on it
 _CLAIM = ".claim-"

@@ -14,8 +14,6 @@ from pathlib import Path
 from .refresh import refresh_file
 from .store import RemoteFile, RemoteStore, check_protocol, grown_files
 
-__all__ = ["RemoteReader"]
-
 _TRIES = 3
 _MOST_COPIED = 1 << 25
 

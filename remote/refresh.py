@@ -8,8 +8,6 @@ from typing import BinaryIO
 
 from .store import RemoteFile, RemoteStore
 
-__all__ = ["refresh_file"]
-
 _TAIL = 256
 _BLOCK = 1 << 24
 

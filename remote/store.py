@@ -21,8 +21,6 @@ from fsspec.registry import known_implementations
 
 from ..errors import ConfigError, MissingDependency
 
-__all__ = ["PART_BYTES", "RemoteFile", "RemoteStore", "check_protocol", "grown_files", "package_of", "part_name"]
-
 PART_BYTES = 1 << 20
 _PART = re.compile(r"(?P<name>.+)\.part-(?P<base>\d{12})-(?P<begin>\d{12})")
 _CHUNK = 1 << 24

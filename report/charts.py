@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from .names import natural
 from .runs import LoggedRun, Series
 
-__all__ = ["Chart", "Curve", "base_of", "extremes", "make_charts", "not_finite", "smoothed", "thin", "with_speed"]
-
 METRICS, RATES, SPEED, GRADIENTS, MACHINE = (
     "Metrics", "Learning rate and schedules", "Throughput", "Gradients and weights", "Machine",
 )  # fmt: skip

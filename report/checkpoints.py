@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ..protocols import StateDict
     from .runs import LoggedRun
 
-__all__ = ["CheckpointFile", "CheckpointReader"]
-
 _SUFFIX = ".ckpt"
 _STEP_IN_NAME = re.compile(r"step[=_-](\d+)")
 _MOST_OPENED = 100  # of a run that keeps them all, the newest are opened, and the names of the others are read

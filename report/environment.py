@@ -12,8 +12,6 @@ from pathlib import Path
 
 from ..files import replace_file
 
-__all__ = ["ENVIRONMENT_FILE", "describe_environment", "write_environment"]
-
 ENVIRONMENT_FILE = "environment.json"
 _PACKAGES = ("loopwright", "torch", "numpy", "deepspeed", "torch_xla")
 

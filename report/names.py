@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["natural", "short_names"]
-
 _NUMBER = re.compile(r"(\d+)")
 
 

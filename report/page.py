@@ -26,8 +26,6 @@ from .names import natural, short_names
 from .page_media import render_media
 from .runs import LoggedRun
 
-__all__ = ["duration", "render_page", "write_report"]
-
 # Okabe and Ito's palette, which color-blind readers can distinguish; yellow is too light for lines.
 _LEAST_PART = 0.01  # of a fit's time, to be seen in a bar
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f6ae0", "#8c8c8c")

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from .media import HISTOGRAM, IMAGE, TEXT, Bin, Media, chosen, kind_of_image, read_media_folder
 from .runs import LoggedRun
 
-__all__ = ["render_media"]
-
 _MOST_BYTES = 8_000_000  # of pictures in one page
 _HEADINGS = {IMAGE: "Images", TEXT: "Texts", HISTOGRAM: "Histograms"}
 _WIDTH, _HEIGHT, _SHIFT = 300.0, 60.0, 16.0

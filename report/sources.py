@@ -18,8 +18,6 @@ from typing import Any, BinaryIO
 from ..errors import MissingDependency
 from .media import Media, media_of_value
 
-__all__ = ["CSV_FILE", "EVENT_FILES", "JSON_LINES_FILE", "NumberSource", "find_sources"]
-
 CSV_FILE = "metrics.csv"
 JSON_LINES_FILE = "metrics.jsonl"
 _EVENTS = ".tfevents."
@@ -124,7 +122,7 @@ class _LineSource(NumberSource):
         self.clock[step] = self._latest
 
 
-class CSVSource(_LineSource):
+class _CSVSource(_LineSource):
     """`metrics.csv`: a header, then one row per log call, cells empty for what it does not have."""
 
     kind, precision, file_name = "CSV", 2, CSV_FILE
@@ -149,7 +147,7 @@ class CSVSource(_LineSource):
         return True
 
 
-class JSONLinesSource(_LineSource):
+class _JSONLinesSource(_LineSource):
     """`metrics.jsonl`: one JSON object per line, with `step`, perhaps `epoch` and `wall_s`, and metrics."""
 
     kind, precision, file_name = "JSON lines", 3, JSON_LINES_FILE
@@ -171,7 +169,7 @@ class JSONLinesSource(_LineSource):
         return True
 
 
-class EventSource(NumberSource):
+class _EventSource(NumberSource):
     """TensorBoard's event files: scalars with float32 precision, and the time of each."""
 
     kind, precision = "TensorBoard", 1
@@ -230,11 +228,11 @@ def find_sources(folder: Path) -> list[NumberSource]:
     """Return what there is to read in a folder, and not in those below it."""
     found: list[NumberSource] = []
     if (folder / JSON_LINES_FILE).is_file():
-        found.append(JSONLinesSource(folder))
+        found.append(_JSONLinesSource(folder))
     if (folder / CSV_FILE).is_file():
-        found.append(CSVSource(folder))
+        found.append(_CSVSource(folder))
     if _event_files(folder):
-        found.append(EventSource(folder))
+        found.append(_EventSource(folder))
     return found
 
 

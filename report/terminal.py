@@ -22,8 +22,6 @@ from .runs import LoggedRun, RunReader, Series
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["NO_LIMIT", "render_terminal", "watch"]
-
 _COLORS = ("bright_blue", "dark_orange", "green", "magenta", "yellow", "cyan", "medium_purple1", "grey62")
 _LABEL = 9  # characters of a number at the vertical axis
 _LEAST_HEIGHT, _MOST_HEIGHT = 5, 16  # lines of a curve

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from .timeline.timeline import Timeline
     from .trainer import Trainer
 
-__all__ = ["TrainerAttributes"]
-
 _READABLE_ARGUMENTS = {
     "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches",
     "check_val_every_n_epoch", "log_every_n_steps", "overfit_batches", "fast_dev_run",

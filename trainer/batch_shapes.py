@@ -7,8 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["shapes_of"]
-
 _MOST = 8  # entries of one collection
 _DEEPEST = 3
 

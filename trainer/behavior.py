@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from .session.loaders import StageLoaders
     from .session.session import Session
 
-__all__ = ["Behavior", "BehaviorParts"]
-
 _PutBack = Callable[[], None]
 
 

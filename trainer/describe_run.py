@@ -11,8 +11,6 @@ from ..report import write_environment
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-__all__ = ["describe_run"]
-
 
 def describe_run(trainer: Trainer) -> None:
     """Leave beside the logs of a fit where its time went and what it ran on, for pictures of it."""

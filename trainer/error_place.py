@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from .run import Run
     from .view import TrainerView
 
-__all__ = ["place_of"]
-
 _LOADER = "the data loader"
 _LOADER_MODULES = ("loopwright.data.", "torch.utils.data.")
 _MOVERS = {"loopwright.data.move", "loopwright.data.copy_stream", "loopwright.data.tree"}

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..protocols import Batch
     from .module import Module
 
-__all__ = ["export_onnx", "export_program", "export_script"]
-
 # Any in this file: arguments of torch's exporters, and what torch.onnx.export returns.
 
 # Attributes that stand for a compiled forward while a Trainer runs it compiled.

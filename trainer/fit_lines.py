@@ -20,8 +20,6 @@ from ..tracebacks import end_in_silence, end_with_line
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-__all__ = ["tell_beginning", "tell_end", "tell_failure"]
-
 logger = logging.getLogger(__name__)
 
 _PYTHON_TRACEBACK = "\nTraceback (most recent call last)"  # of an exception, which its rank prints

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["advice_on_evaluation", "advice_on_graph"]
-
 _FREED_GRAPH = "backward through the graph a second time"
 _NO_GRAPH = "does not require grad and does not have a grad_fn"
 

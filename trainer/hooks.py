@@ -15,8 +15,6 @@ from ..errors import ModuleError, nearest
 from ..lazy import is_core
 from .module import Module
 
-__all__ = ["check_hook_names", "find_override"]
-
 # Classes that declare hooks: what they define is not an override.
 MODULE_BASES: tuple[type, ...] = (Module, nn.Module)
 DATA_BASES: tuple[type, ...] = (DataModule,)

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-__all__ = ["advice_on"]
-
 
 def advice_on(error: BaseException, module: nn.Module) -> str | None:
     """Return what to do about an error that is about inference tensors; None for any other.

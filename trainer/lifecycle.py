@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ..protocols import Batch
     from .metrics.metrics import Metrics
 
-__all__ = ["EVENTS", "HOOKS", "LOG_RULES", "ORDER", "Event", "Lifecycle", "LogRule", "hook_names", "markdown"]
-
 
 @dataclass(frozen=True, slots=True)
 class LogRule:

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from ..protocols import AnyBatch, AnyLoaders, AnyOutput, MapLocation, StateDict, Tree, TrustedClasses
     from . import Trainer
 
-__all__ = ["Module"]
-
 
 class Module(nn.Module):
     """A model with its training code: steps, optimizers and hooks.

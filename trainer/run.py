@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from .state import Progress, TrainerState
     from .view import FitView, TrainerView
 
-__all__ = ["BeforeValidation", "FitRun", "Run", "StepPlan"]
-
 
 @dataclass(slots=True)
 class StepPlan:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..protocols import StateDict
 
-__all__ = ["Progress", "TrainerState"]
-
 
 @dataclass(slots=True)
 class TrainerState:

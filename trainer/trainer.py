@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from .session.session import Session
     from .timeline.timeline import Timeline
 
-__all__ = ["Trainer"]
-
 
 class Trainer(TrainerAttributes):
     """Train, validate, test and predict with a module.

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from .state import Progress, TrainerState
     from .timeline.timeline import Timeline
 
-__all__ = ["FitView", "TrainerView"]
-
 
 class _Saving(Protocol):
     def complete(self, checkpoint: StateDict) -> None: ...

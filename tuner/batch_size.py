@@ -27,8 +27,6 @@ from .trial import Subject, free_memory, isolated, kept_weights, make_trainer, s
 if TYPE_CHECKING:
     from ..fabric import Fabric
 
-__all__ = ["BatchSize", "Search", "Trials", "find_batch_size_that_fits", "search_sizes", "set_batch_size"]
-
 _log = logging.getLogger(__name__)
 _STAGE = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
 _LOADER = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}

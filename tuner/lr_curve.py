@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from ..protocols import StateDict
 
-__all__ = ["SMOOTHING", "LearningRateCurve"]
-
 SMOOTHING = 0.98
 """Share of the earlier losses in a smoothed one."""
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ..protocols import Batch, StateDict, StepOutput
     from ..trainer.trainer import Trainer
 
-__all__ = ["check_search", "find_learning_rate", "name_of_rate", "set_learning_rate"]
-
 _NAMES = ("lr", "learning_rate")
 # What a parameter group and a schedule of torch keep as rates.
 _RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
@@ -51,7 +49,7 @@ def check_search(
         raise ConfigError(f"learning-rate search: {'; '.join(wrong)}.", fix="correct them; the defaults work for most.")
 
 
-class RisingRate(Callback):
+class _RisingRate(Callback):
     """Raises the learning rate step by step in a trial, and keeps the losses.
 
     Groups keep the ratios of their rates; the largest has the value of the curve. The loss is the mean over the ranks
@@ -135,7 +133,7 @@ def find_learning_rate(subject: Subject, curve: LearningRateCurve, threshold: fl
         DataError: No step had a loss.
     """
     trainer = subject.trainer
-    sweep = RisingRate(curve, threshold, subject.check_signals)
+    sweep = _RisingRate(curve, threshold, subject.check_signals)
     with isolated(subject), subject.lent() as (module, datamodule):
         scheduler = trainer.accumulation_scheduler
         accumulation = accumulation_of(trainer)

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["open_axes", "show_figure"]
-
 
 def open_axes(ax: Axes | None, *, needed_for: str, show: bool) -> tuple[Figure, Axes]:
     """Return a figure and its axes: those given, or new ones.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..protocols import Loaders, StateDict
     from ..trainer.trainer import Trainer
 
-__all__ = ["SchedulePreview", "preview_schedule"]
-
 
 @dataclass(slots=True)
 class SchedulePreview:
@@ -69,7 +67,7 @@ class SchedulePreview:
         return figure
 
 
-class Rehearsal(Callback):
+class _Rehearsal(Callback):
     """Steps the schedules of a trial through the full training at its beginning, without training."""
 
     def __init__(self, preview: SchedulePreview, num_steps: int | None, source: Trainer) -> None:
@@ -176,7 +174,7 @@ def preview_schedule(
     given = {"train": train_dataloaders} if train_dataloaders is not None else {}
     subject = Subject(trainer, unwrapped(model), datamodule, given)
     preview = SchedulePreview()
-    callbacks: list[Callback] = [Rehearsal(preview, num_steps, trainer)]
+    callbacks: list[Callback] = [_Rehearsal(preview, num_steps, trainer)]
     accumulation: dict[str, Any] = dict(accumulation_of(trainer))
     if trainer.accumulation_scheduler is not None:
         accumulation = {}

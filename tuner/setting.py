@@ -8,8 +8,6 @@ from typing import Any
 from ..errors import ConfigError, nearest
 from ..messages import warn
 
-__all__ = ["find_setting", "write_setting"]
-
 # Any in this file: modules, data modules and hyperparameters are the user's.
 
 

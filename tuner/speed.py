@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ..protocols import Batch, Loaders, StepOutput
     from ..trainer.trainer import Trainer
 
-__all__ = ["SETTINGS", "apply_settings", "find_fastest", "read_settings"]
-
 # Any in this file: values of settings, and what the user's hooks return.
 
 SETTINGS = ("fused", "compile", "channels_last", "matmul_precision", "pin_memory", "num_workers", "prefetch_factor")

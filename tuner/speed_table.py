@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from ..trainer.timeline.report import readable_time
 
-__all__ = ["SpeedRow", "SpeedTable"]
-
 
 @dataclass(frozen=True, slots=True)
 class SpeedRow:

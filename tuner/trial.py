@@ -37,16 +37,6 @@ if TYPE_CHECKING:
     from ..trainer.run import Run
     from ..trainer.session.arguments import Arguments
 
-__all__ = [
-    "Subject",
-    "accumulation_of",
-    "free_memory",
-    "isolated",
-    "kept_weights",
-    "make_trainer",
-    "single_device_fabric",
-]
-
 _SETUP_HOOKS = ("prepare_data", "setup", "teardown", "configure_model", "configure_sharded_model")
 
 

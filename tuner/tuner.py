@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ..protocols import Loaders
     from ..trainer.trainer import Trainer
 
-__all__ = ["Tuner"]
-
 _METHODS = ("fit", "validate", "test", "predict")
 
 

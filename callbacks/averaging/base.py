@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput, StateDict
     from ...trainer import Trainer
 
-__all__ = ["Averaging", "StepAveraging", "check_ema_arguments"]
-
 
 class Averaging(Callback):
     """Keep an average beside the weights.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ...trainer import Trainer
     from ...trainer.run import FitRun
 
-__all__ = ["renew_running_statistics"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ...trainer import Trainer
     from ..base import AnyModule
 
-__all__ = ["EMA"]
-
 
 class EMA(StepAveraging):
     """Keep `average = decay * average + (1 - decay) * weights`, updated after optimizer steps.

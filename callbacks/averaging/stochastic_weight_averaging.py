@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ...trainer import Trainer
     from ..base import AnyModule
 
-__all__ = ["StochasticWeightAveraging"]
-
 _log = logging.getLogger(__name__)
 
 AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ...trainer import Trainer
     from ..base import AnyModule
 
-__all__ = ["EMAWeightAveraging", "WeightAveraging"]
-
 AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 MultiAvgFn = Callable[[list[Tensor], list[Tensor], Tensor | int], None]
 

@@ -8,8 +8,6 @@ from ...errors import ConfigError
 from . import files as files
 from .names import check_template
 
-__all__ = ["check_arguments"]
-
 
 def check_arguments(
     *,

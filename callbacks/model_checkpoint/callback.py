@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput, StateDict
     from ...trainer import Trainer
 
-__all__ = ["ModelCheckpoint"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -22,27 +22,6 @@ from ...remote import is_url, names_in, why_unwritable
 if TYPE_CHECKING:
     from ...trainer import Trainer
 
-__all__ = [
-    "check_dirpath",
-    "copy",
-    "default_dirpath",
-    "default_dirpaths",
-    "exists",
-    "find_checkpoints",
-    "is_inside",
-    "is_local",
-    "link",
-    "make_way",
-    "modified_ns",
-    "move",
-    "newest_first",
-    "normalized",
-    "remove",
-    "remove_unfinished",
-    "same_file",
-    "step_in",
-]
-
 _MANIFEST = "manifest.json"  # checkpoint/sharded/manifest.py's, which is not imported for a name
 _STEP_IN_NAME = re.compile(r"step=(\d+)")
 _NUMBER = re.compile(r"^version_(\d+)$")

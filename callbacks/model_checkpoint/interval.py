@@ -11,8 +11,6 @@ from ..rank_zero import SharedDeadline
 if TYPE_CHECKING:
     from ...trainer import Trainer
 
-__all__ = ["TimeInterval"]
-
 
 class TimeInterval:
     """The time between two checkpoints.

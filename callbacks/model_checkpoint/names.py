@@ -10,8 +10,6 @@ from torch import Tensor
 
 from ...errors import ConfigError, ModuleError, nearest
 
-__all__ = ["check_template", "missing_metric", "render_name", "template_names"]
-
 COUNTERS = ("epoch", "step")
 _LONGEST = 255  # bytes of a name, on common file systems
 

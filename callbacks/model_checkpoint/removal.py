@@ -13,8 +13,6 @@ from ...protocols import CheckpointPlugin
 from . import files as files
 from .state import CheckpointState
 
-__all__ = ["CheckpointRemoval", "remove_or_warn"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ...trainer import Trainer
     from .callback import ModelCheckpoint
 
-__all__ = ["SaveRules"]
-
 
 class _Due(Protocol):
     def __call__(self, callback: ModelCheckpoint, trainer: Trainer, *, strict: bool) -> None: ...

@@ -13,8 +13,6 @@ from .top_k import TopK
 if TYPE_CHECKING:
     from ...protocols import StateDict
 
-__all__ = ["CheckpointState", "score_tensor"]
-
 
 @dataclass(slots=True)
 class CheckpointState:

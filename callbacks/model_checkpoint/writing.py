@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ...trainer import Trainer
     from .callback import ModelCheckpoint
 
-__all__ = ["link_or_copy", "link_or_warn", "make_way", "notify_loggers"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput
     from ...trainer import Trainer
 
-__all__ = ["DeviceStatsMonitor"]
-
 
 class DeviceStatsMonitor(Callback):
     """Log the accelerator's statistics of rank 0's device before and after the steps that the trainer logs.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput
     from ...trainer import Trainer
 
-__all__ = ["LearningRateMonitor"]
-
 _log = logging.getLogger(__name__)
 
 

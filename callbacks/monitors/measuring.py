@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from ...trainer import Trainer
     from ..base import Callback
 
-__all__ = ["LogSteps", "is_evaluation_due", "require_logger"]
-
 
 def require_logger(trainer: Trainer, callback: Callback) -> None:
     """Refuse a run without a logger.

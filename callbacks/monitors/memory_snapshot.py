@@ -23,8 +23,6 @@ from ..base import AnyModule, Callback
 if TYPE_CHECKING:
     from ...trainer import Trainer
 
-__all__ = ["MemoryReport", "MemorySnapshot", "memory_report"]
-
 _log = logging.getLogger(__name__)
 
 _MOST_SHOWN = 20

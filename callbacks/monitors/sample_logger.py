@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput
     from ...trainer import Trainer
 
-__all__ = ["SampleLogger"]
-
 # Any: pictures in one of the forms that Logger.log_image takes, alone or with their captions; or text.
 MakeSamples = Callable[[Any, Any, Any], Any]
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput, StateDict
     from ...trainer import Trainer
 
-__all__ = ["SpikeDetection", "SpikeDetector", "TrainingSpikeException"]
-
 _log = logging.getLogger(__name__)
 
 _MOST_KEPT = 1000

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput, StateDict
     from ...trainer import Trainer
 
-__all__ = ["ThroughputMonitor"]
-
 
 class ThroughputMonitor(Callback):
     """Log `<stage>/device/samples_per_sec` and more (see `Throughput`), each `log_every_n_steps`, on rank 0.

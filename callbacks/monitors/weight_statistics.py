@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput
     from ...trainer import Trainer
 
-__all__ = ["WeightStatistics"]
-
 _KINDS = ("weights", "gradients", "updates")
 
 

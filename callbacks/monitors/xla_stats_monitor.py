@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput
     from ...trainer import Trainer
 
-__all__ = ["XLAStatsMonitor"]
-
 logger = logging.getLogger(__name__)
 
 _NS_PER_S = 1e9

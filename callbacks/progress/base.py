@@ -14,8 +14,6 @@ from ..base import AnyModule, Callback
 if TYPE_CHECKING:
     from ...trainer import Trainer
 
-__all__ = ["ProgressBar", "format_metrics", "printed"]
-
 _log = logging.getLogger(__name__)
 
 

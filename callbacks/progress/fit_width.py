@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["MIN_BAR", "fold"]
-
 MIN_BAR = 10  # columns
 _MOST_LINES = 3
 _MORE = "…"

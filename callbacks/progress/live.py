@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput
     from ...trainer import Trainer
 
-__all__ = ["LiveProgressBar"]
-
 _log = logging.getLogger(__name__)
 _NEVER = math.inf
 _DRAW_INTERVAL_S = 0.1

@@ -13,8 +13,6 @@ from .base import format_metrics
 if TYPE_CHECKING:
     from ...trainer import Trainer
 
-__all__ = ["PlainLines"]
-
 
 class PlainLines:
     """Write lines at intervals.

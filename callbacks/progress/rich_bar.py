@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from ...trainer import Trainer
 
-__all__ = ["RichProgressBar", "RichProgressBarTheme"]
-
 
 @dataclass(frozen=True, slots=True)
 class RichProgressBarTheme:

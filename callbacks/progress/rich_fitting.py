@@ -11,8 +11,6 @@ from rich.text import Text
 
 from .fit_width import MIN_BAR, fold
 
-__all__ = ["FittingProgress", "MetricsColumn"]
-
 _WIDEST_BAR = 40
 _ECHO = 2  # columns that a terminal writes for Ctrl-C, "^C": on a full line they would move the cursor to the next
 

@@ -7,8 +7,6 @@ from typing import TextIO
 
 from ...console import is_notebook
 
-__all__ = ["can_draw", "is_terminal"]
-
 
 def is_terminal(stream: TextIO) -> bool:
     """Whether the stream is a terminal on which the cursor can be moved."""

@@ -15,8 +15,6 @@ from .base import format_metrics, printed
 from .fit_width import MIN_BAR, fold
 from .live import LiveProgressBar
 
-__all__ = ["TQDMProgressBar"]
-
 
 class TQDMProgressBar(LiveProgressBar):
     """Draw with tqdm on standard output; elsewhere write lines, and keep the bars without drawing them.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ...protocols import StateDict
     from ...trainer import Trainer
 
-__all__ = ["EarlyStopping", "EarlyStoppingReason"]
-
 _log = logging.getLogger(__name__)
 
 

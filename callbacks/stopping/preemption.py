@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ...trainer import Trainer
     from ...trainer.loop.run_signals import RunSignals
 
-__all__ = ["Preemption"]
-
 _log = logging.getLogger(__name__)
 
 

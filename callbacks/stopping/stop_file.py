@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput
     from ...trainer import Trainer
 
-__all__ = ["StopFile"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput, StateDict
     from ...trainer import Trainer
 
-__all__ = ["Timer"]
-
 _log = logging.getLogger(__name__)
 _STAGES = ("train", "validate", "test")
 _FORMAT = re.compile(r"(\d+):(\d\d):(\d\d):(\d\d)")

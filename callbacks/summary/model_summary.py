@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from ...trainer import Trainer
 
-__all__ = ["ModelSummary"]
-
 
 class ModelSummary(Callback):
     """Write a table of the module's layers to standard output at the start of fit, on rank zero.

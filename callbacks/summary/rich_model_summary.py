@@ -10,8 +10,6 @@ from ...errors import MissingDependency
 from ..progress.terminal import is_terminal
 from .model_summary import ModelSummary, total_rows
 
-__all__ = ["RichModelSummary"]
-
 
 class RichModelSummary(ModelSummary):
     """Show the table with rich; as plain text if the output is not a terminal.

@@ -17,8 +17,6 @@ from ...fabric.undisturbed import undisturbed
 from ...strategies.distributed.shards import all_parameters
 from ..sharded_pass import gathered, root_around
 
-__all__ = ["LayerSummary", "Summary", "count_elements", "format_table", "human_count", "size_hook", "summarize"]
-
 _UNITS = (" ", "K", "M", "B", "T")
 
 

@@ -23,8 +23,6 @@ from .iterable import ShardedIterableSource, is_sharded_iterable, of_rank
 from .shard import NO_BATCH, Shard, find_samplers, is_rank_aware
 from .synchronized import SynchronizedSource
 
-__all__ = ["advise_smaller_batches", "make_shared_source"]
-
 log = logging.getLogger(__name__)
 
 

@@ -27,8 +27,6 @@ from .indexed import ShardedIndexStream, borrowed_rng
 from .iterable import EvalIterableShard, is_sharded_iterable, of_rank
 from .shard import Shard, interleave, is_rank_aware
 
-__all__ = ["EvalShard", "count_eval_rounds", "in_loader_order", "shard_eval"]
-
 
 def shard_eval(
     loader: Loaders, shard: Shard, *, share: Callable[[object], object] | None = None

@@ -14,16 +14,6 @@ from torch.utils.data import Dataset, IterableDataset
 from ...protocols import Batch
 from ..move import apply_to_collection
 
-__all__ = [
-    "SAME_DATA",
-    "SAME_IN_WORKERS",
-    "count_listed",
-    "fingerprint_batch",
-    "fingerprint_listed",
-    "is_same_on_all",
-    "listed_in",
-]
-
 _MOST_BYTES = 1 << 16
 
 SAME_DATA = (

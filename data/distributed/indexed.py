@@ -24,8 +24,6 @@ from ..sources.indexed import IndexedSource
 from ..worker import Numbered
 from .shard import NO_BATCH, Shard
 
-__all__ = ["ShardedIndexStream", "ShardedListSource", "ShardedSource", "borrowed_rng", "shared_rng"]
-
 log = logging.getLogger(__name__)
 
 

@@ -21,8 +21,6 @@ from ..tree import changed_loader
 from ..worker import WorkerInit
 from .shard import NO_BATCH, Shard
 
-__all__ = ["EvalIterableShard", "ShardedIterableSource", "is_sharded_iterable", "of_rank"]
-
 log = logging.getLogger(__name__)
 _END: Any = object()
 

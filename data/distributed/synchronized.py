@@ -16,8 +16,6 @@ from ..rng import RngStream, capture_rng, derive_key
 from ..sources.base import Source, position_of
 from .shard import NO_BATCH, Shard
 
-__all__ = ["SynchronizedSource"]
-
 log = logging.getLogger(__name__)
 _UNKNOWN = 1 << 40  # more batches than there are
 

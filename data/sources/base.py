@@ -10,8 +10,6 @@ from ...errors import DataError
 from ...protocols import Batch, Loaders, StateDict
 from ..limit import find_length, resolve_limit
 
-__all__ = ["NO_BATCH", "NoBatch", "Source", "announce_epoch", "position_of"]
-
 
 class NoBatch:
     """The type of `NO_BATCH`."""

@@ -17,8 +17,6 @@ from .indexed import IndexedSource, is_indexed
 from .reread import RereadSource
 from .stateful import StatefulSource, has_stateful_data, is_stateful
 
-__all__ = ["make_source"]
-
 
 def make_source(loader: Loaders, *, is_placed: bool = False) -> Source:
     """Return the source that reads this loader.

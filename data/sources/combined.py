@@ -12,8 +12,6 @@ from ...protocols import Batch, Loaders, StateDict
 from ..tree import unflatten
 from .base import Source
 
-__all__ = ["CombinedSource", "combined_length", "no_batches"]
-
 
 def combined_length(lengths: Sequence[int | float], mode: str) -> int | float:
     """Return how many batches loaders of these lengths give together; `math.inf` stands for an unknown length."""

@@ -9,8 +9,6 @@ from torch.utils.data import DataLoader
 from ...messages import warn
 from ..tree import changed_loader
 
-__all__ = ["gives_any_order", "in_order"]
-
 
 def gives_any_order(loader: object) -> bool:
     """Whether this is a DataLoader whose batches come as its workers finish them."""

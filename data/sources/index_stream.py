@@ -24,8 +24,6 @@ from ...protocols import Batch, StateDict
 from ..rng import RngStream, capture_rng, kinds_that_moved
 from ..worker import Numbered
 
-__all__ = ["IndexStream", "count_indices", "draws_only_at_start"]
-
 _END: Any = object()
 # Python may change how it hashes tuples of integers: digests are compared only where this value is equal.
 _HASH_CHECK = hash((1, 2, 3))

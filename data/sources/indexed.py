@@ -19,8 +19,6 @@ from .base import Source, position_of
 from .in_order import in_order
 from .index_stream import IndexStream, count_indices
 
-__all__ = ["IndexedSource", "is_indexed"]
-
 
 def is_indexed(loader: object) -> TypeGuard[DataLoader[Batch]]:
     """Return whether this is a DataLoader that yields one batch for each batch of indices of its sampler."""

@@ -34,8 +34,6 @@ from .stateful import is_stateful
 if TYPE_CHECKING:
     from ..rng_watch import RngWatch
 
-__all__ = ["RereadSource"]
-
 log = logging.getLogger(__name__)
 _NOTHING: object = object()
 

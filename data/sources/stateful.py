@@ -16,8 +16,6 @@ from ..limit import find_length
 from ..rng import RngStream, capture_rng, derive_key, is_same, restore_rng
 from .base import Source
 
-__all__ = ["StatefulSource", "has_stateful_data", "is_stateful"]
-
 log = logging.getLogger(__name__)
 _NOTHING: object = object()
 

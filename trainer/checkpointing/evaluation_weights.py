@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["EvaluationWeights"]
-
 
 class EvaluationWeights:
     """Exchanges the weights of training for those to evaluate, and puts the former back as they were.

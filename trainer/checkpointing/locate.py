@@ -20,8 +20,6 @@ from ...messages import warn
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
-__all__ = ["can_be_requeued", "locate"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_OTHERS = 3  # that are named

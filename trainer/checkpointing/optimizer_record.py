@@ -20,8 +20,6 @@ from ...strategies.base import plain_name
 if TYPE_CHECKING:
     from ..loop.schedule import LRSchedulerConfig
 
-__all__ = ["all_names", "describe", "differences", "fit_groups", "names_of"]
-
 _NOT_GIVEN = ("params", PARAM_NAMES, "lr", "initial_lr")
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ...protocols import BackgroundPlugin
     from ..view import TrainerView
 
-__all__ = ["PendingSave"]
-
 
 class PendingSave:
     """One save on its way.

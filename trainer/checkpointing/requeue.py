@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ...protocols import Cluster
     from ..trainer import Trainer
 
-__all__ = ["find_requeued", "numbered_checkpoints", "requeue", "requeue_signal"]
-
 logger = logging.getLogger(__name__)
 
 _KEPT = 2

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ..view import TrainerView
     from .pending_save import PendingSave
 
-__all__ = ["Saving"]
-
 _PLAIN = (Tensor, nn.Parameter, UninitializedParameter, UninitializedBuffer)
 
 logger_ = logging.getLogger(__name__)

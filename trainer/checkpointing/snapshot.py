@@ -32,27 +32,6 @@ if TYPE_CHECKING:
     from ..metrics.log_output import LogOutput
     from .validated_weights import ValidatedWeights
 
-__all__ = [
-    "before_validation",
-    "callback_states",
-    "collect",
-    "count_data",
-    "counts_batches",
-    "hyperparameters",
-    "logger_states",
-    "mark_callbacks",
-    "note_row_of_validation",
-    "parameter_names",
-    "plain_path",
-    "put_back_loggers",
-    "read",
-    "restore_callbacks",
-    "restore_frozen",
-    "restore_module",
-    "restore_training",
-    "stream_state",
-]
-
 logger = logging.getLogger(__name__)
 
 

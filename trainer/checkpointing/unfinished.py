@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ..run import FitRun
     from ..view import TrainerView
 
-__all__ = ["finish"]
-
 
 def finish(trainer: TrainerView, run: FitRun) -> None:
     """Finish the events that were unfinished in the resumed checkpoint. On every rank, after all state is loaded."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from ...callbacks import Callback
 
-__all__ = ["ValidatedWeights", "copied", "may_change_weights"]
-
 _PACKAGE = __name__.partition(".trainer.")[0]
 _EVENT = "on_train_epoch_end"
 

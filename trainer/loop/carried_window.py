@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..run import FitRun
     from ..view import TrainerView
 
-__all__ = ["CarriedWindow"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ...data.stream import BatchStream
     from ...strategies import Strategy
 
-__all__ = ["watch_batches"]
-
 
 def watch_batches(stream: BatchStream, strategy: Strategy) -> None:
     """Let the stream compare what it gives with that of ranks that must read the same batches. On every rank.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ..run import FitRun
     from ..view import TrainerView
 
-__all__ = ["DataLimits", "batches_until_limit", "steps_until_max_samples"]
-
 # How much larger than the largest step so far a step may be, where nothing says how large steps can get.
 _MARGIN = 2
 

@@ -14,8 +14,6 @@ from ...errors import DataError
 from ...strategies.optional import evaluation_of
 from ..run import Run
 
-__all__ = ["in_step"]
-
 _DONE = object()
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ...data.batch_indices import IndexRecord
     from ...data.batch_size import BatchSizes
 
-__all__ = ["EvalLoader", "ReadOnce", "make_eval_loader", "without_shuffle"]
-
 
 @dataclass(slots=True)
 class EvalLoader:

@@ -17,8 +17,6 @@ from ..run import Run
 from .eval_in_step import in_step
 from .eval_loader import EvalLoader
 
-__all__ = ["EvalLoop"]
-
 
 class EvalLoop:
     """Evaluates all loaders of a stage.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from ..view import TrainerView
 
-__all__ = ["FitLoop", "LoopSeams"]
-
 logger = logging.getLogger(__name__)
 
 

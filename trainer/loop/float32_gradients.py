@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ..run import FitRun
     from ..view import TrainerView
 
-__all__ = ["Float32Gradients"]
-
 
 class Float32Gradients:
     """The sums of one run's gradients, for parameters of fewer than 32 bits.

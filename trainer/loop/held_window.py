@@ -29,8 +29,6 @@ from .step import count_window, detached_mean, drop_window, fill_gradients, outp
 if TYPE_CHECKING:
     from ..run import FitRun
 
-__all__ = ["train_held_window"]
-
 # Any in this file: batches, and what steps return.
 
 

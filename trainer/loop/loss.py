@@ -44,8 +44,6 @@ from ..metrics.accumulators import accumulation_dtype
 if TYPE_CHECKING:
     from ...strategies import Strategy
 
-__all__ = ["Loss", "RanksWindowLoss", "WindowLoss", "read_loss"]
-
 
 @dataclass(frozen=True, slots=True)
 class Loss:

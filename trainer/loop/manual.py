@@ -16,20 +16,6 @@ from ..run import Run
 from .optimizers import ManagedOptimizer
 from .schedule import parameters_of
 
-__all__ = [
-    "Toggles",
-    "clip_gradients",
-    "count_step",
-    "give_back",
-    "manual_backward",
-    "plain_optimizer",
-    "reduce_gradients",
-    "restore_gradients",
-    "step_given",
-    "step_in_manual",
-    "waiting_gradients",
-]
-
 
 def plain_optimizer(optimizer: Optimizer | ManagedOptimizer) -> Optimizer:
     """Return torch's own optimizer."""

@@ -18,8 +18,6 @@ from ...messages import warn
 from ...protocols import Gather
 from ..state import Progress
 
-__all__ = ["MOST_KEPT", "POLICIES", "LossWatch"]
-
 POLICIES = ("warn", "raise", "skip", "ignore")
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ...fabric import Fabric
     from ...strategies import Strategy
 
-__all__ = ["ManagedOptimizer", "OptimizerOwner", "toggled"]
-
 
 class OptimizerOwner(Protocol):
     """Who lends out managed optimizers: a Trainer."""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from ..run import FitRun
 
-__all__ = ["OwnSteps"]
-
 _Kind = Literal["configured", "foreign", "elsewhere"]
 
 

@@ -46,22 +46,6 @@ if TYPE_CHECKING:
     from ..session.loaders import StageLoaders
     from ..view import TrainerView
 
-__all__ = [
-    "check_first_batch",
-    "compare",
-    "distribute_loaders",
-    "facts_of",
-    "gather_data",
-    "meet",
-    "one_of_each_share",
-    "open_epoch",
-    "ordered",
-    "plain",
-    "require_full",
-    "require_skip_everywhere",
-    "write_on_rank_zero",
-]
-
 
 logger = logging.getLogger(__name__)
 

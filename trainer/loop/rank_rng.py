@@ -19,8 +19,6 @@ from ...protocols import StateDict
 if TYPE_CHECKING:
     from ...strategies import Strategy
 
-__all__ = ["align_copies", "check_copies", "collect", "own_state", "resumed", "separate"]
-
 Places = Sequence[tuple[int, int]]
 """Data rank and stage of each rank that saved."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from ...errors import ModuleError
 
-__all__ = ["RanksPlateau"]
-
 
 class RanksPlateau:
     """A schedule whose `step` takes a metric: it gets the mean over ranks, so that all have the same learning rate.

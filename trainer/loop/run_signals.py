@@ -27,8 +27,6 @@ from ...errors import StopBySignal
 if TYPE_CHECKING:
     from ...fabric.watch import StopCoordinator, Watch
 
-__all__ = ["FAILED_SAVE", "RunSignals"]
-
 logger = logging.getLogger(__name__)
 
 FAILED_SAVE = "failed save"  # the reason to stop if a rank could not write a checkpoint in the background

@@ -17,8 +17,6 @@ from ...protocols import Stateful
 if TYPE_CHECKING:
     from ..run import Run
 
-__all__ = ["LRSchedulerConfig", "read_optimizers", "step_due_schedules", "step_plateaus"]
-
 _FORMS = (
     "an optimizer; a list of optimizers; ([optimizers], [schedulers]); {'optimizer': ..., 'lr_scheduler': ...}; "
     "a list of such dicts; or None"

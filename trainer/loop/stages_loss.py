@@ -12,8 +12,6 @@ from ...strategies.optional import HasStages
 from ..metrics.accumulators import accumulation_dtype
 from .loss import Loss, RanksWindowLoss
 
-__all__ = ["StagesWindowLoss"]
-
 _FORMS = (None, "mean", "sum")
 
 

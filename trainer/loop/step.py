@@ -23,18 +23,6 @@ from ..run import FitRun
 from .loss import Loss, read_loss
 from .schedule import step_due_schedules
 
-__all__ = [
-    "count_own_step",
-    "count_window",
-    "detached_mean",
-    "drop_window",
-    "fill_gradients",
-    "finish_window",
-    "outputs_of",
-    "step_schedules",
-    "train_window",
-]
-
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 

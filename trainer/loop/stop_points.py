@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..view import TrainerView
     from .run_signals import RunSignals
 
-__all__ = ["StopPoints"]
-
 
 class StopPoints:
     """The coordination of one run's ranks on where it stops.

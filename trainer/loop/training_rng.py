@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ...strategies import Strategy
     from ..run import BeforeValidation, Run
 
-__all__ = ["TrainingRng"]
-
 RngState = dict[str, object]  # what `capture_rng` returns
 
 

@@ -12,17 +12,6 @@ from torch import Tensor
 from ...errors import ModuleError
 from ...protocols import Batch, StateDict
 
-__all__ = [
-    "MetricAccumulator",
-    "ScalarAccumulator",
-    "TorchMetric",
-    "accumulation_dtype",
-    "is_metric",
-    "shapes_of",
-    "version_of",
-    "with_suffix",
-]
-
 # Values are folded into the running sum in chunks of this size. The chunks are counted from the epoch's beginning and
 # what is not yet folded is part of a checkpoint, so that a resumed epoch adds in the same order, to the same bits.
 _CHUNK = 256

@@ -10,8 +10,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .metrics import Metrics
 
-__all__ = ["CurrentValues"]
-
 
 class CurrentValues:
     """Reads the latest step values: on the CPU at once, from a CUDA device those whose copy is complete.

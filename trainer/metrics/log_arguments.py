@@ -19,17 +19,6 @@ from .accumulators import MetricAccumulator, ScalarAccumulator, accumulation_dty
 if TYPE_CHECKING:
     from .metrics import HookTable
 
-__all__ = [
-    "bad_value",
-    "calling_line",
-    "check_call",
-    "check_name",
-    "make_accumulator",
-    "pooled_object",
-    "refuse_conflict",
-    "shared_accumulator",
-]
-
 _REDUCE: dict[object, str] = {
     "mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max",
     torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", min: "min", max: "max", sum: "sum",

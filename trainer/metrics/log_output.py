@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ...loggers.write_behind import WriteQueue
     from ...strategies import Strategy
 
-__all__ = ["LogOutput", "by_loader", "tables_of"]
-
 log = logging.getLogger(__name__)
 
 Row = tuple[dict[str, float], int, Mapping[str, float], float]

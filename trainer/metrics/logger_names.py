@@ -9,8 +9,6 @@ from ... import loggers
 from ...errors import ConfigError, nearest
 from ...loggers import Logger
 
-__all__ = ["LOGGER_NAMES", "logger_named"]
-
 LOGGER_NAMES = {
     "comet": "CometLogger",
     "csv": "CSVLogger",

@@ -17,8 +17,6 @@ from ...errors import CheckpointError
 from ...protocols import StateDict, Tree
 from .accumulators import TorchMetric, is_metric
 
-__all__ = ["compute_joined", "load_metric_states", "metric_states", "to_cpu"]
-
 States = Mapping[str, StateDict]  # path -> update count and states, as `metric_states` returns them
 
 

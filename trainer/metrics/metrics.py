@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ...data.batch_size import BatchSizes
     from .ranks_metrics import RanksMetrics
 
-__all__ = ["HookTable", "Metrics"]
-
 _METRIC_ACCUMULATOR_STATE = ("name", "hook", "on_step", "on_epoch", "prog_bar", "logger", "rank_zero_only")
 
 

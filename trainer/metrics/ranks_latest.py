@@ -15,8 +15,6 @@ from .ranks_metrics import joined
 if TYPE_CHECKING:
     from .metrics import Metrics
 
-__all__ = ["latest_values"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Latest:

@@ -25,8 +25,6 @@ from .metric_objects import compute_joined, metric_states, to_cpu
 if TYPE_CHECKING:
     from .metrics import Metrics
 
-__all__ = ["RanksMetrics", "joined", "state_of_rank"]
-
 
 _HOW = ("hook", "reduce", "on_step", "rank_zero_only", "epoch_key", "logger", "prog_bar", "dtype")
 

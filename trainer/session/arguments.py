@@ -22,8 +22,6 @@ from ..loop.non_finite import POLICIES
 if TYPE_CHECKING:
     from ...profilers import Profiler
 
-__all__ = ["Arguments", "from_environment"]
-
 # What may differ over ranks: where they are, and what a person sees.
 _PER_RANK = {
     "devices", "default_root_dir", "enable_progress_bar", "enable_model_summary", "logger", "callbacks", "profiler",

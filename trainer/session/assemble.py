@@ -26,15 +26,6 @@ if TYPE_CHECKING:
     from ..view import TrainerView
     from .arguments import Arguments
 
-__all__ = [
-    "bind_step",
-    "default_callbacks",
-    "make_plan",
-    "merge_callbacks",
-    "order_callbacks",
-    "require_callbacks",
-]
-
 
 # --- callbacks -----------------------------------------------------------------------------------------------------
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from .forward_loss import ForwardStep
     from .session import Session
 
-__all__ = ["adopt", "attach", "know_weakly"]
-
 # Sessions under way in this process, one within another.
 _active: list[tuple[Session, nn.Module]] = []
 

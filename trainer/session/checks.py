@@ -23,20 +23,6 @@ if TYPE_CHECKING:
     from .fit import FitSession
     from .session import Session
 
-__all__ = [
-    "STAGE_OF",
-    "both_given",
-    "builders",
-    "check",
-    "check_evaluation",
-    "check_fit",
-    "check_layers",
-    "compare_data",
-    "module_of_evaluation",
-    "split_datamodule",
-    "unwrapped",
-]
-
 STAGE_OF = {"validate": "validation", "test": "test", "predict": "predict"}
 
 

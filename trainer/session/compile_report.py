@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ...fabric.recompiles import RecompileWatch
     from ..timeline import Timeline
 
-__all__ = ["CompileReport"]
-
 logger = logging.getLogger(__name__)
 
 _MEASURED = 3  # steps after the first compiled one

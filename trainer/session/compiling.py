@@ -31,8 +31,6 @@ from .compile_report import CompileReport
 if TYPE_CHECKING:
     from ..run import Run
 
-__all__ = ["begin_compiling"]
-
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 

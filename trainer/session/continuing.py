@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
     from ..view import TrainerView
 
-__all__ = ["Before", "begin_epoch_again", "continue_training", "take_before"]
-
 log = logging.getLogger(__name__)
 
 Before = StateDict  # states of optimizers and schedules, in torch's layout

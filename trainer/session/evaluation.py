@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ..loop.eval_loader import EvalLoader
     from ..trainer import Trainer
 
-__all__ = ["EvaluationSession"]
-
 
 class EvaluationSession(Session):
     """One validate, test or predict.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..run import Run
     from .session import Session
 
-__all__ = ["fail"]
-
 logger_ = logging.getLogger(__name__)
 
 _STEPS = {"training_step", "validation_step", "test_step", "predict_step"}

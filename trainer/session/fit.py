@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from ...strategies import TrainerConfig
     from ..trainer import Trainer
 
-__all__ = ["FitSession"]
-
 
 class FitSession(Session):
     """One fit.

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from ..run import FitRun
     from .fit import FitSession
 
-__all__ = ["FitActions"]
-
 
 class FitActions:
     """Logs, counts, and steps the schedules that count epochs. Only `after_batch` is called at every step.

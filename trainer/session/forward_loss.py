@@ -17,8 +17,6 @@ from ...data import find_batch_size
 from ...errors import ModuleError
 from ..hooks import MODULE_BASES, find_override
 
-__all__ = ["ForwardOptimizer", "ForwardStep", "equip"]
-
 _KEYS = {"training_step": "train_loss", "validation_step": "val_loss", "test_step": "test_loss", "predict_step": None}
 _CLASSES = (("transformers", "PreTrainedModel"), ("peft", "PeftModel"))
 _LR = 5e-5  # what transformers' Trainer begins with

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from ..run import FitRun
     from ..view import TrainerView
 
-__all__ = ["derive_accumulation", "plan_accumulation", "report_global_batch"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ...data.distributed.shard import Shard
     from ...data.module import DataModule
 
-__all__ = ["LOADER_OF", "StageLoaders"]
-
 LOADER_OF = {
     "train": "train_dataloader",
     "validation": "val_dataloader",

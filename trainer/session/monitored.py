@@ -15,8 +15,6 @@ from ..hooks import MODULE_BASES, find_override
 if TYPE_CHECKING:
     from ..run import Run
 
-__all__ = ["MonitoredNames", "may_log_at_epoch_end"]
-
 _VALIDATION = ("val", "valid")
 # What a name is likely to be logged by when nothing has logged it yet.
 _LATE_HOOKS = ("on_train_epoch_end", "on_train_epoch_start", "on_validation_end", "on_validation_epoch_end")

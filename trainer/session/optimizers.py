@@ -18,8 +18,6 @@ from . import assemble
 if TYPE_CHECKING:
     from ..run import FitRun, Run
 
-__all__ = ["build_optimizers", "build_training", "manage_optimizers"]
-
 
 def build_training(run: FitRun) -> None:
     """Build optimizers and schedules of a run, and what watches them."""

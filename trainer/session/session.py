@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from ..loop.stop_points import StopPoints
     from ..trainer import Trainer
 
-__all__ = ["Session"]
-
 logger_ = logging.getLogger(__name__)
 
 

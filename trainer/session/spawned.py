@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ..run import Run
     from ..trainer import Trainer
 
-__all__ = ["launch"]
-
 _CPU = torch.device("cpu")
 _PLAIN = (bool, int, float, str, type(None))
 

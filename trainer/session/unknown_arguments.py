@@ -7,8 +7,6 @@ from typing import NoReturn
 
 from ...errors import ConfigError, nearest
 
-__all__ = ["REPLACEMENTS", "UnknownArgument", "refuse_arguments"]
-
 REPLACEMENTS = {
     "amp": "precision='16-mixed' or 'bf16-mixed'",
     "amp_backend": "precision='16-mixed' or 'bf16-mixed'",

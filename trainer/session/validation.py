@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from ..run import FitRun
     from .fit import FitSession
 
-__all__ = ["check_sanity", "free_gradients", "validate"]
-
 
 def check_sanity(session: FitSession) -> None:
     """Validate a few batches, to find mistakes before an epoch has been spent. Leaves no trace."""

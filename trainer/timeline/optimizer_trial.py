@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from ...accelerators.usage import shortest_s
 from ...optim.fused import is_fusable
 
-__all__ = ["OptimizerTrial", "try_fused"]
-
 # Any in this file: parameter groups, and the constructors of torch's optimizers.
 
 _MOST_ELEMENTS = 2**20

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["STEP_PHASES", "WHOLE_PHASES", "StepRecord"]
-
 STEP_PHASES = (
     "data", "transfer", "forward", "backward", "communication", "clip", "optimizer", "schedule", "hooks", "loop",
 )  # fmt: skip

@@ -11,8 +11,6 @@ from .phases import STEP_PHASES
 if TYPE_CHECKING:
     from .timeline import Timeline
 
-__all__ = ["TimelineReport", "make_report", "readable_time"]
-
 _GROUPS = {
     "data": ("data", "transfer"),
     "compute": ("forward", "backward"),

@@ -23,8 +23,6 @@ from ...accelerators.usage import shortest_s
 if TYPE_CHECKING:
     from ...protocols import Tree
 
-__all__ = ["DevicePeak", "OperationCounter", "OperationCounts", "measure_peak"]
-
 
 @dataclass(frozen=True, slots=True)
 class DevicePeak:
