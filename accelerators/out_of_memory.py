@@ -12,6 +12,7 @@ _SIGNS = (
     "can't allocate memory",
     "cannot allocate memory",
     "not enough memory",
+    "resource_exhausted",
     "cudnn_status_not_supported",
     "cudnn_status_alloc_failed",
     "cublas_status_alloc_failed",

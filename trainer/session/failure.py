@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from ...accelerators.out_of_memory import is_out_of_memory
 from ...errors import LoopwrightError, StopBySignal
+from ...strategies.memory_report import advise, memory_report
 from ..batch_shapes import shapes_of
 from ..checkpointing.requeue import requeue
 from ..error_place import place_of
@@ -63,6 +65,8 @@ def _explain(session: Session, run: Run, error: BaseException) -> None:
     if not isinstance(error, Exception) or isinstance(error, LoopwrightError):
         return
     add_place(error, place_of(session.trainer, run, error))
+    if is_out_of_memory(error):
+        add_place(error, _report_memory(session, run, error))
     hook = run.metrics.table.hook
     if hook in _STEPS and run.metrics.batch is not None:
         add_place(error, f"Loopwright: the batch is {shapes_of(run.metrics.batch)}")
@@ -78,6 +82,14 @@ def _explain(session: Session, run: Run, error: BaseException) -> None:
         advice = advice_on_evaluation(error, session.verb, session.arguments.inference_mode)
     if advice is not None:
         add_place(error, advice)
+
+
+def _report_memory(session: Session, run: Run, error: Exception) -> str:
+    """Return who holds the memory that ran out, and what takes less of it."""
+    optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in run.optimizers]
+    report = memory_report(run.module, optimizers, device=run.device, error=error)
+    advice = advise(report, shards=session.strategy.traits.shards_parameters)
+    return f"Loopwright: {run.device} is out of memory; {report.summary()}\nWhat takes less: {advice}."
 
 
 def _notify(session: Session, run: Run, error: BaseException) -> None:

@@ -11,8 +11,8 @@ import torch
 from toys import Net, adam, loader, net, quiet
 
 from loopwright.callbacks import MemorySnapshot
-from loopwright.callbacks.monitors.memory_snapshot import memory_report
 from loopwright.errors import ConfigError
+from loopwright.strategies.memory_report import memory_report
 
 
 class Greedy(Net):
