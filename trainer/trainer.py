@@ -122,6 +122,10 @@ class Trainer(TrainerAttributes):
         nonfinite_loss: Policy for a NaN or infinite loss: "warn" (once, with the step), "raise" (at the next log
             boundary and before a checkpoint is written), "skip" (the step is left out, reported once and counted in
             `trainer.progress.nonfinite_steps` and the rows of the loggers; reads each loss), or "ignore".
+        activation_checkpointing: Modules that compute their activations again in the backward pass, instead of keeping
+            them: True for all repeated blocks, the fraction of blocks that keep theirs (0.5), classes or their names,
+            or a function of a module. With `compile`, a fraction is the memory budget of torch's partitioner.
+        offload_activations: Whether activations of 1 MiB or more wait for the backward pass in host memory.
 
     Raises:
         ConfigError: Names every invalid argument.
@@ -180,6 +184,8 @@ class Trainer(TrainerAttributes):
         grad_accumulation_dtype: str | torch.dtype | None = None,
         matmul_precision: str | None = None,
         compile: bool | dict[str, Any] = False,  # Any: arguments of torch.compile
+        activation_checkpointing: Any = None,  # Any: as `accelerator`
+        offload_activations: bool = False,
     ) -> None:
         self.behavior = self.make_behavior()
         given = Arguments(
@@ -201,6 +207,7 @@ class Trainer(TrainerAttributes):
             nonfinite_loss=nonfinite_loss, global_batch_size=global_batch_size, max_samples=max_samples,
             max_tokens=max_tokens, accumulate_across_epochs=accumulate_across_epochs,
             grad_accumulation_dtype=grad_accumulation_dtype, matmul_precision=matmul_precision, compile=compile,
+            activation_checkpointing=activation_checkpointing, offload_activations=offload_activations,
         )  # fmt: skip
         given = self._lw_read_environment(given)
         self._lw_same_everywhere = given.same_everywhere()

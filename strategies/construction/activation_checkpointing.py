@@ -19,9 +19,16 @@ from torch.nn.modules.batchnorm import _NormBase as AnyNorm
 from torch.utils.checkpoint import checkpoint
 
 from ...errors import ConfigError, ModuleError
-from .wrap_policy import repeated_blocks, select_modules
+from .wrap_policy import check_policy, repeated_blocks, select_modules
 
-__all__ = ["apply_activation_checkpointing", "choose_checkpointed", "is_checkpointed", "replay_in"]
+__all__ = [
+    "apply_activation_checkpointing",
+    "check_checkpointing",
+    "choose_checkpointed",
+    "is_checkpointed",
+    "remove_activation_checkpointing",
+    "replay_in",
+]
 
 # Any in this file: arguments and results of the user's forward.
 
@@ -41,8 +48,9 @@ def apply_activation_checkpointing(module: nn.Module, policy: object, *, units: 
 
     Args:
         module: The user's module; only its submodules are checkpointed.
-        policy: True for `units` or, without units, for repeated blocks of any size, without single layers of torch.
-            Otherwise a class, classes or their names, a function module -> bool, or one of torch's policies.
+        policy: True for `units` or, without units, for repeated blocks of any size, without single layers of torch. A
+            fraction from 0.0 to 1.0 is the share of these that keep their activations, evenly spaced. Otherwise a
+            class, classes or their names, a function module -> bool, or one of torch's policies.
         units: The modules that are sharded as separate units.
 
     Raises:
@@ -57,9 +65,26 @@ def apply_activation_checkpointing(module: nn.Module, policy: object, *, units: 
     return done
 
 
+def remove_activation_checkpointing(module: nn.Module) -> None:
+    """Undo `apply_activation_checkpointing`, in place; modules that torch has sharded since stay as they are."""
+    for one in module.modules():
+        if _MARK in vars(type(one)):
+            one.__class__ = type(one).__bases__[0]
+
+
 def is_checkpointed(module: nn.Module) -> bool:
     """Return whether `apply_activation_checkpointing` was applied to this module."""
     return hasattr(type(module), _MARK)
+
+
+def check_checkpointing(argument: str, policy: object) -> list[tuple[str, str]]:
+    """Return the problems of such a policy that can be found without a module, as pairs (problem, fix)."""
+    if policy is None or isinstance(policy, bool):
+        return []
+    if isinstance(policy, int | float):
+        what = f"Expected {argument}= to be a fraction from 0.0 to 1.0, got {policy!r}"
+        return [] if isinstance(policy, float) and 0 <= policy <= 1 else [(what, f"pass {argument}=0.5, or True")]
+    return check_policy(argument, policy)
 
 
 def replay_in(module: nn.Module, replay: Replay) -> None:
@@ -90,6 +115,12 @@ def choose_checkpointed(
 
 
 def _chosen(module: nn.Module, policy: object, units: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
+    if isinstance(policy, float):
+        blocks = _chosen(module, True, units)
+        kept = int(policy * len(blocks))
+        # Evenly spaced: peak memory lies where most of the blocks before hold activations.
+        is_kept = [(index + 1) * kept // len(blocks) > index * kept // len(blocks) for index in range(len(blocks))]
+        return [block for block, keeps in zip(blocks, is_kept, strict=True) if not keeps]
     if policy is not True:
         return select_modules(module, policy, argument="activation_checkpointing")[0]
     wanted = {id(one) for one in units}

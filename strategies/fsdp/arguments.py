@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError, nearest
+from ..construction.activation_checkpointing import check_checkpointing
 from ..construction.wrap_policy import check_policy
 from .plan import MixedPrecisionPlan, ShardingPlan, sizes_of
 
@@ -74,8 +75,7 @@ def read_arguments(**given: object) -> ShardingPlan:
     checkpointing = _either(wanted, ("activation_checkpointing", "activation_checkpointing_policy"), problems)
     if checkpointing is False:
         checkpointing = None
-    if checkpointing is not True:
-        problems += check_policy("activation_checkpointing", checkpointing)
+    problems += check_checkpointing("activation_checkpointing", checkpointing)
     problems += check_policy("auto_wrap_policy", wanted["auto_wrap_policy"])
     for name in ("param_init_fn", "shard_placement_fn"):
         if wanted[name] is not None and not callable(wanted[name]):

@@ -48,7 +48,7 @@ class FSDPStrategy(ShardedStrategy):
         auto_wrap_policy: Which modules are units of their own: a set of classes (or of their names), a function of a
             module, or one of torch's policies. None: repeated blocks and very large modules.
         activation_checkpointing: Modules whose activations are computed again in the backward pass: True for all units,
-            classes, or a function of a module.
+            the fraction of them that keep theirs (0.5), classes, or a function of a module.
         activation_checkpointing_policy: Another name for it.
         sharding_strategy: "FULL_SHARD"; "SHARD_GRAD_OP" keeps parameters gathered between forward and backward pass;
             "HYBRID_SHARD" shards within a group and has copies over the groups (by default a node is a group);

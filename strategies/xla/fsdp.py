@@ -18,7 +18,11 @@ from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla
 from ...errors import ConfigError, nearest
-from ..construction.activation_checkpointing import apply_activation_checkpointing, choose_checkpointed
+from ..construction.activation_checkpointing import (
+    apply_activation_checkpointing,
+    check_checkpointing,
+    choose_checkpointed,
+)
 from ..construction.wrap_policy import check_policy, choose_units
 from ..tree import leaves
 from .strategy import XLAStrategy
@@ -94,8 +98,7 @@ class XLAFSDPStrategy(XLAStrategy):
                 ("two arguments select the checkpointed modules", "pass activation_checkpointing_policy= only")
             )
         policy = next((one for one in given if one is not None and one is not False), None)
-        if policy is not True:
-            problems += check_policy("activation_checkpointing_policy", policy)
+        problems += check_checkpointing("activation_checkpointing_policy", policy)
         if state_dict_type not in _STATE_DICT_TYPES:
             hint = nearest(str(state_dict_type), ("full", "sharded"))
             problems.append((f"state_dict_type={state_dict_type!r} is unknown{hint}", 'pass "full" or nothing'))

@@ -100,6 +100,8 @@ class Arguments:
     reload_dataloaders_every_n_epochs: int = 0
     nonfinite_loss: str = "warn"
     compile: Any = False  # Any: a flag, a mapping or a function
+    activation_checkpointing: Any = None  # Any: a flag, a fraction, or a policy; see `apply_activation_checkpointing`
+    offload_activations: bool = False
     profiler: Profiler | str | None = None
     logger: object = None
 
@@ -226,6 +228,11 @@ class Arguments:
             from ...fabric.compiling import compile_problems
 
             problems += compile_problems(self.compile)
+        if self.activation_checkpointing is not None:
+            from ...strategies.construction.activation_checkpointing import check_checkpointing
+
+            for what, fix in check_checkpointing("activation_checkpointing", self.activation_checkpointing):
+                problems.add(f"{what}.", fix=f"{fix}.")
         if self.nonfinite_loss not in POLICIES:
             problems.add(f"nonfinite_loss={self.nonfinite_loss!r}.", fix=f"pass one of {', '.join(POLICIES)}.")
         return problems
@@ -234,6 +241,7 @@ class Arguments:
         names = (
             "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_autolog_hparams",
             "detect_anomaly", "inference_mode", "barebones", "benchmark", "use_distributed_sampler", "sync_batchnorm",
+            "offload_activations",
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names}
         return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 import weakref
@@ -198,6 +199,7 @@ class FitSession(Session):
     def set_up(self) -> None:
         """Run the hooks up to `configure_model`; batch norms see the batches of all ranks where that is wanted."""
         super().set_up()
+        self._checkpoint_activations()
         sync = self.fabric.layer_sync
         if not self.run.has_ranks or (sync is None and not self.trainer.sync_batchnorm):
             return
@@ -207,6 +209,25 @@ class FitSession(Session):
             sync = TorchSyncBatchNorm(self.strategy.batch_norm_group if isinstance(self.strategy, HasMesh) else None)
         sync.apply(self.module)
         self.ending.callback(sync.revert, self.module)
+
+    def _checkpoint_activations(self) -> None:
+        """Let modules compute their activations again in the backward pass, until fit ends, where that is wanted."""
+        wanted = self.arguments.activation_checkpointing
+        if wanted is None or wanted is False:
+            return
+        own = self.trainer._lw_own_compiler
+        is_compiled = self.arguments.compile is not False or (own is not None and own[0] is self.module)
+        if isinstance(wanted, float) and is_compiled:
+            config = importlib.import_module("torch._functorch.config")
+            self.ending.enter_context(config.patch(activation_memory_budget=wanted))
+            return
+        from ...strategies.construction.activation_checkpointing import (
+            apply_activation_checkpointing,
+            remove_activation_checkpointing,
+        )
+
+        self.ending.callback(remove_activation_checkpointing, self.module)
+        apply_activation_checkpointing(self.module, wanted)
 
     def place(self) -> None:
         """Set the module up on its device; gradients are reduced in the backward pass, or after it."""
@@ -295,6 +316,10 @@ class FitSession(Session):
 
             limits = DataLimits(weakref.proxy(trainer), weakref.proxy(run))
             run.plan.transfer, run.plan.count_window = limits.counting(run.plan.transfer), limits.end_window
+        if self.arguments.offload_activations and run.device.type != "cpu":  # which has nothing to move
+            from ...strategies.construction.activation_offload import HostActivations
+
+            run.plan.training_step = HostActivations(run.module, run.device).around(run.plan.training_step)
         if self.strategy.accumulate_dtype is not None:
             from ..loop.float32_gradients import bind_float32_gradients
 

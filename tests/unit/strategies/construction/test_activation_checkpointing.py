@@ -10,11 +10,17 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from toys import quiet
 
 import loopwright as lw
 from loopwright.errors import ConfigError, ModuleError
 from loopwright.strategies import FSDPStrategy, MeshStrategy
-from loopwright.strategies.construction.activation_checkpointing import apply_activation_checkpointing, is_checkpointed
+from loopwright.strategies.construction.activation_checkpointing import (
+    apply_activation_checkpointing,
+    is_checkpointed,
+    remove_activation_checkpointing,
+)
 
 
 class Block(nn.Module):
@@ -326,3 +332,98 @@ def _equal_over_ranks(rank: int, size: int) -> list[str]:
 
 def test_it_changes_no_gradient_of_sharded_and_replicated_modules() -> None:
     assert run_ranks(_equal_over_ranks, 2) == [[], []]
+
+
+@pytest.mark.parametrize(("fraction", "recomputed"), [(0.0, [0, 1, 2]), (0.5, [0, 1]), (0.7, [0]), (1.0, [])])
+def test_a_fraction_of_the_blocks_keeps_its_activations(fraction: float, recomputed: list[int]) -> None:
+    model = make()
+    assert apply_activation_checkpointing(model, fraction) == [f"blocks.{number}" for number in recomputed]
+    remove_activation_checkpointing(model)
+    assert not any(is_checkpointed(block) for block in model.blocks)
+
+
+@pytest.mark.parametrize("wanted", [2.0, -0.5, 1, 3])
+def test_a_fraction_beyond_all_blocks_is_refused(wanted: float) -> None:
+    with pytest.raises(ConfigError, match=f"fraction from 0.0 to 1.0, got {wanted}"):
+        FSDPStrategy(activation_checkpointing=wanted)
+    with pytest.raises(ConfigError, match=f"fraction from 0.0 to 1.0, got {wanted}"):
+        quiet(activation_checkpointing=wanted)
+
+
+class Trained(lw.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = make()
+        self.calls: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(batch[0]).square().mean()
+
+    def on_train_end(self) -> None:
+        self.calls = [block.calls for block in self.model.blocks]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def test_a_trainer_checkpoints_until_its_fit_ends() -> None:
+    data = DataLoader(TensorDataset(torch.randn(12, 8)), batch_size=6)
+    runs = {}
+    for wanted in (None, 0.5):
+        module = runs[wanted] = Trained()
+        torch.manual_seed(1)
+        quiet(max_epochs=2, activation_checkpointing=wanted).fit(module, data)
+        assert not any(is_checkpointed(block) for block in module.model.blocks)
+    assert runs[None].calls == [4, 4, 4]
+    assert runs[0.5].calls == [8, 8, 4]
+    assert_equal(runs[None].state_dict(), runs[0.5].state_dict())
+
+
+class Smooth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 64)
+        self.outer = nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x)).exp().sin())
+
+
+class Compiled(lw.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(Smooth(), Smooth())
+        self.kept_bytes = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        output = self.blocks(batch[0]).square().mean()
+        nodes, seen = [output.grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                nodes += [one for one, _ in node.next_functions]
+                if "Compiled" in type(node).__name__:
+                    self.kept_bytes += sum(one.nbytes for one in node.saved_tensors if isinstance(one, Tensor))
+        return output
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own imports
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's own
+def test_a_fraction_is_the_memory_budget_of_compiled_blocks() -> None:
+    runs = {}
+    for wanted in (None, 0.0):
+        torch._dynamo.reset()
+        module = runs[wanted] = Compiled()
+        torch.manual_seed(1)
+        data = DataLoader(TensorDataset(torch.randn(512, 8)), batch_size=512)
+        compiler = {"backend": "aot_eager_decomp_partition"}
+        quiet(max_steps=1, activation_checkpointing=wanted, compile=compiler).fit(module, data)
+    assert 0 < runs[0.0].kept_bytes < runs[None].kept_bytes / 2
+    assert_equal(runs[None].state_dict(), runs[0.0].state_dict())
+    assert torch._functorch.config.activation_memory_budget == 1.0
