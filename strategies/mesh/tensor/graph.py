@@ -48,7 +48,7 @@ def linear_groups(module: nn.Module) -> list[LinearGroup]:
     made = make_arguments(module, "meta", torch.float32)
     if made is None:
         return []
-    shell = copy_with(module, lambda _, one: torch.empty_like(one, device="meta"))
+    shell = copy_with(module, lambda _, one: torch.empty(one.shape, dtype=one.dtype, device="meta"))
     feeds, dirty = _edges(shell.float(), *made)
     sinks: dict[str, list[str]] = {}
     for source, targets in feeds.items():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ...tree import leaves
 from .copies import copy_with, make_arguments
@@ -72,7 +73,8 @@ class _Values:
         if name not in self.made:
             generator = torch.Generator().manual_seed(len(self.made))
             if not isinstance(like, nn.Parameter):
-                self.made[name] = torch.ones_like(like, device="cpu") if like.is_meta else like.detach().cpu()
+                is_empty = like.is_meta or isinstance(like, FakeTensor)
+                self.made[name] = torch.ones(like.shape, dtype=like.dtype) if is_empty else like.detach().cpu()
                 if like.is_floating_point():
                     self.made[name] = self.made[name].double()
             else:
