@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..data.module import DataModule
     from ..data.stream import BatchStream
     from ..fabric import Fabric
-    from ..protocols import Batch, StateDict, StepFunction
+    from ..protocols import Batch, StateDict, StepFunction, StepOutput
     from ..strategies.base import RunWindow
     from .checkpointing.evaluation_weights import EvaluationWeights
     from .checkpointing.validated_weights import ValidatedWeights
@@ -35,12 +35,19 @@ if TYPE_CHECKING:
     from .loop.run_signals import RunSignals
     from .loop.schedule import LRSchedulerConfig
     from .loop.stop_points import StopPoints
+    from .loop.window import Held
     from .metrics.log_output import LogOutput
     from .metrics.metrics import HookTable, Metrics
     from .session.loaders import StageLoaders
     from .session.monitored import MonitoredNames
     from .state import Progress, TrainerState
     from .view import FitView, TrainerView
+
+
+class _LossAndBackward(Protocol):
+    """The type of `StepPlan.loss_and_backward`."""
+
+    def __call__(self, run: FitRun, output: StepOutput, /, *, is_first: bool, is_last: bool) -> Tensor | None: ...
 
 
 @dataclass(slots=True)
@@ -51,7 +58,9 @@ class StepPlan:
         transfer: Batch on the host -> batch on the device, through the user's transfer hooks where there are any.
         training_step: The module's step under strategy and precision.
         table: Where `self.log` in training_step goes.
-        backward: Backward pass, scaled where the precision scales; None in manual optimization.
+        loss_and_backward: Runs backward on what training_step returned, and returns the loss as a value; see
+            `window.loss_and_backward`.
+        backward: Backward pass, scaled where the precision scales.
         zero_grad: Zeroes the gradients.
         zeroes_early: Whether that comes before a window's first forward pass, so that gradients and activations are not
             there at the same time; else after it, where hooks listen that are promised so.
@@ -64,8 +73,12 @@ class StepPlan:
         needs_loss: Whether the loss's value is needed.
         unscale: Unscales gradients before clipping, None where nothing scales.
         step_schedules: Steps the schedules that are due.
+        looks_ahead: Whether the last micro-batch of a window has to be known before it, as where ranks synchronize
+            gradients in it. Else the next one is read after it, as a handwritten loop does: the step may fill what it
+            is read from.
+        hold: Makes what takes a window's micro-batches that are not run as they come; None where all are.
         begin_window: Starts the loss of a window that is planned to have that number of micro-batches.
-        finish_window: Scales, clips and steps after the last micro-batch; see `step.finish_window`.
+        finish_window: Scales, clips and steps after the last micro-batch; see `window.finish_window`.
         run_window: The strategy's `run_window` where it takes over the inside of a window; else None.
         needs_closure: Whether the optimizer evaluates the window itself, by its closure.
         step_plateaus: Steps the plateau schedules that count epochs, given the epochs that have ended; called when the
@@ -76,7 +89,8 @@ class StepPlan:
     transfer: Callable[[Batch], Batch]
     training_step: StepFunction
     table: HookTable
-    backward: Callable[[Tensor], None] | None
+    loss_and_backward: _LossAndBackward
+    backward: Callable[[Tensor], None]
     zero_grad: Callable[[], object]
     clip: Callable[[], None] | None
     take_step: Callable[[Optimizer], bool]
@@ -88,10 +102,12 @@ class StepPlan:
     unscale: Callable[[], None] | None
     step_schedules: Callable[[FitRun], None]
     begin_window: Callable[[int], None]
-    finish_window: Callable[..., bool]
+    finish_window: Callable[[FitRun, Tensor | None], bool]
     step_plateaus: Callable[[FitRun, int], None]
     count_window: Callable[[int], None] | None = None
     zeroes_early: bool = False
+    looks_ahead: bool = False
+    hold: Callable[[FitRun], Held] | None = None
     run_window: RunWindow | None = None
     needs_closure: bool = False
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from ...precision.base import evaluates_again
 from ...protocols import StateDict
 from . import manual
 from .loss import RanksWindowLoss
-from .step import finish_window
+from .window import finish_window
 
 if TYPE_CHECKING:
     from ..run import FitRun
@@ -36,7 +35,8 @@ class CarriedWindow:
         run: Its plan is set up, and is bound to this object here.
 
     Attributes:
-        count: Micro-batches of the window that earlier epochs had; 0 if no window is open.
+        count: Micro-batches of the window that earlier epochs had; 0 if no window is open, and
+            where on_train_batch_start has dropped it.
 
     Raises:
         ConfigError: The run accumulates in a way that cannot be carried; says why.
@@ -50,17 +50,6 @@ class CarriedWindow:
         plan = run.plan
         self._zero_grad = plan.zero_grad
         plan.zero_grad, plan.begin_window, plan.finish_window = self._zero_unless_carried, self._begin, self._finish
-
-    def spanning(self, step: Callable[[FitRun, int], bool]) -> Callable[[FitRun, int], bool]:
-        """Return the step that takes no more micro-batches than the window lacks."""
-
-        def take(run: FitRun, size: int) -> bool:
-            has_finished = step(run, min(size, self._trainer.accumulate_grad_batches - self.count))
-            if not has_finished:  # on_train_batch_start dropped the window
-                self.count = 0
-            return has_finished
-
-        return take
 
     def _zero_unless_carried(self) -> None:
         if not self.count:
@@ -77,7 +66,7 @@ class CarriedWindow:
         limit = self._trainer.fit_loop.epoch_limit
         return limit != -1 and self._run.progress.epochs + 1 >= limit
 
-    def _finish(self, run: FitRun, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
+    def _finish(self, run: FitRun, loss: Tensor | None) -> bool:
         """Step if the window is complete, or if no epoch follows; else keep its gradients."""
         window = run.window_loss
         done = self.count + run.batch_idx - run.progress.batches_in_epoch + 1
@@ -87,7 +76,7 @@ class CarriedWindow:
                 return False
             self._scale_to(run, done)
         self.count = 0
-        return finish_window(run, loss, is_plain=is_plain, is_finite=is_finite)
+        return finish_window(run, loss)
 
     def _scale_to(self, run: FitRun, done: int) -> None:
         """Weigh the gradients by the micro-batches that the window has, where its loss does not do so itself."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from ...data.rng import capture_rng, restore_rng
 from ...errors import ConfigError, DataError
 from ..run import FitRun
-from .step import train_window
+from .window import train_window
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -58,7 +58,6 @@ class FitLoop:
         self.min_steps = min_steps
         self.is_used_up = False
         self.plan_counts_steps = False
-        self._step: Callable[[FitRun, int], bool] = train_window
         self.next_validation: int | float = math.inf
         self.look_at: int | float = 0
         self._validation_clock_s = 0.0
@@ -66,7 +65,7 @@ class FitLoop:
         self._rank_zero_said = False
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_step": train_window, "_trainer": self._trainer.itself}
+        return {**self.__dict__, "_trainer": self._trainer.itself}
 
     # --- limits ----------------------------------------------------------------------------------------------------
 
@@ -131,9 +130,7 @@ class FitLoop:
             run: The run.
             restore: Puts back the random number generators of a checkpoint; called last before training continues.
         """
-        self._step = self.seams.choose_step(self, run)
-        if run.carried is not None:
-            self._step = run.carried.spanning(self._step)
+        self._check_windows(run)
         self._validation_clock_s = time.monotonic() - run.progress.validated_s
         self._asked_at = -1
         exchanging = [one for one in run.optimizers if hasattr(one, "train") and hasattr(one, "eval")]
@@ -201,12 +198,13 @@ class FitLoop:
         self.look_at = self.seams.when_to_look(self, run)
         accumulate = self.accumulation_for_epoch(progress.epochs)
         run.metrics.is_weighing_steps = accumulate > 1 or run.fabric.strategy.traits.parts_per_batch > 1
-        step, stop_points = run.lifecycle.bracketed(self._step, "run_training_step"), run.stop_points
+        train_window = run.lifecycle.bracketed(self.seams.train_window, "run_training_step")
+        stop_points, carried = run.stop_points, run.carried
         is_skipped = progress.epoch_left
         while True:
             if progress.total_batches >= timeline.due:
                 timeline.open(run)
-            size = 0 if is_skipped else stream.remaining(accumulate)
+            size = 0 if is_skipped else stream.remaining(accumulate - carried.count if carried else accumulate)
             if not size or progress.batches_in_epoch >= self.look_at:
                 if self.seams.validation_is_due(self, run, is_epoch_over=not size):
                     run.session.validate()
@@ -221,14 +219,14 @@ class FitLoop:
                 break
             if trainer.should_stop and self.stops_here:
                 break
-            is_skipped = not step(run, size)
+            is_skipped = not train_window(run, size)
             if timeline.is_open:
                 timeline.close(run)
         if timeline.is_open:
             timeline.drop(run)
         is_over = not size
         timeline.enter("epoch")
-        is_stuck = is_whole and progress.steps == steps_before and not (run.carried is not None and run.carried.count)
+        is_stuck = is_whole and progress.steps == steps_before and not (carried and carried.count)
         self.seams.close_epoch(self, run, is_over=is_over, is_stuck=is_stuck)
         timeline.leave()
 
@@ -292,8 +290,8 @@ class FitLoop:
         """Whether a checkpoint was taken before a validation or the epoch's end that its last step has yet to bring."""
         return run.progress.epoch_open and not run.progress.epoch_paused
 
-    def choose_step(self, run: FitRun) -> Callable[[FitRun, int], bool]:
-        """Return the recipe of a window: `(run, micro-batches) -> False where the rest of the epoch is left`."""
+    def _check_windows(self, run: FitRun) -> None:
+        """Refuse arguments that the optimizer cannot follow; tell how one that is not torch's steps."""
         plan = run.plan
         if not run.is_automatic:
             self._refuse_to_skip(run, "manual optimization")
@@ -308,11 +306,6 @@ class FitLoop:
                 )
         if run.is_automatic and plan.optimizer is not None and not type(plan.optimizer).__module__.startswith("torch."):
             self._tell_closure(plan.optimizer, evaluates=plan.needs_closure)
-        if plan.needs_closure or plan.run_window is not None:
-            from .held_window import train_held_window  # loaded for pipelines and closures only
-
-            return train_held_window
-        return train_window
 
     def _tell_closure(self, optimizer: Optimizer, *, evaluates: bool) -> None:
         """Log how an optimizer that is not torch's steps: with evaluations of the model, or without."""
@@ -417,13 +410,13 @@ class LoopSeams:
     """What a `FitLoop` does where other libraries do something else; the defaults are its methods.
 
     Attributes:
-        choose_step: Returns the recipe of a window; once per fit.
+        train_window: Trains on the next window; see `window.train_window`.
         close_epoch: Fires the end of an epoch.
         validation_is_due: Whether to validate now.
         when_to_look: Returns the batch of this epoch from which on a validation may be due.
     """
 
-    choose_step: Callable[[FitLoop, FitRun], Callable[[FitRun, int], bool]] = FitLoop.choose_step
+    train_window: Callable[[FitRun, int], bool] = train_window
     close_epoch: _ClosesEpoch = FitLoop.close_epoch
     validation_is_due: _IsDue = FitLoop.validation_is_due
     when_to_look: Callable[[FitLoop, FitRun], int | float] = FitLoop.when_to_look

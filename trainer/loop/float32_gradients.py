@@ -76,23 +76,25 @@ class Float32Gradients:
             total.add_(gradient)
         parameter.grad = None
 
-    def _finish(self, run: FitRun, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
+    def _finish(self, run: FitRun, loss: Tensor | None) -> bool:
         """Average, scale and cast the sums; then what any window's end does."""
         parameters = self._parameters()
         sums = [self._sums.pop(parameter, None) for parameter in parameters]
         window, others = run.window_loss, self._others()
+        if run.skips_bad_steps:
+            window.is_finite = not window.is_to_be_skipped()
         if run.has_ranks:
             average_tensors(parameters, sums, torch.float32)
             run.fabric.strategy.average_gradients(others)
         # After the reduction, where a rank without a loss may ask whether others had one; and once only.
-        if is_finite and not is_plain and window.is_empty:
+        if window.is_finite and not window.is_scaled and window.is_empty:
             assert self._optimizer is not None
             run.watch.note_skipped(run.progress, "empty", is_rank_zero=run.fabric.is_global_zero)
             self._optimizer.zero_grad()
             return False
-        if not is_finite:
-            return self._finish_window(run, loss, is_plain=True, is_finite=False)
-        factor = None if is_plain else window.gradient_factor()
+        if not window.is_finite:
+            return self._finish_window(run, loss)
+        factor = None if window.is_scaled else window.gradient_factor()
         if factor is not None:
             known = [total for total in sums if total is not None]
             known += [one.grad for one in others if one.grad is not None]
@@ -102,7 +104,8 @@ class Float32Gradients:
             total, sums[index] = sums[index], None
             if total is not None:
                 parameter.grad = total.to(parameter.dtype)
-        return self._finish_window(run, loss, is_plain=True, is_finite=True)  # scaled already
+        window.is_scaled = True
+        return self._finish_window(run, loss)
 
     def _others(self) -> list[Tensor]:
         assert self._optimizer is not None

@@ -1,4 +1,4 @@
-"""A training step whose micro-batches are held until all are there: the strategy runs them, or the optimizer does.
+"""Micro-batches that are held until the window is complete: then the strategy runs them, or the optimizer does.
 
 A pipeline runs them through its stages (`Strategy.run_window`), and may split each batch into several micro-batches.
 LBFGS and others evaluate them several times: each time with the same random numbers and buffers.
@@ -24,50 +24,14 @@ from ...strategies import NoLoss
 from ..metrics.accumulators import accumulation_dtype
 from ..metrics.metric_objects import load_metric_states, metric_states
 from .loss import Loss, read_loss
-from .step import count_window, detached_mean, drop_window, fill_gradients, outputs_of
+from .window import detached_mean, fill_gradients, outputs_of
 
 if TYPE_CHECKING:
+    from ...data.sources.base import NoBatch
+    from ...protocols import Batch, StepOutput
     from ..run import FitRun
 
 # Any in this file: batches, and what steps return.
-
-
-def train_held_window(run: FitRun, size: int) -> bool:
-    """Train on the next window, whose micro-batches are held until the strategy or the optimizer has run them.
-
-    An optimizer that needs a closure (LBFGS) evaluates the window several times: `log`, metric objects, buffers and
-    random numbers count the first evaluation only, and hooks around backward fire at each one. Arguments and result as
-    `train_window`.
-    """
-    plan, stream, life, metrics, progress = run.plan, run.stream, run.lifecycle, run.metrics, run.progress
-    assert metrics.sizes is not None
-    metrics.window += 1
-    metrics.step = progress.steps + 1
-    run.at_boundary = run.has_stepped = False
-    first = progress.batches_in_epoch
-    held = _HeldWindow(run, first)
-    while len(held.batches) < size and stream.has_next():
-        batch = stream.next_batch()
-        run.batch_idx = first + len(held.batches)
-        if batch is not NO_BATCH:
-            batch = metrics.batch = plan.transfer(batch)
-            metrics.sized = None
-            if life.on_train_batch_start(batch, run.batch_idx) == -1:
-                drop_window(run)
-                return False
-        held.add(batch)
-
-    run.has_stepped = held.step_with_closure() if plan.needs_closure else held.step()
-    samples = sum(size or 0 for size in held.sizes)
-    count_window(run, len(held.batches), samples)
-    last = len(held.batches) - 1
-    for offset, (batch, output, seen) in enumerate(zip(held.batches, held.outputs, held.seen, strict=True)):
-        run.at_boundary = offset == last
-        if batch is not NO_BATCH:
-            life.on_train_batch_end(outputs_of(output, seen), batch, first + offset)
-        elif offset == last:
-            life.end_step_without_batch(first + offset)
-    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,41 +85,46 @@ class _NothingToStepWithError(Exception):
     """Leaves an optimizer in whose first evaluation no micro-batch of any rank had a loss."""
 
 
-class _HeldWindow:
-    """The micro-batches of one window, which are run as often as the optimizer evaluates them.
+class HeldWindow:
+    """The micro-batches of one window, which the strategy or the optimizer runs when all are there; see `Held`.
 
-    Attributes:
-        batches: Those of the loader, on the device; NO_BATCH where only other ranks have one.
-        sizes: The number of samples in each, None where it is unknown.
-        outputs: What training_step returned for each, in the first evaluation; that of its parts is joined.
-        seen: Its loss as a value, detached; None without one.
+    An optimizer that needs a closure (LBFGS) evaluates the window several times: `log`, metric objects, buffers and
+    random numbers count the first evaluation only, and hooks around backward fire at each one.
+
+    Args:
+        run: The run.
     """
 
-    def __init__(self, run: FitRun, first: int) -> None:
-        self._run, self._plan, self._first = run, run.plan, first
-        self.batches: list[object] = []
-        self.sizes: list[int | None] = []
-        self.outputs: list[object] = []
-        self.seen: list[Tensor | None] = []
+    def __init__(self, run: FitRun) -> None:
+        self._run, self._plan, self._first = run, run.plan, run.progress.batches_in_epoch
+        self._batches: list[Batch | NoBatch] = []  # of the loader
+        self._sizes: list[int | None] = []  # samples in each, None where unknown
+        # Of each: what training_step returned in the first evaluation (that of parts joined), and its loss as a value.
+        self._outcomes: list[tuple[StepOutput, Tensor | None]] = []
         self._micro_batches: list[_MicroBatch] = []
-        self._outputs: list[object] = []  # of micro-batches, in the first evaluation
+        self._outputs: list[StepOutput] = []  # of micro-batches, in the first evaluation
         self._shares: list[Tensor] = []
         self._of_losses: dict[int, _MicroBatch] = {}  # by the ids of losses
         self._num_steps = self._num_losses = 0
         self._before = self._after = _Drawn()
 
-    def add(self, batch: Any) -> None:
+    def add(self, batch: Batch | NoBatch, index: int, *, is_last: bool) -> None:
         """Add a batch of the loader, in as many parts as the strategy wants.
 
         Raises:
             DataError: It cannot be split.
         """
-        offset, num_parts = len(self.batches), self._run.fabric.strategy.traits.parts_per_batch
-        self.batches.append(batch)
-        sizes = self._run.metrics.sizes
-        size = None if sizes is None or batch is NO_BATCH else sizes.of(batch)  # now: it is the stream's latest batch
-        self.sizes.append(size)
-        if num_parts == 1 or batch is NO_BATCH:
+        offset, num_parts = len(self._batches), self._run.fabric.strategy.traits.parts_per_batch
+        metrics = self._run.metrics
+        self._batches.append(batch)
+        if batch is NO_BATCH:
+            self._sizes.append(None)
+            self._micro_batches.append(_MicroBatch(batch, offset))
+            return
+        size = None if metrics.sizes is None else metrics.sizes.of(batch)  # now: it is the stream's latest batch
+        metrics.sized, metrics.size = batch, size
+        self._sizes.append(size)
+        if num_parts == 1:
             self._micro_batches.append(_MicroBatch(batch, offset))
             return
         parts, lengths = split_batch(batch, num_parts, num_samples=None if find_batch_size(batch) is None else size)
@@ -166,14 +135,25 @@ class _HeldWindow:
         ]
 
     def step(self) -> bool:
-        """Run the micro-batches, then finish as any window does."""
-        run = self._run
+        """Run the micro-batches and step, or let the optimizer evaluate them as often as it needs to."""
+        if self._plan.needs_closure:
+            return self._step_with_closure()
         self._evaluate()
-        is_finite = not (run.skips_bad_steps and run.window_loss.is_to_be_skipped())
-        return self._plan.finish_window(run, self.seen[-1], is_plain=False, is_finite=is_finite)
+        return self._plan.finish_window(self._run, self._outcomes[-1][1])
 
-    def step_with_closure(self) -> bool:
-        """Step an optimizer that evaluates the micro-batches as often as it needs to."""
+    def end_batch(self, batch: Batch | NoBatch, index: int, *, is_last: bool) -> None:
+        """Fire `on_train_batch_end` of all micro-batches after the last one."""
+        if not is_last:
+            return
+        run, last = self._run, len(self._batches) - 1
+        for offset, (held, (output, loss)) in enumerate(zip(self._batches, self._outcomes, strict=True)):
+            run.at_boundary = offset == last
+            if held is not NO_BATCH:
+                run.lifecycle.on_train_batch_end(outputs_of(output, loss), held, self._first + offset)
+            elif offset == last:
+                run.lifecycle.end_step_without_batch(self._first + offset)
+
+    def _step_with_closure(self) -> bool:
         run, optimizer = self._run, self._plan.optimizer
         assert optimizer is not None
         has_stepped = False
@@ -199,7 +179,7 @@ class _HeldWindow:
         """Return the loss of the window, whose gradients are scaled and clipped."""
         run, window, optimizer = self._run, self._run.window_loss, self._plan.optimizer
         assert optimizer is not None
-        is_again = run.metrics.is_muted = bool(self.outputs)
+        is_again = run.metrics.is_muted = bool(self._outcomes)
         if is_again:
             self._before.restore(run)
         else:
@@ -229,7 +209,7 @@ class _HeldWindow:
     def _evaluate(self) -> None:
         """Run forward and backward of all micro-batches, and note their losses."""
         run, plan, life = self._run, self._plan, self._run.lifecycle
-        plan.begin_window(len(self.batches))
+        plan.begin_window(len(self._batches))
         plan.zero_grad()
         self._shares.clear()
         self._of_losses.clear()
@@ -242,25 +222,24 @@ class _HeldWindow:
                 run.window_loss.join_stages()
             for _ in self._shares:
                 life.on_after_backward()
-        if self.outputs:
+        if self._outcomes:
             return
         self._note(losses)
         if run.watch.keeps:
-            run.watch.losses.extend(one for one in self.seen if one is not None)
+            run.watch.losses.extend(loss for _, loss in self._outcomes if loss is not None)
 
     def _note(self, losses: Sequence[Tensor | Loss | NoLoss | None]) -> None:
         """Note output and loss of each batch of the loader, in the first evaluation."""
         # The strategy may have steps of its own.
         outputs = self._outputs or [None if isinstance(loss, NoLoss) else loss for loss in losses]
-        for offset in range(len(self.batches)):
+        for offset in range(len(self._batches)):
             numbers = [number for number, one in enumerate(self._micro_batches) if one.offset == offset]
             parts = [self._micro_batches[number] for number in numbers]
-            self.outputs.append(join_outputs([outputs[n] for n in numbers], [one.size or 0 for one in parts]))
-            self.seen.append(_joined_loss([losses[number] for number in numbers], parts))
+            output = join_outputs([outputs[n] for n in numbers], [one.size or 0 for one in parts])
+            self._outcomes.append((output, _joined_loss([losses[number] for number in numbers], parts)))
 
     def _run_in_order(self) -> list[Tensor | Loss | NoLoss | None]:
         plan, life = self._plan, self._run.lifecycle
-        assert plan.backward is not None
         losses = []
         for number, one in enumerate(self._micro_batches):
             loss = self._forward(one.batch, number)
@@ -287,7 +266,7 @@ class _HeldWindow:
         if batch is NO_BATCH:
             output = run.fabric.strategy.without_data(run.model)
         else:
-            metrics.select_batch(batch, self.sizes[one.offset] if one.size is None else one.size)
+            metrics.select_batch(batch, self._sizes[one.offset] if one.size is None else one.size)
             metrics.table = plan.table
             output = plan.training_step(batch, self._first + one.offset)
             metrics.table = metrics.nowhere

@@ -103,10 +103,11 @@ class WindowLoss:
     One object serves a run: `begin` starts the next window.
 
     Attributes:
-        is_finite: Whether the losses of this rank are, where bad steps are skipped.
+        is_finite: Whether the losses are, where bad steps are skipped: of this rank, and after the last of all.
+        is_scaled: Whether the gradients are right as they are: of one plain mean, or scaled already.
     """
 
-    __slots__ = ("count", "device", "is_finite", "planned", "reference", "total")
+    __slots__ = ("count", "device", "is_finite", "is_scaled", "planned", "reference", "total")
     form: str | None = "any"  # "mean" or "sum" where all ranks must have the same; None before any of them had a loss
     has_nothing = False  # whether a window that other ranks skip, too, is skipped because nothing counts on any of them
 
@@ -121,6 +122,7 @@ class WindowLoss:
         self.reference: Tensor | float | None = None
         self.total: Tensor | float = 0.0
         self.is_finite = True
+        self.is_scaled = False
 
     def synchronize_form(self, loss: Tensor | Loss | None) -> None:
         """Compare the form of losses over ranks, until one has a loss."""

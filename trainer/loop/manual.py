@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,10 +11,32 @@ from torch.optim import Optimizer
 from ...errors import ConfigError, ModuleError
 from ...messages import warn
 from ...precision.base import evaluates_again
-from ...protocols import TensorInFile
-from ..run import Run
+from ...protocols import StepOutput, TensorInFile
+from ..run import FitRun, Run
+from .loss import read_loss
 from .optimizers import ManagedOptimizer
 from .schedule import parameters_of
+from .window import detached_mean
+
+
+def loss_in_manual(run: FitRun, output: StepOutput, *, is_first: bool, is_last: bool) -> Tensor | None:
+    """Return the loss in what `training_step` returned as a value: the module has run backward, and has stepped."""
+    if isinstance(output, Mapping) and "loss" not in output:
+        return None
+    loss = read_loss(output)
+    value = None if loss is None else detached_mean(loss)
+    if value is not None and run.watch.keeps:
+        run.watch.losses.append(value)
+    return value
+
+
+def count_own_step(run: FitRun, loss: Tensor | None) -> bool:
+    """Finish a window in manual optimization: return whether the module made a step, and count it."""
+    if not (run.stepped or run.is_counted):
+        return False
+    run.is_counted = False
+    run.progress.steps += 1
+    return True
 
 
 def plain_optimizer(optimizer: Optimizer | ManagedOptimizer) -> Optimizer:

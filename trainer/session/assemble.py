@@ -17,8 +17,9 @@ from ...precision.base import clear_gradients, evaluates_again
 from ...protocols import Batch, StepFunction
 from ...strategies.optional import RunsWindows
 from ..hooks import MODULE_BASES, find_override
+from ..loop.manual import count_own_step, loss_in_manual
 from ..loop.schedule import step_plateaus
-from ..loop.step import count_own_step, finish_window, step_schedules
+from ..loop.window import Held, finish_window, loss_and_backward, step_schedules
 from ..run import FitRun, Run, StepPlan
 
 if TYPE_CHECKING:
@@ -216,20 +217,27 @@ def make_plan(run: FitRun, trainer: TrainerView) -> StepPlan:
     else:
         transfer = life.bracketed(_mover(run), f"[Strategy]{type(fabric.strategy).__name__}.batch_to_device")
     is_automatic = run.is_automatic
+    run_window = _run_window(run) if is_automatic else None
+    needs_closure = is_automatic and optimizer is not None and evaluates_again(optimizer)
+    hold: Callable[[FitRun], Held] | None = None
+    if run_window is not None or needs_closure:
+        from ..loop.held_window import HeldWindow  # loaded for pipelines and closures only
+
+        hold = HeldWindow
+    # An engine accumulates by itself, also alone: it has to know which backward pass ends a window.
+    defers = fabric.world_size > 1 or fabric.strategy.traits.owns_optimizers
     needs_outputs = life.is_heard("on_train_batch_end")
     return StepPlan(
         transfer=transfer,
         training_step=bind_step(run, "training_step"),
         table=run.metrics.table_of("training_step"),
-        backward=_backward(run) if is_automatic else None,
+        loss_and_backward=loss_and_backward if is_automatic else loss_in_manual,
+        backward=_backward(run),
         zero_grad=_zero_grad(run, optimizer),
         clip=_clip(run, trainer, optimizer) if is_automatic else None,
         take_step=life.bracketed(fabric.optimizer_step, f"[Strategy]{type(fabric.strategy).__name__}.optimizer_step"),
         step_by_module=_step_by_module(run),
-        # An engine accumulates by itself, also alone: it has to know which backward pass ends a window.
-        deferred=(lambda: fabric.no_backward_sync(run.model))
-        if fabric.world_size > 1 or fabric.strategy.traits.owns_optimizers
-        else None,
+        deferred=(lambda: fabric.no_backward_sync(run.model)) if defers else None,
         optimizer=optimizer,
         needs_outputs=needs_outputs,
         needs_loss=needs_outputs or run.watch.keeps or run.skips_bad_steps or life.own("optimizer_step") is not None,
@@ -239,10 +247,12 @@ def make_plan(run: FitRun, trainer: TrainerView) -> StepPlan:
         step_schedules=step_schedules,
         begin_window=run.window_loss.begin if is_automatic else lambda size: run.stepped.clear(),
         finish_window=finish_window if is_automatic else count_own_step,
+        looks_ahead=defers and hold is None,
+        hold=hold,
         zeroes_early=is_automatic and _zeroes_early(run),
-        run_window=_run_window(run) if is_automatic else None,
+        run_window=run_window,
         step_plateaus=step_plateaus,
-        needs_closure=is_automatic and optimizer is not None and evaluates_again(optimizer),
+        needs_closure=needs_closure,
     )
 
 

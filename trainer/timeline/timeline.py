@@ -339,7 +339,7 @@ class Timeline:
             plan,
             transfer=timed("transfer", plan.transfer),
             training_step=timed("forward", plan.training_step),
-            backward=plan.backward and timed("backward", plan.backward),
+            backward=timed("backward", plan.backward),
             zero_grad=timed("optimizer", plan.zero_grad),
             unscale=plan.unscale and timed("clip", plan.unscale),
             clip=plan.clip and timed("clip", plan.clip),

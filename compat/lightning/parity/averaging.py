@@ -14,6 +14,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn
 
 from ....callbacks.averaging import stochastic_weight_averaging, weight_averaging
 from ....protocols import AnyBatch, AnyOutput, StateDict
+from ....trainer.loop.manual import loss_in_manual
 from ....trainer.loop.schedule import LRSchedulerConfig
 from ....trainer.run import FitRun
 from ....trainer.trainer import Trainer
@@ -273,7 +274,7 @@ class StochasticWeightAveraging(stochastic_weight_averaging.StochasticWeightAver
         self._lw_accumulation = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = int(trainer.num_training_batches) + 1
         # Another plan: of one that is changed, the timeline would still run its own copy.
-        run.plan = replace(run.plan, zero_grad=_do_nothing, backward=None)
+        run.plan = replace(run.plan, zero_grad=_do_nothing, loss_and_backward=loss_in_manual)
 
     @staticmethod
     def _lw_norms(module: nn.Module) -> list[_BatchNorm]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,81 +11,64 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ....data.sources.base import NO_BATCH
+from ....data.sources.base import NO_BATCH, NoBatch
 from ....protocols import Batch, StepOutput
-from ....trainer.behavior import Behavior
-from ....trainer.loop.fit_loop import FitLoop
 from ....trainer.loop.loss import Loss, read_loss
-from ....trainer.loop.step import count_window, detached_mean, drop_window, outputs_of
+from ....trainer.loop.manual import loss_in_manual
+from ....trainer.loop.window import detached_mean, outputs_of
 from ....trainer.run import FitRun
 
-__all__ = ["step_with_closures", "train_window_with_closure"]
+__all__ = ["step_with_closures"]
 
 
-def step_with_closures(behavior: Behavior) -> Behavior:
+def step_with_closures(run: FitRun) -> None:
     """Let optimizers get the training step of a window's last micro-batch as their closure."""
-    choose_step = partial(_choose_step, behavior.loop.choose_step)
-    return replace(behavior, loop=replace(behavior.loop, choose_step=choose_step))
-
-
-def _choose_step(
-    choose: Callable[[FitLoop, FitRun], Callable[[FitRun, int], bool]], loop: FitLoop, run: FitRun
-) -> Callable[[FitRun, int], bool]:
-    chosen, plan = choose(loop, run), run.plan
+    plan = run.plan
     is_one_step = run.is_automatic and plan.optimizer is not None and plan.run_window is None
     if not is_one_step or run.fabric.precision.has_scaler or run.skips_bad_steps:
-        return chosen
+        return
+    plan.hold, plan.looks_ahead = _ClosureWindow, True
     for managed in run.managed:
         managed.take_step = partial(_take_step, run)
-    return train_window_with_closure
 
 
-def train_window_with_closure(run: FitRun, size: int) -> bool:
-    """Train on the next window; arguments and result as `train_window`."""
-    plan, stream, life, metrics, progress = run.plan, run.stream, run.lifecycle, run.metrics, run.progress
-    assert metrics.sizes is not None
-    plan.begin_window(size)
-    metrics.window += 1
-    metrics.step = progress.steps + 1
-    run.at_boundary = run.has_stepped = False
-    first = index = progress.batches_in_epoch
-    last = first + size - 1
-    samples = 0
-    while True:
-        batch = stream.next_batch()
-        if batch is not NO_BATCH:
-            batch = metrics.batch = plan.transfer(batch)
-            metrics.sized = None
-        run.batch_idx = index
-        is_last = index == last or not stream.has_next()
-        if batch is not NO_BATCH and life.on_train_batch_start(batch, index) == -1:
-            drop_window(run)
-            return False
-        evaluation = _Evaluation(run, batch, index, is_first=index == first, is_last=is_last)
-        if is_last:
-            optimizer = run.managed[0]
-            own = life.own("optimizer_step")
-            if own is None:
-                optimizer.step(evaluation)
-            else:
-                own(progress.epochs, index, optimizer, evaluation)
-            progress.steps += 1
-            run.has_stepped = True
-        else:
+class _ClosureWindow:
+    """A window whose last micro-batch is evaluated by the optimizer, and those before it as they come; see `Held`."""
+
+    def __init__(self, run: FitRun) -> None:
+        self._run = run
+        self._latest: _Evaluation | None = None
+
+    def add(self, batch: Batch | NoBatch, index: int, *, is_last: bool) -> None:
+        """Evaluate the micro-batch, if it is not the last one."""
+        plan = self._run.plan
+        evaluation = _Evaluation(self._run, batch, index, is_first=self._latest is None, is_last=is_last)
+        self._latest = evaluation
+        if not is_last:
             with plan.deferred() if plan.deferred else nullcontext(), torch.enable_grad():
                 evaluation()
+
+    def step(self) -> bool:
+        """Step with the last micro-batch as closure; it counts."""
+        run, optimizer, evaluation = self._run, self._run.managed[0], self._latest
+        assert evaluation is not None
+        own = run.lifecycle.own("optimizer_step")
+        if own is None:
+            optimizer.step(evaluation)
+        else:
+            own(run.progress.epochs, run.batch_idx, optimizer, evaluation)
+        run.progress.steps += 1
+        return True
+
+    def end_batch(self, batch: Batch | NoBatch, index: int, *, is_last: bool) -> None:
+        """Fire `on_train_batch_end`."""
+        run, evaluation = self._run, self._latest
+        assert evaluation is not None
         if batch is not NO_BATCH:
-            samples += metrics.sizes.of(batch) or 0
-        if is_last:
-            count_window(run, index + 1 - first, samples)
-        if batch is not NO_BATCH:
-            outputs = outputs_of(evaluation.output, evaluation.seen) if plan.needs_outputs else None
-            life.on_train_batch_end(outputs, batch, index)
+            outputs = outputs_of(evaluation.output, evaluation.seen) if run.plan.needs_outputs else None
+            run.lifecycle.on_train_batch_end(outputs, batch, index)
         elif is_last:
-            life.end_step_without_batch(index)
-        if is_last:
-            return True
-        index += 1
+            run.lifecycle.end_step_without_batch(index)
 
 
 class _Evaluation:
@@ -97,7 +79,7 @@ class _Evaluation:
         seen: Its loss as a value, detached; None without one.
     """
 
-    def __init__(self, run: FitRun, batch: Batch, index: int, *, is_first: bool, is_last: bool) -> None:
+    def __init__(self, run: FitRun, batch: Batch | NoBatch, index: int, *, is_first: bool, is_last: bool) -> None:
         self._run, self._batch, self._index = run, batch, index
         self._is_first, self._is_last = is_first, is_last
         self.output: StepOutput = None
@@ -107,7 +89,7 @@ class _Evaluation:
     def __call__(self) -> Tensor | None:
         """Return the loss of the micro-batch, divided as its gradient is."""
         run, plan, life, metrics = self._run, self._run.plan, self._run.lifecycle, self._run.metrics
-        window, backward = run.window_loss, plan.backward
+        window = run.window_loss
         output: Any = None
         zero: Tensor | None = None
         if self._is_repeated and self._is_first:  # by an optimizer that evaluates several times; only one counts
@@ -134,14 +116,14 @@ class _Evaluation:
                 run.watch.losses.append(self.seen)
         if self._is_last and run.has_ranks:
             window.reduce()
-        if backward is None:
+        if plan.loss_and_backward is loss_in_manual:
             pass  # an epoch that only evaluates
         elif share is not None:
             life.on_before_backward(share)
-            backward(share)
+            plan.backward(share)
             life.on_after_backward()
         elif zero is not None and self._is_last and zero.requires_grad:
-            backward(zero)
+            plan.backward(zero)
         return None if share is None else share.detach()
 
 

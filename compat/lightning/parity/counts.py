@@ -13,8 +13,8 @@ from torch import Tensor
 from ....protocols import StateDict
 from ....trainer.behavior import Behavior
 from ....trainer.loop.fit_loop import FitLoop
+from ....trainer.loop.manual import count_own_step
 from ....trainer.loop.optimizers import ManagedOptimizer
-from ....trainer.loop.step import count_own_step
 from ....trainer.run import FitRun
 from ....trainer.session.fit import FitSession
 from ....trainer.state import Progress
@@ -78,7 +78,7 @@ def count_own_steps(run: FitRun) -> None:
             one.uncounted = 0
     loop.plan_counts_steps = True
 
-    def finish(run: FitRun, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
+    def finish(run: FitRun, loss: Tensor | None) -> bool:
         progress.steps += 1
         loop.is_used_up = loop.is_used_up or progress.global_step >= loop.max_steps != -1
         return True

@@ -92,7 +92,7 @@ SWITCHES = (
         "training_step and backward run inside of optimizer.step, as its closure. on_before_zero_grad follows "
         "training_step. Each evaluation of LBFGS is logged.",
         "They run before optimizer.step, which gets a closure only where it needs one, and logs its first evaluation.",
-        ("behavior:closure.step_with_closures",),
+        ("step:closure.step_with_closures",),
     ),
     Switch(
         "loop_progress",

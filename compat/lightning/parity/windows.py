@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ....trainer.loop.loss import RanksWindowLoss, WindowLoss
-from ....trainer.loop.step import finish_window
+from ....trainer.loop.window import finish_window
 from ....trainer.run import FitRun, Run
 
 __all__ = [
@@ -90,9 +90,11 @@ def step_without_loss(run: FitRun) -> None:
         return
     optimizer = plan.optimizer
 
-    def finish(run: FitRun, loss: Tensor | None, *, is_plain: bool, is_finite: bool) -> bool:
-        if is_plain or not is_finite or not run.window_loss.is_empty:
-            return finish_window(run, loss, is_plain=is_plain, is_finite=is_finite)
+    def finish(run: FitRun, loss: Tensor | None) -> bool:
+        window = run.window_loss
+        is_skipped = run.skips_bad_steps and window.is_to_be_skipped()
+        if window.is_scaled or is_skipped or not window.is_empty:
+            return finish_window(run, loss)
         run.lifecycle.on_before_optimizer_step(optimizer)
         if plan.clip is not None:
             plan.clip()

@@ -10,15 +10,11 @@ from typing import Any
 
 from ....trainer.behavior import Behavior
 from ....trainer.hooks import Hook
-from ....trainer.loop.fit_loop import FitLoop
 from ....trainer.run import FitRun
 from ..loops import fit_session_of
 from .windows import window_size
 
 __all__ = ["WindowEnded", "act_within_windows", "end_windows_early"]
-
-
-_Step = Callable[[FitRun, int], bool]
 
 
 class WindowEnded(Exception):
@@ -35,26 +31,20 @@ class WindowEnded(Exception):
 
 def end_windows_early(behavior: Behavior) -> Behavior:
     """Let a window end where training stops, and where it does when all batches of the epoch are counted."""
-    choose_step = partial(_choose_step, behavior.loop.choose_step)
-    return replace(behavior, loop=replace(behavior.loop, choose_step=choose_step))
+    train = partial(_train_until_end, behavior.loop.train_window)
+    return replace(behavior, loop=replace(behavior.loop, train_window=train))
 
 
-def _choose_step(choose: Callable[[FitLoop, FitRun], _Step], loop: FitLoop, run: FitRun) -> _Step:
-    step = choose(loop, run)
+def _train_until_end(train_window: Callable[[FitRun, int], bool], run: FitRun, size: int) -> bool:
     if not run.is_automatic:
-        return step
-    full_size = window_size(run)
-
-    def train(run: FitRun, size: int) -> bool:
-        full = full_size()
-        try:
-            return step(run, min(size, full - run.progress.batches_in_epoch % full))
-        except WindowEnded as end:
-            _advance(run, end.batches_in_epoch - run.progress.batches_in_epoch)
-            run.at_boundary, run.has_stepped = True, False
-            return True
-
-    return train
+        return train_window(run, size)
+    full = window_size(run)()
+    try:
+        return train_window(run, min(size, full - run.progress.batches_in_epoch % full))
+    except WindowEnded as end:
+        _advance(run, end.batches_in_epoch - run.progress.batches_in_epoch)
+        run.at_boundary, run.has_stepped = True, False
+        return True
 
 
 def act_within_windows(run: FitRun) -> None:
