@@ -16,6 +16,7 @@ T = TypeVar("T")
 Batch: TypeAlias = object  # what a loader yields: a tensor, a tuple, a mapping, or an object of a class of the user's
 StepOutput: TypeAlias = object  # what a step returns: a loss, a mapping that holds one, predictions, or None
 Tree: TypeAlias = object  # tensors and plain values, nested in dicts, lists, tuples and sets
+Indices: TypeAlias = object  # what a sampler yields: the index of a sample, or those of a batch
 Loaders: TypeAlias = object  # one loader, or loaders nested in lists, tuples and dicts
 StorageOptions: TypeAlias = Mapping[str, object]  # arguments of an fsspec file system: credentials, endpoints
 TrustedClasses: TypeAlias = Iterable[type[object] | ModuleType]  # a module is trusted with all of its classes
@@ -29,8 +30,13 @@ MapLocation: TypeAlias = (
 AnyBatch: TypeAlias = Any
 AnyOutput: TypeAlias = Any
 AnyLoaders: TypeAlias = Any
+AnySampler: TypeAlias = Any  # a sampler, or a batch sampler: any iterable of indices
+AnyDataset: TypeAlias = Any  # whatever a DataLoader accepts, and what a user's class derives from that
 StepFunction: TypeAlias = Callable[..., Any]
 StateDict: TypeAlias = dict[str, Any]  # tensors, numbers, strings, and containers of these
+ParamGroup: TypeAlias = dict[str, Any]  # of an optimizer: its parameters and their options
+Owner: TypeAlias = object  # a listener or holder of settings: a module, a data module or a callback of the user's
+Options: TypeAlias = dict[str, Any]  # arguments by name, of a function or class that the user or a setting chooses
 
 
 @runtime_checkable

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
+
+from .protocols import Tree
 
 # Any in this file: data of the user's, and parts of it.
 
@@ -39,7 +41,7 @@ def map_tree(data: Any, is_leaf: Callable[[Any], bool], function: Callable[[Any]
     return data
 
 
-def _rebuild_mapping(data: Mapping[object, object], pairs: dict[object, object]) -> object:
+def _rebuild_mapping(data: Mapping[Hashable, Tree], pairs: dict[Hashable, Tree]) -> Tree:
     if type(data) is dict:
         return pairs
     if isinstance(data, defaultdict):
@@ -52,7 +54,7 @@ def _rebuild_mapping(data: Mapping[object, object], pairs: dict[object, object])
     return type(data)(pairs)  # type: ignore[call-arg]  # every mapping of the standard library takes a dict
 
 
-def _map_dataclass(data: Any, is_leaf: Callable[[object], bool], function: Callable[[object], object]) -> object:
+def _map_dataclass(data: Any, is_leaf: Callable[[Any], bool], function: Callable[[Any], Tree]) -> Tree:
     changes = {}
     for field in dataclasses.fields(data):
         old = getattr(data, field.name, None)

@@ -6,6 +6,8 @@ import ast
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from ..protocols import StepFunction, Tree
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
@@ -211,10 +213,10 @@ class Callback:
         """Before the callbacks' states are restored from a checkpoint."""
 
 
-def as_hook(method: Callable[..., None], *first: object) -> Any:  # Any: a method with the signature of its hook
+def as_hook(method: StepFunction, *first: str) -> StepFunction:
     """Return a hook that calls a method with these arguments first: one method can serve several hooks."""
 
-    def hook(self: Callback, *arguments: object, **named: object) -> None:
+    def hook(self: Callback, *arguments: Any, **named: Any) -> None:
         method(self, *first, *arguments, **named)
 
     hook.__doc__ = method.__doc__
@@ -255,7 +257,7 @@ def find_state(states: Iterable[str], key: str) -> str | None:
     return same[0] if len(same) == 1 else None
 
 
-def _arguments_in(key: str) -> tuple[str, object] | None:
+def _arguments_in(key: str) -> tuple[str, Tree] | None:
     """Return the name and the arguments of a key; None if it has none, or they are not plain values."""
     name, brace, text = key.partition("{")
     try:
@@ -264,7 +266,7 @@ def _arguments_in(key: str) -> tuple[str, object] | None:
         return None
 
 
-def _without_tuples(value: object) -> object:  # a file has lists in their place
+def _without_tuples(value: Tree) -> Tree:  # a file has lists in their place
     if isinstance(value, dict):
         return {key: _without_tuples(inner) for key, inner in value.items()}
     return [_without_tuples(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import CheckpointError, ConfigError
 from ..messages import warn
+from ..protocols import ParamGroup
 from .base import AnyModule, Callback
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class BaseFinetuning(Callback):
     """
 
     # Subclasses of libraries read these two, and call `_store` and `_apply_mapping_to_param_groups`.
-    _internal_optimizer_metadata: dict[int, list[dict[str, Any]]]  # each group of each optimizer, with names
+    _internal_optimizer_metadata: dict[int, list[ParamGroup]]  # each group of each optimizer, with names
     _restarting: bool  # whether a state was loaded and training has not begun
 
     def __init__(self) -> None:
@@ -182,7 +183,7 @@ class BaseFinetuning(Callback):
         chosen = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
         parameters = BaseFinetuning.filter_on_optimizer(optimizer, (one for one in chosen if id(one) not in trained))
         if parameters:
-            group: dict[str, Any] = {"params": parameters, "lr": rate}
+            group: ParamGroup = {"params": parameters, "lr": rate}
             if "initial_lr" in first:  # schedules look for it in every group
                 group["initial_lr"] = rate
             optimizer.add_param_group(group)
@@ -270,7 +271,7 @@ class BaseFinetuning(Callback):
     @staticmethod
     def _apply_mapping_to_param_groups(
         param_groups: Sequence[Mapping[str, Any]], mapping: Mapping[Any, Any]
-    ) -> list[dict[str, Any]]:
+    ) -> list[ParamGroup]:
         """Return groups with their settings, and names in place of parameters or the reverse."""
         return [{**group, "params": [mapping[one] for one in group["params"]]} for group in param_groups]
 
@@ -381,7 +382,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
 
 
-def _restore_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+def _restore_groups(optimizer: Optimizer, groups: list[ParamGroup]) -> None:
     """Give an optimizer the groups of a checkpoint: those it has not yet, or all where it has others."""
     have = [{id(one) for one in group["params"]} for group in optimizer.param_groups]
     saved = [{id(one) for one in group["params"]} for group in groups]
@@ -396,10 +397,10 @@ def _untracked(module: nn.Module) -> list[str]:
     return [path for path, one in module.named_modules() if isinstance(one, _BatchNorm) and not one.track_running_stats]
 
 
-def _group_within(optimizer: Optimizer, module: nn.Module) -> dict[str, object] | None:
+def _group_within(optimizer: Optimizer, module: nn.Module) -> ParamGroup | None:
     """Return the last group that holds parameters of this module only."""
     own = {id(parameter) for parameter in module.parameters()}
-    group: dict[str, Any]
+    group: ParamGroup
     for group in reversed(optimizer.param_groups):
         if group["params"] and all(id(parameter) in own for parameter in group["params"]):
             return group

@@ -89,5 +89,5 @@ class GradientAccumulationScheduler(Callback):
         trainer.accumulate_grad_batches = self._lw_last_set
 
 
-def _is_int(value: object, *, minimum: int) -> bool:
+def _is_int(value: int | str, *, minimum: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from ..errors import ArgumentTypeError, nearest
+from ..protocols import StepFunction
 from .base import Callback
 
 _HOOKS = tuple(name for name in vars(Callback) if name in ("setup", "teardown") or name.startswith("on_"))
@@ -25,7 +23,7 @@ class LambdaCallback(Callback):
         ``LambdaCallback(on_train_end=lambda trainer, module: print(trainer.global_step))``
     """
 
-    def __init__(self, **hooks: Callable[..., Any] | None) -> None:  # Any: what a hook returns is ignored
+    def __init__(self, **hooks: StepFunction | None) -> None:
         wrong = [f"{name}: no hook of a callback{nearest(name, _HOOKS)}" for name in hooks if name not in _HOOKS]
         wrong += [
             f"{name}: expected a function, got {type(function).__name__}"

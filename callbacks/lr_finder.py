@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from torch import nn
+
+from ..data import DataModule
 from ..errors import ConfigError
 from ..messages import warn
 from .base import AnyModule, Callback, find_state
@@ -96,7 +99,7 @@ class LearningRateFinder(Callback):
             self.load_state_dict(state)
             self.write_found(trainer, (pl_module, trainer.datamodule))
 
-    def write_found(self, trainer: Trainer, owners: tuple[Any, ...]) -> None:
+    def write_found(self, trainer: Trainer, owners: tuple[nn.Module | DataModule | None, ...]) -> None:
         """Set what was found earlier: before a checkpoint, or in the processes that trained.
 
         Args:

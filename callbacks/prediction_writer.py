@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from ..data.batch_indices import IndexRecord, record_indices
 from ..data.move import move_to_device
 from ..errors import ConfigError, ModuleError
+from ..protocols import Indices
 from .base import AnyModule, Callback
 
 if TYPE_CHECKING:
@@ -45,15 +46,15 @@ class BasePredictionWriter(Callback):
         self._lw_on_epoch = interval != "batch"
         self._lw_is_first = True  # of the ranks that predict the same batches
         self._lw_records: list[IndexRecord | None] = []
-        self._lw_predictions: list[list[Any]] = []
-        self._lw_indices: list[list[list[Any] | None]] = []
+        self._lw_predictions: list[list[AnyOutput]] = []
+        self._lw_indices: list[list[list[Indices] | None]] = []
 
     def write_on_batch_end(
         self,
         trainer: Trainer,
         pl_module: AnyModule,
         prediction: AnyOutput,
-        batch_indices: list[Any] | None,
+        batch_indices: list[Indices] | None,
         batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int,
@@ -77,7 +78,7 @@ class BasePredictionWriter(Callback):
         trainer: Trainer,
         pl_module: AnyModule,
         predictions: list[AnyOutput],
-        batch_indices: list[list[list[Any] | None]],
+        batch_indices: list[list[list[Indices] | None]],
     ) -> None:
         """Write the predictions of all batches of this rank.
 
@@ -141,7 +142,7 @@ class BasePredictionWriter(Callback):
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Write all batches."""
         if self._lw_on_epoch and self._lw_is_first:
-            predictions: list[Any] = self._lw_predictions
+            predictions: list[AnyOutput] = self._lw_predictions
             one = predictions[0] if len(predictions) == 1 else predictions
             self.write_on_epoch_end(trainer, pl_module, one, self._lw_indices)
         self._lw_records, self._lw_predictions, self._lw_indices = [], [], []

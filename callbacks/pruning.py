@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import CheckpointError, ConfigError, ModuleError, nearest
+from ..protocols import Options
 from .averaging.weights import clean_name, refuse_shards
 from .base import AnyModule, Callback, from_rank_zero
 
@@ -128,7 +130,7 @@ class ModelPruning(Callback):
         self._lw_pruned_at = -1
         self._lw_is_rewind_due = self._lw_is_due = False
         self._lw_source: nn.Module | None = None
-        self._lw_hooks: list[Any] = []  # Any: torch's handles of the optimizers' hooks
+        self._lw_hooks: list[RemovableHandle] = []
 
     @property
     def state_key(self) -> str:
@@ -373,7 +375,7 @@ class ModelPruning(Callback):
 
     def _lw_method(self, amount: int | float, weight: Tensor, mask: Tensor) -> Tensor:
         """Return the mask after pruning a tensor whose mask was this one, by torch's rules."""
-        options: dict[str, Any] = {"amount": amount}
+        options: Options = {"amount": amount}
         if self.pruning_fn in ("ln_structured", "random_structured"):
             options["dim"] = self.pruning_dim
         if self.pruning_fn == "ln_structured":
@@ -465,10 +467,7 @@ class ModelPruning(Callback):
 
 
 def _problems_of_method(
-    pruning_fn: object,  # whatever the user passed
-    is_global: bool,
-    dim: object,
-    norm: object,
+    pruning_fn: str | type[prune.BasePruningMethod], is_global: bool, dim: int | None, norm: int | float | None
 ) -> list[str]:
     if isinstance(pruning_fn, str):
         if pruning_fn not in METHODS:
@@ -493,7 +492,7 @@ def _problems_of_method(
     return problems
 
 
-def _problems_of_amount(amount: object) -> list[str]:
+def _problems_of_amount(amount: int | float) -> list[str]:
     is_part = isinstance(amount, float) and 0.0 <= amount <= 1.0
     is_count = isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0
     return (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from ..errors import LoopwrightError
 
@@ -28,7 +28,7 @@ def decided_on_rank_zero(strategy: Strategy, decide: Callable[[], R]) -> R:
         Exception: What the function raised, on rank 0. Other ranks raise the same error if it is one of Loopwright's,
             else a RankFailure with its text, so that no rank waits for a failed one.
     """
-    result: Any = None
+    result: R | None = None
     error: Exception | None = None
     if strategy.is_global_zero:
         try:
@@ -41,8 +41,7 @@ def decided_on_rank_zero(strategy: Strategy, decide: Callable[[], R]) -> R:
     if reported is not None:
         reported.add_note("This was raised on rank 0; all ranks stop.")
         raise reported
-    decided: R = answer
-    return decided
+    return cast(R, answer)
 
 
 def _portable(error: Exception) -> Exception:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar, cast
 
 from torch import nn
 
-# Any in this file: what the user's functions take and return.
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def root_around(module: nn.Module) -> nn.Module | None:
@@ -17,7 +18,7 @@ def root_around(module: nn.Module) -> nn.Module | None:
     return None if known is None else known.root_of(module)
 
 
-def gathered(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+def gathered(module: nn.Module, function: Callable[P, R]) -> Callable[P, R]:
     """Return a function that calls another one of the module, without gradients, while parameters are gathered.
 
     In a direct call, the first FSDP unit that runs would become the root, and parameters outside of all units would
@@ -32,9 +33,9 @@ def gathered(module: nn.Module, function: Callable[..., Any]) -> Callable[..., A
     assert isinstance(root, ShardedRoot)
     call = ReplicaCall(function, is_training=False)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return root(call, *args, **kwargs)
+            return cast(R, root(call, *args, **kwargs))
         finally:
             reshard(root)
 

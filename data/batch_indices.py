@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ..protocols import Batch, Loaders
+from ..protocols import AnyLoaders, AnySampler, Batch, Indices, Loaders
 from .distributed.evaluation import EvalShard
 from .persistent_workers import PersistentWorkersLoader
 from .sources.indexed import is_indexed
@@ -29,17 +29,17 @@ class IndexRecord:
         sampler: The user's sampler.
     """
 
-    def __init__(self, sampler: Any) -> None:
+    def __init__(self, sampler: AnySampler) -> None:
         self._sampler = sampler
-        self._handed: deque[list[Any]] = deque()
-        self.latest: list[Any] | None = None
+        self._handed: deque[list[Indices]] = deque()
+        self.latest: list[Indices] | None = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Indices]:
         self._handed.clear()
         # Not within the generator: some samplers draw when iteration begins, and are asked things right after.
         return self._note(iter(self._sampler))
 
-    def _note(self, given_by_sampler: Iterator[Any]) -> Iterator[object]:
+    def _note(self, given_by_sampler: Iterator[Indices]) -> Iterator[Indices]:
         for given in given_by_sampler:
             index = given.index if isinstance(given, Numbered) else given
             self._handed.append(list(index) if isinstance(index, list | tuple) else [index])
@@ -63,12 +63,12 @@ class IndexRecord:
             self.latest = self.next()
             yield batch
 
-    def next(self) -> list[Any] | None:
+    def next(self) -> list[Indices] | None:
         """Return the indices of the next batch that the loader gives; None if it did not ask for any."""
         return self._handed.popleft() if self._handed else None
 
 
-def record_indices(loader: Loaders) -> tuple[Any, IndexRecord | None]:  # Any: what an evaluation loop reads
+def record_indices(loader: Loaders) -> tuple[AnyLoaders, IndexRecord | None]:
     """Return a loader that gives the same batches, and the record of their indices in the data set.
 
     Args:

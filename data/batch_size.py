@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,7 +172,7 @@ def _are_alike(batch: Iterable[Batch]) -> bool:
     return all(shape == shapes[0] for shape in shapes)
 
 
-def _shape(item: Any) -> object:
+def _shape(item: Batch) -> object:
     if isinstance(item, Tensor):
         return torch.Size(item.shape)
     if isinstance(item, dict):

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler, default_collate
 
 from ..errors import ConfigError, DataError
-
-# Any in this file: samples and batches of a data set, and the keys of their fields.
+from ..protocols import AnyBatch
 
 _MOST_CANDIDATES = 256
-Number = int | float | bool
+Number: TypeAlias = int | float | bool
+Samples: TypeAlias = list[AnyBatch]  # of a batch, as the data set returns them
+Field: TypeAlias = Any  # of a sample or batch: a tensor, if it is padded
 T = TypeVar("T")
 
 
@@ -160,10 +162,10 @@ def pad_to_buckets(
     sizes: Sequence[int],
     *,
     dim: int = 1,
-    value: Number | Mapping[Any, Number] = 0,
-    keys: Sequence[Any] | None = None,
-    collate: Callable[[list[Any]], Any] | None = None,
-) -> Callable[[list[Any]], Any]:
+    value: Number | Mapping[str, Number] | Mapping[int, Number] = 0,
+    keys: Sequence[Hashable] | None = None,
+    collate: Callable[[Samples], AnyBatch] | None = None,
+) -> Callable[[Samples], AnyBatch]:
     """Return a `collate_fn` whose batches are padded to the smallest of some sizes.
 
     A batch is a tensor, or a mapping, tuple or list of tensors. Padded are those that have the dimension `dim`; all of
@@ -185,34 +187,32 @@ def pad_to_buckets(
     _check_sizes(sizes)
     if dim < 1:
         raise ConfigError(f"Expected dim from 1, got {dim}: dimension 0 is that of the samples.", fix="pass dim=1.")
-    return _PadToBuckets(list(sizes), dim, value, None if keys is None else set(keys), collate)
+    values: Number | dict[Hashable, Number] = dict(value.items()) if isinstance(value, Mapping) else value
+    return _PadToBuckets(list(sizes), dim, values, None if keys is None else set(keys), collate)
 
 
+@dataclass
 class _PadToBuckets:
     """A class, not a closure: worker processes get it by pickle."""
 
-    def __init__(
-        self,
-        sizes: list[int],
-        dim: int,
-        value: Number | Mapping[Any, Number],
-        keys: set[Any] | None,
-        collate: Callable[[list[Any]], Any] | None,
-    ) -> None:
-        self.sizes, self.dim, self.value, self.keys, self.collate = sizes, dim, value, keys, collate
+    sizes: list[int]
+    dim: int
+    value: Number | dict[Hashable, Number]
+    keys: set[Hashable] | None
+    collate: Callable[[Samples], AnyBatch] | None
 
-    def __call__(self, samples: list[Any]) -> Any:
+    def __call__(self, samples: Samples) -> AnyBatch:
         if self.collate is not None:
             batch = self.collate(samples)
             return self._padded([batch], self.dim)[0]
         return default_collate(self._padded(samples, self.dim - 1))
 
-    def _padded(self, items: list[Any], dim: int) -> list[Any]:
+    def _padded(self, items: Samples, dim: int) -> Samples:
         """Return batches, or samples, with their tensors padded to one size."""
         items = [_map_fields(item, self._tensor) for item in items]
         lengths: list[int] = []
 
-        def note(key: Any, field: Any) -> Any:
+        def note(key: Hashable, field: Field) -> Field:
             if self._is_padded(key, field, dim):
                 lengths.append(field.shape[dim])
             return field
@@ -233,17 +233,17 @@ class _PadToBuckets:
         size = self.sizes[at]
         return [_map_fields(item, lambda key, field: self._pad(key, field, dim, size)) for item in items]
 
-    def _tensor(self, key: Any, field: Any) -> Any:
+    def _tensor(self, key: Hashable, field: Field) -> Field:
         is_wanted = self.keys is None or key in self.keys
         return torch.as_tensor(field) if is_wanted and (_is_numbers(field) or hasattr(field, "__array__")) else field
 
-    def _is_padded(self, key: Any, field: Any, dim: int) -> bool:
+    def _is_padded(self, key: Hashable, field: Field, dim: int) -> bool:
         return isinstance(field, Tensor) and field.ndim > dim and (self.keys is None or key in self.keys)
 
-    def _pad(self, key: Any, field: Any, dim: int, size: int) -> Any:
+    def _pad(self, key: Hashable, field: Field, dim: int, size: int) -> Field:
         if not self._is_padded(key, field, dim) or field.shape[dim] == size:
             return field
-        value = self.value.get(key, 0) if isinstance(self.value, Mapping) else self.value
+        value = self.value.get(key, 0) if isinstance(self.value, dict) else self.value
         shape = list(field.shape)
         shape[dim] = size
         padded = field.new_full(shape, value)
@@ -251,7 +251,7 @@ class _PadToBuckets:
         return padded
 
 
-def _map_fields(item: Any, function: Callable[[Any, Any], Any]) -> Any:
+def _map_fields(item: AnyBatch, function: Callable[[Hashable, Field], Field]) -> AnyBatch:
     """Return a batch, or sample, with the function applied to each field; a tensor is one, with key None."""
     if isinstance(item, Mapping):
         return {key: function(key, field) for key, field in item.items()}
@@ -262,7 +262,7 @@ def _map_fields(item: Any, function: Callable[[Any, Any], Any]) -> Any:
     return function(None, item)
 
 
-def _is_numbers(item: Any) -> bool:
+def _is_numbers(item: Field) -> bool:
     return isinstance(item, list | tuple) and bool(item) and all(isinstance(one, int | float) for one in item)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from ..errors import ConfigError, DataError, ModuleError, nearest
-from ..protocols import AnyLoaders, Batch, Loader, Loaders, StateDict
+from ..protocols import AnyBatch, AnyLoaders, AnySampler, Batch, Loader, Loaders, StateDict, Stateful
 from .limit import find_length
 from .sources.combined import combined_length, no_batches
 from .tree import flatten_loaders, map_loaders, unflatten
@@ -46,7 +45,7 @@ class CombinedLoader:
             )
         self.mode = mode
         self._iterables = iterables
-        self._flattened: list[Any] = flatten_loaders(iterables)  # Any: whatever can be iterated
+        self._flattened: list[AnyLoaders] = flatten_loaders(iterables)
         for loader in self._flattened:
             if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
                 raise ModuleError(
@@ -55,8 +54,8 @@ class CombinedLoader:
                 )
         self._limits: int | float | list[int | float | None] | None = None
         self._is_begun = False
-        self._iterators: list[Iterator[Any]] = []
-        self._latest: Iterator[tuple[Any, int, int]] | None = None  # the iteration that was begun last
+        self._iterators: list[Iterator[Batch]] = []
+        self._latest: Iterator[tuple[AnyBatch, int, int]] | None = None  # the iteration that was begun last
 
     @property
     def iterables(self) -> AnyLoaders:
@@ -64,12 +63,12 @@ class CombinedLoader:
         return self._iterables
 
     @property
-    def flattened(self) -> list[Any]:
+    def flattened(self) -> list[AnyLoaders]:
         """The loaders, in order; can be set to the same number of others."""
         return self._flattened
 
     @flattened.setter
-    def flattened(self, loaders: list[Any]) -> None:
+    def flattened(self, loaders: list[AnyLoaders]) -> None:
         if len(loaders) != len(self._flattened):
             raise ConfigError(
                 f"Expected {len(self._flattened)} loaders in flattened of the CombinedLoader, got {len(loaders)}.",
@@ -93,12 +92,12 @@ class CombinedLoader:
         self._limits = list(limits) if isinstance(limits, (list, tuple)) else limits
 
     @property
-    def sampler(self) -> Any:
+    def sampler(self) -> AnySampler:
         """The loaders' samplers, in the collection's shape; None for a loader without one."""
         return map_loaders(lambda loader: getattr(loader, "sampler", None), self._iterables)
 
     @property
-    def batch_sampler(self) -> Any:
+    def batch_sampler(self) -> AnySampler:
         """The loaders' batch samplers, in the collection's shape; None for a loader without one."""
         return map_loaders(lambda loader: getattr(loader, "batch_sampler", None), self._iterables)
 
@@ -128,7 +127,7 @@ class CombinedLoader:
         limits = self._limits if isinstance(self._limits, list) else [self._limits] * len(self._flattened)
         return [math.inf if limit is None else limit for limit in limits]
 
-    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+    def __iter__(self) -> Iterator[tuple[AnyBatch, int, int]]:
         self._is_begun = True
         if self.mode == "sequential":
             self._latest = self._sequential()
@@ -137,13 +136,13 @@ class CombinedLoader:
             self._latest = self._parallel(self._iterators)
         return self._latest
 
-    def __next__(self) -> tuple[Any, int, int]:
+    def __next__(self) -> tuple[AnyBatch, int, int]:
         """Return the next triple of the iteration that was begun last."""
         if self._latest is None:
             raise StopIteration
         return next(self._latest)
 
-    def _sequential(self) -> Iterator[tuple[object, int, int]]:
+    def _sequential(self) -> Iterator[tuple[Batch, int, int]]:
         for dataloader_idx, (loader, limit) in enumerate(zip(self._flattened, self._all_limits(), strict=True)):
             if limit <= 0:
                 continue
@@ -154,7 +153,7 @@ class CombinedLoader:
                 if batch_idx + 1 >= limit:
                     break
 
-    def _parallel(self, iterators: list[Iterator[Batch]]) -> Iterator[tuple[object, int, int]]:
+    def _parallel(self, iterators: list[Iterator[Batch]]) -> Iterator[tuple[Batch, int, int]]:
         loaders, limits = self._flattened, self._all_limits()
         taken = [0] * len(loaders)
         has_ended = [False] * len(loaders)
@@ -224,7 +223,7 @@ class CombinedLoader:
         for loader, state in zip(loaders, states, strict=True):
             loader.load_state_dict(state)
 
-    def _stateful(self) -> list[Any]:
+    def _stateful(self) -> list[Stateful]:
         return [
             loader
             for loader in self._flattened

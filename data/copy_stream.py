@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..protocols import Batch
+from ..protocols import AnyBatch, Batch
 from .move import find_opaque, find_tensors
 
 log = logging.getLogger(__name__)
@@ -31,15 +31,16 @@ class CopyStream:
         backend: Module with `Stream`, `stream` and `current_stream`: `torch.cuda`.
     """
 
-    # Any: a batch of any kind, and a module.
-    def __init__(self, move: Callable[[Any], Any], device: torch.device, backend: Any = torch.cuda) -> None:
+    def __init__(
+        self, move: Callable[[AnyBatch], AnyBatch], device: torch.device, backend: Any = torch.cuda
+    ) -> None:  # Any: a module
         self._move = move
         self._device = device
         self._backend = backend
         self._stream = backend.Stream(device)
         self._has_looked = False
 
-    def __call__(self, batch: Batch, *_: object) -> Any:
+    def __call__(self, batch: Batch, *_: object) -> AnyBatch:
         """Return the batch on the device; further arguments are ignored."""
         sources = list(find_tensors(batch))
         if not sources or find_opaque(batch) or any(source.device.type != "cpu" for source in sources):

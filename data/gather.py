@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from ..protocols import AnyBatch, AnyDataset, Batch, Indices, StateDict
 from .tree import change_loader
-
-# Any in this file: datasets, loaders and batches of any kind.
 
 _GET_ITEM = TensorDataset.__getitem__  # somebody may replace it later
 _GET_ITEMS = Subset.__getitems__
@@ -32,27 +31,22 @@ def gathering(loader: L) -> L:
 
     It draws the same random numbers and is a copy: the given loader is not modified.
     """
-    kind: Any = type(loader)
-    if not isinstance(loader, DataLoader) or (kind.__iter__, kind._get_iterator) != (
-        DataLoader.__iter__,
-        DataLoader._get_iterator,
-    ):
+    if not isinstance(loader, DataLoader):
         return loader
-    parts = gathering_parts(loader)
-    if not parts:
-        return loader
-    return change_loader(copy.copy(loader), **parts)
+    iterates = (type(loader).__iter__, type(loader)._get_iterator)
+    parts = gathering_parts(loader) if iterates == (DataLoader.__iter__, DataLoader._get_iterator) else {}
+    return change_loader(copy.copy(loader), **parts) if parts else loader
 
 
-def gathering_parts(loader: DataLoader[Any], *, pins: bool = False) -> dict[str, Any]:
+def gathering_parts(loader: DataLoader[Batch], *, pins: bool = False) -> StateDict:
     """Return the attributes of a copy of the loader that gathers; empty where something was overridden.
 
     Args:
         loader: A DataLoader.
         pins: Whether to gather into pinned memory.
     """
-    subsets: list[Subset[Any]] = []
-    dataset: Any = loader.dataset
+    subsets: list[Subset[Batch]] = []
+    dataset: AnyDataset = loader.dataset
     while type(dataset) is Subset:
         subsets.append(dataset)
         dataset = dataset.dataset
@@ -73,7 +67,7 @@ def gathering_parts(loader: DataLoader[Any], *, pins: bool = False) -> dict[str,
     return {"dataset": GatherDataset(loader.dataset, subsets, dataset, pins=pins), "collate_fn": _as_it_is}
 
 
-def pinned_parts(loader: DataLoader[Any]) -> dict[str, Any]:
+def pinned_parts(loader: DataLoader[Batch]) -> StateDict:
     """Return the attributes of a copy of the loader whose thread pins batches of worker processes.
 
     The threads of a `ThreadDataLoader` pin, too. Without workers, the main thread would have to copy each batch once
@@ -95,7 +89,9 @@ class GatherDataset:
         pins: Whether batches are in pinned memory.
     """
 
-    def __init__(self, dataset: Any, subsets: list[Subset[Any]], tensors: TensorDataset, *, pins: bool = False) -> None:
+    def __init__(
+        self, dataset: AnyDataset, subsets: list[Subset[Batch]], tensors: TensorDataset, *, pins: bool = False
+    ) -> None:
         self._dataset = dataset
         self._subsets = subsets
         self._tensor_dataset = tensors
@@ -111,10 +107,10 @@ class GatherDataset:
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Indices) -> AnyBatch:
         return self._dataset[index]
 
-    def __getitems__(self, indices: Any) -> Any:
+    def __getitems__(self, indices: list[int]) -> AnyBatch:
         """Return the batch with these samples, as `default_collate` would make it."""
         rows = indices
         for subset in self._subsets:
@@ -135,12 +131,12 @@ class GatherDataset:
         except (IndexError, RuntimeError):  # a negative index, or one beyond the end, whose error is torch's own
             return self._collated(indices)
 
-    def _collated(self, indices: Any) -> Any:
+    def _collated(self, indices: list[int]) -> AnyBatch:
         samples = self._dataset.__getitems__(indices) if self._subsets else [self._dataset[index] for index in indices]
         return default_collate(samples)
 
 
-def _can_gather(tensor: Any) -> bool:
+def _can_gather(tensor: Tensor) -> bool:
     """Return whether `index_select` gives what `torch.stack` of the rows would, in bits and strides."""
     return (
         type(tensor) is Tensor
@@ -161,5 +157,5 @@ def _empty_pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _as_it_is(batch: Batch) -> Batch:
     return batch

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ..protocols import Batch
+from ..protocols import AnyBatch, Batch, Tree
 from ..tree import map_tree
 
 __all__ = [
@@ -24,8 +24,10 @@ __all__ = [
     "mover_to",
 ]
 
+P = ParamSpec("P")
 
-def move_to_device(batch: Batch, device: torch.device, non_blocking: bool | None = None) -> Any:
+
+def move_to_device(batch: Batch, device: torch.device, non_blocking: bool | None = None) -> AnyBatch:
     """Return the batch with every tensor in it on the device.
 
     Goes through lists, tuples, named tuples, mappings and dataclasses; the `.to` method of any other
@@ -57,12 +59,12 @@ def move_to_device(batch: Batch, device: torch.device, non_blocking: bool | None
     return _move_tree(batch, device, device.type == "cuda" if non_blocking is None else non_blocking)
 
 
-def mover_to(device: torch.device) -> Callable[..., Any]:
+def mover_to(device: torch.device) -> Callable[..., AnyBatch]:
     """Return `move_to_device` for this device, which ignores further arguments: made once, called for each batch."""
     if device.type != "cpu":
         return lambda batch, *_: move_to_device(batch, device)
 
-    def move_to_cpu(batch: Batch, *_: object) -> Any:
+    def move_to_cpu(batch: Batch, *_: object) -> AnyBatch:
         if type(batch) is tuple or type(batch) is list:
             for item in batch:  # the most frequent batch, without a further call; and devices take longer to compare
                 if type(item) is not Tensor or not item.is_cpu:
@@ -73,8 +75,8 @@ def mover_to(device: torch.device) -> Callable[..., Any]:
     return move_to_cpu
 
 
-def _move_tree(batch: Batch, device: torch.device, non_blocking: bool) -> object:
-    def move(leaf: Any) -> Any:
+def _move_tree(batch: Batch, device: torch.device, non_blocking: bool) -> Batch:
+    def move(leaf: AnyBatch) -> AnyBatch:
         if isinstance(leaf, Tensor):
             return leaf if leaf.device == device else leaf.to(device, non_blocking=non_blocking)
         try:
@@ -88,17 +90,17 @@ def _move_tree(batch: Batch, device: torch.device, non_blocking: bool) -> object
     return map_tree(batch, _can_move, move)
 
 
-def _find_path(data: Any, wanted: object) -> str | None:
+def _find_path(data: Tree, wanted: Tree) -> str | None:
     """Return where in the batch the object is, as one would write it; None if it is not there."""
     if data is wanted:
         return ""
-    parts: list[tuple[str, object]] = []
+    parts: list[tuple[str, Tree]] = []
     if isinstance(data, (list, tuple)):
         names = getattr(data, "_fields", None)
         parts = [(f".{names[i]}" if names else f"[{i}]", item) for i, item in enumerate(data)]
     elif isinstance(data, Mapping):
         parts = [(f"[{key!r}]", value) for key, value in data.items()]
-    elif dataclasses.is_dataclass(data):
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
         parts = [(f".{field.name}", getattr(data, field.name, None)) for field in dataclasses.fields(data)]
     for step, part in parts:
         rest = _find_path(part, wanted)
@@ -107,13 +109,17 @@ def _find_path(data: Any, wanted: object) -> str | None:
     return None
 
 
-def _can_move(leaf: object) -> bool:
+def _can_move(leaf: Tree) -> bool:
     return isinstance(leaf, Tensor) or (hasattr(leaf, "to") and not isinstance(leaf, type))
 
 
 def apply_to_collection(
-    data: object, dtype: type | tuple[type, ...], function: Callable[..., object], *args: object, **kwargs: object
-) -> Any:
+    data: Tree,
+    dtype: type | tuple[type, ...],
+    function: Callable[Concatenate[AnyBatch, P], Tree],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> AnyBatch:
     """Return `data` with `function` applied to every element of the given type, at any depth.
 
     Goes through lists, tuples, named tuples, mappings (their type is kept) and dataclasses. A container in which
@@ -177,7 +183,7 @@ def find_tensors(batch: Batch) -> Iterator[Tensor]:
             yield leaf
 
 
-def find_opaque(data: Any) -> bool:
+def find_opaque(data: Tree) -> bool:
     """Return whether a batch holds objects that move themselves, whose tensors are unknown.
 
     Mappings do not count (such as what tokenizers return): their tensors are their values.
@@ -195,7 +201,7 @@ def find_opaque(data: Any) -> bool:
     return False
 
 
-def find_leaves(data: Any) -> Iterator[object]:
+def find_leaves(data: Tree) -> Iterator[Tree]:
     """Yield what is in the containers of a batch, as `move_to_device` goes through them."""
     if isinstance(data, (Tensor, PackedSequence)):
         yield data

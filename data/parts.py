@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..protocols import Batch
+from ..protocols import AnyBatch, AnyOutput, Batch, StepOutput, Tree
 from .move import find_batch_size, find_leaves, find_tensors, map_tree
 
-# Any in this file: batches, and what steps return.
 
-
-def split_batch(batch: Batch, num_parts: int, *, num_samples: int | None = None) -> tuple[list[Any], list[int]]:
+def split_batch(batch: Batch, num_parts: int, *, num_samples: int | None = None) -> tuple[list[AnyBatch], list[int]]:
     """Return a batch in parts of nearly equal size, the larger ones first, and the number of samples in each.
 
     Tensors are split along their first dimension. So are lists with as many entries as there are samples, and tuples of
@@ -46,7 +43,7 @@ def split_batch(batch: Batch, num_parts: int, *, num_samples: int | None = None)
     return parts, sizes
 
 
-def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def join_outputs(outputs: Sequence[AnyOutput], sizes: Sequence[int]) -> AnyOutput:
     """Return what a step returned for the parts of a batch as one output.
 
     Of dicts, each entry is joined: tensors with the samples of their part along the first dimension are concatenated,
@@ -58,7 +55,7 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     return {key: _join([output.get(key) for output in outputs], sizes) for key in first}
 
 
-def _join(values: list[Any], sizes: Sequence[int]) -> Any:
+def _join(values: list[AnyOutput], sizes: Sequence[int]) -> StepOutput:
     are_rows = all(
         isinstance(value, Tensor) and value.ndim and value.size(0) == size
         for value, size in zip(values, sizes, strict=True)
@@ -66,8 +63,8 @@ def _join(values: list[Any], sizes: Sequence[int]) -> Any:
     return torch.cat([value.detach() for value in values]) if are_rows else values
 
 
-def _rows_of(batch: Any, size: int, rows: slice) -> Any:
-    def is_split(value: Any) -> bool:
+def _rows_of(batch: Batch, size: int, rows: slice) -> AnyBatch:
+    def is_split(value: Tree) -> bool:
         if isinstance(value, Tensor):
             return bool(value.ndim)
         if not isinstance(value, list | tuple) or len(value) != size or any(True for _ in find_tensors(value)):
@@ -77,7 +74,7 @@ def _rows_of(batch: Any, size: int, rows: slice) -> Any:
     return map_tree(batch, is_split, lambda value: value[rows])
 
 
-def _is_plain(value: object) -> bool:
+def _is_plain(value: Tree) -> bool:
     if isinstance(value, Tensor):
         return not value.is_nested
     return value is None or isinstance(value, str | bytes | int | float | complex)

@@ -7,15 +7,15 @@ has random numbers of its own, as in training, that depend only on the global ge
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import cast
 
 from torch.utils.data import DataLoader
 
-from ..protocols import Batch, Loaders, StateDict
+from ..protocols import AnySampler, Batch, Loaders, StateDict
 from .rng import capture_rng, derive_key, restore_rng
 from .sources.indexed import is_indexed
 from .sources.reread import without_persistent_workers
-from .worker import Numbered, with_indices
+from .worker import Numbered, SeedingDataset, with_indices
 
 
 def with_persistent_workers(loader: Loaders) -> Loaders:
@@ -40,7 +40,7 @@ class PersistentWorkersLoader:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._sampler = _NumberedSampler(getattr(loader, name))
         self._copy = with_indices(loader, self._sampler, seeds_workers=True)
-        self._dataset: Any = self._copy.dataset
+        self._dataset = cast(SeedingDataset, self._copy.dataset)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -63,7 +63,7 @@ class _NumberedSampler:
         opening: The global generators when the pass began; starting workers, which only some passes do, draws.
     """
 
-    def __init__(self, sampler: Any) -> None:
+    def __init__(self, sampler: AnySampler) -> None:
         self.sampler = sampler
         self.opening: StateDict = {}
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..protocols import StateDict, Tree
+from ..protocols import AnyDataset, AnySampler, StateDict, Tree
 
 # The global CPU generators.
 KINDS = ("python", "numpy", "torch")
@@ -212,14 +212,14 @@ def is_same(left: Any, right: Any) -> bool:  # Any: states of any form
     return bool(same.all()) if hasattr(same, "all") else bool(same)
 
 
-def derive_key(state: StateDict, *labels: object) -> bytes:
+def derive_key(state: StateDict, *labels: str | int) -> bytes:
     """Return 16 bytes that depend on torch's generator in a `capture_rng` state and on the labels, drawing nothing."""
     digest = hashlib.blake2b(bytes(state["torch"].tolist()), digest_size=16)
     digest.update(repr(labels).encode())
     return digest.digest()
 
 
-def find_generators(**roots: object) -> StateDict:
+def find_generators(**roots: AnyDataset | AnySampler) -> StateDict:
     """Return the generators that objects hold in their attributes, by path.
 
     Looked for: `torch.Generator`, `random.Random`, NumPy's `Generator` and `RandomState`, in attributes, lists, tuples
@@ -230,7 +230,7 @@ def find_generators(**roots: object) -> StateDict:
     """
     found: StateDict = {}
     seen: set[int] = set()
-    queue: list[tuple[str, object, int]] = [(name, root, 0) for name, root in roots.items()]
+    queue: list[tuple[str, Tree, int]] = [(name, root, 0) for name, root in roots.items()]
     while queue and len(seen) < _SEARCH_LIMIT:
         path, value, depth = queue.pop(0)
         if id(value) in seen:
@@ -288,14 +288,14 @@ def seed_generators(generators: StateDict, key: bytes) -> None:
             generator.seed(seed & 0xFFFFFFFF)
 
 
-def _is_generator(value: object) -> bool:
+def _is_generator(value: Tree) -> bool:
     if isinstance(value, (torch.Generator, random.Random)):
         return not isinstance(value, random.SystemRandom)
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
 
 
-def _children(value: object) -> Iterator[tuple[str, object]]:
+def _children(value: Tree) -> Iterator[tuple[str, Tree]]:
     if isinstance(value, dict):
         members = list(value.items())
     elif isinstance(value, (list, tuple)):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
@@ -20,14 +20,18 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_convert
 
 from ..errors import ConfigError, DataError
-from ..protocols import Batch
+from ..protocols import AnyBatch, AnyDataset, Batch, Tree
 from .distributed.fingerprint import fingerprint_batch
-from .distributed.shard import NO_BATCH
+from .distributed.shard import NO_BATCH, NoBatch
 from .rng import RngStream, find_generators, moved_numpy, seed_generators
 from .sources.reread import is_one_shot
 
+T = TypeVar("T")
+Samples: TypeAlias = list[AnyBatch] | NoBatch
+_Place: TypeAlias = tuple[Samples, int, int]  # samples of a batch, its number, and a digest of the order
 
-class ShardedIterable(IterableDataset[Any]):
+
+class ShardedIterable(IterableDataset[AnyBatch]):
     """Splits an iterable data set over ranks and DataLoader workers; each sample is read by one of them.
 
     Pass it to a DataLoader: `DataLoader(ShardedIterable(dataset), batch_size=32, num_workers=2)`. The Trainer and
@@ -57,7 +61,7 @@ class ShardedIterable(IterableDataset[Any]):
         ConfigError: The data set cannot be iterated, or only once.
     """
 
-    def __init__(self, dataset: Any, split: Callable[[Any, int, int], Any] | None = None) -> None:
+    def __init__(self, dataset: AnyDataset, split: Callable[[AnyDataset, int, int], AnyDataset] | None = None) -> None:
         if not hasattr(dataset, "__iter__") or is_one_shot(dataset):
             raise ConfigError(
                 f"Expected ShardedIterable(dataset) with a data set that can be iterated again and again, got "
@@ -77,10 +81,9 @@ class ShardedIterable(IterableDataset[Any]):
         """
         self._place = (rank, size)
 
-    def of_rank(self, rank: int, size: int) -> Iterable[Any]:
+    def of_rank(self, rank: int, size: int) -> AnyDataset:
         """Return the data set of one rank, as `split` makes it; with one rank, the data set."""
-        own: Iterable[Any] = self.dataset if self.split is None or size == 1 else self.split(self.dataset, rank, size)
-        return own
+        return self.dataset if self.split is None or size == 1 else self.split(self.dataset, rank, size)
 
     def __iter__(self) -> Iterator[Batch]:
         rank, size = self._place or _own_place()
@@ -103,7 +106,7 @@ def _own_place() -> tuple[int, int]:
     return 0, 1
 
 
-def _every_nth(dataset: Iterable[object], first: int, step: int) -> Iterator[object]:
+def _every_nth(dataset: Iterable[T], first: int, step: int) -> Iterator[T]:
     with _without_worker():
         samples = iter(dataset)
     for number in range(sys.maxsize):
@@ -129,7 +132,7 @@ def _without_worker() -> Iterator[None]:
 
 
 @dataclass
-class IterableShare(IterableDataset[Any]):
+class IterableShare(IterableDataset["_Place"]):
     """Batches of samples, before collation, of one rank, or of one worker of it.
 
     Attributes:
@@ -143,7 +146,7 @@ class IterableShare(IterableDataset[Any]):
         key: Of the random numbers with which the data set is read: equal on all ranks.
     """
 
-    dataset: Any
+    dataset: AnyDataset
     rank: int
     size: int
     uneven: str
@@ -152,7 +155,7 @@ class IterableShare(IterableDataset[Any]):
     start: int
     key: bytes
 
-    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+    def __iter__(self) -> Iterator[_Place]:
         """Yield samples (a list; `NO_BATCH` where only other ranks have some), number, and a digest of the order."""
         info = get_worker_info()
         number, workers = (0, 1) if info is None else (info.id, info.num_workers)
@@ -163,18 +166,18 @@ class IterableShare(IterableDataset[Any]):
             if place % workers == number:
                 yield samples, place, self._order
 
-    def _rounds(self, *, is_in_worker: bool) -> Iterator[object]:
+    def _rounds(self, *, is_in_worker: bool) -> Iterator[Samples]:
         course = _Course(self.key, keeps_numpy=is_in_worker)
         per_batch = self.batch_size or 1
-        head: list[list[Any]] = []  # the epoch's first batches, to fill a global batch with
+        head: list[list[AnyBatch]] = []  # the epoch's first batches, to fill a global batch with
         with course:
             stream = iter(self.dataset)
             first = list(islice(stream, per_batch))
         self._order = digest(first)
         to_skip = self.start
-        pending: list[object] = first  # read, and not yet part of a batch
+        pending = first  # read, and not yet part of a batch
 
-        def take(count: int) -> list[Any]:
+        def take(count: int) -> list[AnyBatch]:
             taken = pending[:count]
             del pending[:count]
             return taken + list(islice(stream, count - len(taken)))
@@ -190,7 +193,7 @@ class IterableShare(IterableDataset[Any]):
             while to_skip > 0 and (skipped := len(take(min(to_skip, 1024)))):
                 to_skip -= skipped
         while True:
-            own: Any = None
+            own: Samples | None = None
             count = 0
             with course:
                 while count < self.size:
@@ -256,15 +259,15 @@ class CollateShare:
         first: Number of the first global batch.
     """
 
-    function: Callable[[Any], Any]
+    function: Callable[[AnyBatch], AnyBatch]
     key: bytes
     first: int
     is_batched: bool
 
-    def __call__(self, given: tuple[Any, int, int]) -> tuple[Any, int]:
+    def __call__(self, given: _Place) -> tuple[AnyBatch, int]:
         """Return the batch and the digest of the order."""
         samples, number, order = given
-        if samples is NO_BATCH:
+        if isinstance(samples, NoBatch):
             return samples, order
         if not self.is_batched:
             samples = samples[0]
@@ -274,13 +277,13 @@ class CollateShare:
             return self.function(samples), order
 
 
-def digest(samples: list[Any]) -> int:
+def digest(samples: list[AnyBatch]) -> int:
     """Return a number that tells the samples from others, as far as they hold tensors, numbers and text."""
     plain = repr([_plain(sample) for sample in samples[:8]]).encode()
     return zlib.crc32(plain, fingerprint_batch(samples) or 0)
 
 
-def _plain(value: Any) -> object:
+def _plain(value: Tree) -> Tree:
     if isinstance(value, dict):
         return {str(name): _plain(one) for name, one in list(value.items())[:16]}
     if isinstance(value, list | tuple):

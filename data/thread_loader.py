@@ -6,19 +6,18 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from ..errors import ConfigError
+from ..protocols import AnyBatch, AnyDataset, Indices
 from .rng import find_generators
 
-# Any in this file: data sets, samples, batches, and arguments of DataLoader.
 
-
-class ThreadDataLoader(DataLoader[Any]):
+class ThreadDataLoader(DataLoader[AnyBatch]):
     """Make batches ahead in threads, in the order of the sampler, for a map-style data set.
 
     Threads need no pickling, no copies between processes and no start-up time. They help where reading a sample
@@ -43,8 +42,8 @@ class ThreadDataLoader(DataLoader[Any]):
     """
 
     def __init__(
-        self, dataset: Any, *args: Any, num_threads: int = 4, prefetch_batches: int | None = None, **kwargs: Any
-    ) -> None:
+        self, dataset: AnyDataset, *args: Any, num_threads: int = 4, prefetch_batches: int | None = None, **kwargs: Any
+    ) -> None:  # Any: arguments of DataLoader
         if isinstance(dataset, (IterableDataset, IterDataPipe, MapDataPipe)):
             raise ConfigError(
                 f"Expected a map-style data set for ThreadDataLoader, got {type(dataset).__name__}, which is iterable.",
@@ -85,12 +84,12 @@ class _ThreadIterator(_SingleProcessDataLoaderIter):
     def __init__(self, loader: ThreadDataLoader) -> None:
         super().__init__(loader)
         self._most_ahead = loader.prefetch_batches
-        self._pending: deque[Future[Any]] = deque()
+        self._pending: deque[Future[AnyBatch]] = deque()
         self._has_indices = True
         self._threads = ThreadPoolExecutor(loader.num_threads, thread_name_prefix="loopwright-data")
         self._make = _Maker(loader.dataset, loader.collate_fn, is_batched=self._auto_collation, pins=self._pin_memory)
 
-    def _next_data(self) -> Any:
+    def _next_data(self) -> AnyBatch:
         while self._has_indices and len(self._pending) <= self._most_ahead:
             try:
                 index = self._next_index()  # type: ignore[no-untyped-call]  # torch
@@ -127,27 +126,29 @@ class _Maker:
         pins: Whether the batch goes into pinned memory.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, is_batched: bool, pins: bool) -> None:
+    def __init__(
+        self, dataset: AnyDataset, collate: Callable[[AnyBatch], AnyBatch], *, is_batched: bool, pins: bool
+    ) -> None:
         self._dataset = dataset
         self._collate = collate
         self._is_batched = is_batched
         self._pins = pins
 
-    def __call__(self, index: Any) -> Any:
+    def __call__(self, index: Indices) -> AnyBatch:
         """Return the batch with an index of the sampler."""
         if not self._is_batched:
             samples = self._read(self._get, index, "sample")
         elif getattr(self._dataset, "__getitems__", None):
             samples = self._read(self._dataset.__getitems__, index, "samples")
         else:
-            samples = [self._read(self._get, one, "sample") for one in index]
+            samples = [self._read(self._get, one, "sample") for one in cast("list[Indices]", index)]
         batch = self._read(lambda _: self._collate(samples), index, "collated samples")
         return pin_memory(batch) if self._pins else batch
 
-    def _get(self, index: Any) -> Any:
+    def _get(self, index: Indices) -> AnyBatch:
         return self._dataset[index]
 
-    def _read(self, read: Callable[[Any], Any], index: Any, what: str) -> Any:
+    def _read(self, read: Callable[[Indices], AnyBatch], index: Indices, what: str) -> AnyBatch:
         try:
             return read(index)
         except Exception as error:

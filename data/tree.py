@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from ..protocols import Loaders
+from ..protocols import AnyLoaders, AnySampler, Loaders, Tree
 
 L = TypeVar("L")
 
@@ -29,7 +29,7 @@ def is_collection(loaders: Loaders) -> bool:
     return all(isinstance(item, (list, tuple, dict)) or _is_loader(item) for item in loaders) and _holds_loader(loaders)
 
 
-def _holds_loader(item: object) -> bool:
+def _holds_loader(item: Loaders) -> bool:
     if type(item) is Tensor:  # what a long list of batches mostly holds
         return False
     if isinstance(item, dict):
@@ -42,13 +42,13 @@ def _holds_loader(item: object) -> bool:
     return _is_loader(item)
 
 
-def _is_loader(item: object) -> bool:
+def _is_loader(item: Loaders) -> bool:
     if isinstance(item, (str, bytes, Tensor, Mapping)) or hasattr(item, "__array__") or hasattr(item, "to"):
         return False
     return isinstance(item, Iterable) or hasattr(item, "__getitem__")
 
 
-def map_loaders(function: Callable[[Any], Any], loaders: Loaders, *, is_root: bool = True) -> Any:
+def map_loaders(function: Callable[[AnyLoaders], Tree], loaders: Loaders, *, is_root: bool = True) -> AnyLoaders:
     """Return the same collection with `function` applied to each loader in it."""
     if isinstance(loaders, dict):
         pairs = {key: map_loaders(function, value, is_root=False) for key, value in loaders.items()}
@@ -72,7 +72,7 @@ def are_same_loaders(first: Loaders, second: Loaders) -> bool:
     return len(firsts) == len(seconds) and all(map(_is_same, firsts, seconds))
 
 
-def _is_same(first: Any, second: Any) -> bool:
+def _is_same(first: Loaders, second: Loaders) -> bool:
     if first is second:
         return True
     if not (isinstance(first, DataLoader) and isinstance(second, DataLoader) and first.dataset is second.dataset):
@@ -83,7 +83,7 @@ def _is_same(first: Any, second: Any) -> bool:
     return settings[0] == settings[1]
 
 
-def _kind(sampler: object) -> object:
+def _kind(sampler: AnySampler) -> type | int:
     """Return the class of a sampler that knows nothing but the data set; of any other sampler, which one it is."""
     kind = type(sampler)
     return kind if kind in (RandomSampler, SequentialSampler, BatchSampler) else id(sampler)
@@ -91,12 +91,12 @@ def _kind(sampler: object) -> object:
 
 def flatten_loaders(loaders: Loaders) -> list[Loaders]:
     """Return the loaders of a collection, in order."""
-    found: list[Any] = []
+    found: list[Loaders] = []
     map_loaders(found.append, loaders)
     return found
 
 
-def unflatten(loaders: Loaders, values: Iterable[object]) -> object:
+def unflatten(loaders: Loaders, values: Iterable[Tree]) -> AnyLoaders:
     """Return the collection's shape with the values in the loaders' places, in the order of `flatten_loaders`."""
     remaining = iter(values)
     return map_loaders(lambda _: next(remaining), loaders)

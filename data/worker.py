@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import get_worker_info
 
-from ..protocols import StateDict
+from ..protocols import AnyBatch, AnyDataset, AnyLoaders, AnySampler, StateDict
 from .rng import find_generators, seed_generators, seed_global_generators
 from .tree import changed_loader
 
@@ -24,7 +24,7 @@ L = TypeVar("L")
 class Numbered(NamedTuple):
     """One batch's indices on their way to a worker, with what its random numbers depend on."""
 
-    index: Any
+    index: Any  # what a sampler yields
     epoch: int
     key: bytes
 
@@ -34,7 +34,7 @@ _MOST_ENTRIES = 100  # of a list or dict that is looked into; more are data
 _MOST_OBJECTS = 1000
 
 
-def _describe_attributes(dataset: object) -> list[object]:
+def _describe_attributes(dataset: AnyDataset) -> list[object]:
     """Return the plain values in the attributes of a data set and of what it consists of; of other objects the id.
 
     Two descriptions that differ show that workers with an earlier copy would read other data. Changes inside tensors,
@@ -70,7 +70,7 @@ class SeedingDataset:
         dataset: The user's map-style data set.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: AnyDataset) -> None:
         self.dataset = dataset
         self._epoch: int | None = None
         self._generators: StateDict | None = None
@@ -84,14 +84,14 @@ class SeedingDataset:
         before, self._attributes = self._attributes, _describe_attributes(self.dataset)
         return before != self._attributes
 
-    def __getitems__(self, numbered: Numbered) -> Any:
+    def __getitems__(self, numbered: Numbered) -> AnyBatch:
         """Return the samples of a batch, before collation."""
         self._prepare(numbered)
         if getattr(self.dataset, "__getitems__", None):
             return self.dataset.__getitems__(numbered.index)
         return [self.dataset[index] for index in numbered.index]
 
-    def __getitem__(self, numbered: Numbered) -> Any:
+    def __getitem__(self, numbered: Numbered) -> AnyBatch:
         self._prepare(numbered)
         return self.dataset[numbered.index]
 
@@ -114,7 +114,7 @@ class WorkerInit:
     Before, it lets a fatal signal write the worker's Python stack into the file of its rank (fabric/watch/).
     """
 
-    def __init__(self, user_function: Callable[[int], Any] | None) -> None:
+    def __init__(self, user_function: Callable[[int], object] | None) -> None:
         self._user_function = user_function
 
     def __call__(self, worker_id: int) -> None:
@@ -137,7 +137,7 @@ def _describe_crashes() -> None:
     faulthandler.enable(file=file, all_threads=True)
 
 
-def with_indices(loader: L, indices: object, *, seeds_workers: bool) -> L:
+def with_indices(loader: L, indices: AnySampler, *, seeds_workers: bool) -> L:
     """Return a copy of a DataLoader that reads these indices.
 
     Args:
@@ -145,7 +145,7 @@ def with_indices(loader: L, indices: object, *, seeds_workers: bool) -> L:
         indices: Stands for its sampler, or for its batch sampler if it has one.
         seeds_workers: Whether the workers draw for each batch by the number that comes with its indices.
     """
-    given: Any = loader
+    given: AnyLoaders = loader
     name = "sampler" if given.batch_sampler is None else "batch_sampler"
     seeded = {"dataset": SeedingDataset(given.dataset), "worker_init_fn": WorkerInit(given.worker_init_fn)}
     return changed_loader(loader, **{name: indices}, **(seeded if seeds_workers else {}))

@@ -6,12 +6,13 @@ import functools
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from ..errors import ConfigError
 from ..messages import current_rank, warn
+from ..protocols import AnyBatch, Owner, Tree
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +37,9 @@ E = TypeVar("E")
 
 # Name -> number, tensor or array of one element, or a mapping of these.
 Metrics: TypeAlias = Mapping[str, Any]
+Params: TypeAlias = object  # hyperparameters: a mapping, an `argparse.Namespace`, a dataclass, or None
+Pictures: TypeAlias = object  # one or several, in a form that `Logger.log_image` lists
+EachOption: TypeAlias = "Sequence[Any] | str"  # a list with one entry per picture, such as its caption
 
 
 class Logger(ABC):
@@ -118,7 +122,7 @@ class Logger(ABC):
         """
 
     @abstractmethod
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:  # Any: mapping, Namespace, dataclass
+    def log_hyperparams(self, params: Params, *args: Any, **kwargs: Any) -> None:  # Any: options of the logger
         """Record what the run was configured with.
 
         Args:
@@ -137,7 +141,7 @@ class Logger(ABC):
         """
         self.log_metrics(metrics, step=self._lw_place(step, axes))
 
-    def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
+    def log_image(self, key: str, images: Pictures, step: int | None = None, **kwargs: EachOption) -> None:
         """Record pictures; by default nothing is done.
 
         Args:
@@ -159,7 +163,7 @@ class Logger(ABC):
         """
         return
 
-    def log_graph(self, model: nn.Module, input_array: object = None) -> None:
+    def log_graph(self, model: nn.Module, input_array: AnyBatch = None) -> None:
         """Record the model's graph; by default nothing is done.
 
         Args:
@@ -180,7 +184,7 @@ class Logger(ABC):
         """
         self.save()
 
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+    def after_save_checkpoint(self, checkpoint_callback: Owner) -> None:
         """React to a saved checkpoint; by default nothing is done.
 
         Args:
@@ -305,10 +309,10 @@ class DummyExperiment:
             raise AttributeError(name)
         return _nothing
 
-    def __getitem__(self, index: object) -> DummyExperiment:
+    def __getitem__(self, index: int | str) -> DummyExperiment:
         return self
 
-    def __setitem__(self, index: object, value: object) -> None:
+    def __setitem__(self, index: int | str, value: Tree) -> None:
         return
 
 
@@ -352,7 +356,7 @@ def scalars(metrics: Metrics, *, prefix: str = "", group_separator: str = "/") -
     return found
 
 
-def _number(key: str, value: object) -> int | float:
+def _number(key: str, value: Tree) -> int | float:
     if hasattr(value, "item"):  # torch tensors, NumPy arrays and scalars
         try:
             value = value.item()

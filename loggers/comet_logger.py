@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError, nearest
+from ..protocols import AnyBatch, Options
 from .hyperparameters import Plain
 from .pictures import read_pictures, to_png
 from .service import ServiceLogger, require_package
@@ -15,6 +16,8 @@ from .service import ServiceLogger, require_package
 if TYPE_CHECKING:
     from comet_ml import CometExperiment
     from torch import nn
+
+    from .base import EachOption, Pictures
 
 _OPTIONS = (
     "disabled", "log_code", "log_graph", "parse_args", "display_summary_level", "log_git_metadata", "log_git_patch",
@@ -86,7 +89,7 @@ class CometLogger(ServiceLogger):
             log_model=log_model,
         )
         self._lw_project = project
-        self._lw_start: dict[str, Any] = {
+        self._lw_start: Options = {
             "api_key": api_key, "workspace": workspace, "project_name": project, "online": online, "mode": mode,
         }  # fmt: skip
         self._lw_options = {**kwargs, "offline_directory": self._save_dir}
@@ -102,7 +105,7 @@ class CometLogger(ServiceLogger):
         """The `comet_ml` experiment; the first call begins it."""
         return self._lw_opened(self._lw_begin)
 
-    def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
+    def log_image(self, key: str, images: Pictures, step: int | None = None, **kwargs: EachOption) -> None:
         """Record pictures: one as `key`, several as `key/0`, `key/1`, ...
 
         Args:
@@ -136,7 +139,7 @@ class CometLogger(ServiceLogger):
         if not self.is_silent:
             self.experiment.log_text(text, step=self._lw_at(step), metadata={"name": key})
 
-    def log_graph(self, model: nn.Module, input_array: object = None) -> None:
+    def log_graph(self, model: nn.Module, input_array: AnyBatch = None) -> None:
         """Record the module's layers.
 
         Args:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from .base import DummyExperiment, Logger, Metrics
+from .base import DummyExperiment, Logger, Metrics, Params
 
 
 class DummyLogger(Logger):
@@ -24,11 +25,11 @@ class DummyLogger(Logger):
         """Empty: there is no run."""
         return ""
 
-    def log_metrics(self, metrics: Metrics, step: int | None = None, *args: object, **kwargs: object) -> None:
+    def log_metrics(self, metrics: Metrics, step: int | None = None, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
         return
 
-    def log_hyperparams(self, params: object, *args: object, **kwargs: object) -> None:
+    def log_hyperparams(self, params: Params, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
         return
 

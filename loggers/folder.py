@@ -16,6 +16,7 @@ from .base import Logger, RunLogger
 
 if TYPE_CHECKING:
     from ..protocols import StateDict
+    from .base import EachOption, Params, Pictures
     from .run_folder import RunFolder
 
 DEFAULT_NAME = "loopwright_logs"
@@ -225,7 +226,7 @@ class FolderLogger(RunLogger):
         else:
             warn(f"{message}which is missing, or does not contain what was logged then.")
 
-    def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:  # Any: as in `Logger`
+    def log_hyperparams(self, params: Params = None, *args: Any, **kwargs: Any) -> None:  # Any: as in `Logger`
         """Write hyperparameters to `hparams.yaml` at once, merged with those of earlier calls.
 
         Args:
@@ -239,7 +240,7 @@ class FolderLogger(RunLogger):
             self.hparams.update(plain_hyperparameters(params))
             self._lw_write_hparams()
 
-    def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
+    def log_image(self, key: str, images: Pictures, step: int | None = None, **kwargs: EachOption) -> None:
         """Write pictures as `media/<key>/<step>-<number>.png` in the run's folder; captions as `.txt` beside them.
 
         Args:

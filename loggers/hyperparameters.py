@@ -15,6 +15,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from ..errors import ConfigError
+from ..protocols import Tree
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 
@@ -23,7 +24,7 @@ _PLAIN_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _RESERVED = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 
 
-def plain_hyperparameters(params: object) -> dict[str, Plain]:
+def plain_hyperparameters(params: Tree) -> dict[str, Plain]:
     """Return hyperparameters as a dict of plain values; what cannot be written as such becomes its `str`.
 
     Args:
@@ -71,7 +72,7 @@ def _unused(name: str, taken: Container[str]) -> str:
     return name
 
 
-def _plain(value: object) -> Plain:
+def _plain(value: Tree) -> Plain:
     if type(value).__module__.startswith("omegaconf."):
         from ..checkpoint.to_plain import resolve_omegaconf  # not imported without such a value
 

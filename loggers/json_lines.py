@@ -150,7 +150,7 @@ class LineWriter:
         self._is_resumed = resume_from is not None
         self._is_begun = False
 
-    def write(self, row: Mapping[str, object]) -> None:
+    def write(self, row: Mapping[str, int | float]) -> None:
         """Append one line; on a failure the file keeps complete lines.
 
         Raises:
@@ -219,14 +219,14 @@ def read_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             }
 
 
-def _line(row: Mapping[str, object]) -> str:
+def _line(row: Mapping[str, int | float]) -> str:
     try:
         return json.dumps(row, allow_nan=False, ensure_ascii=False, separators=(", ", ": "))
     except ValueError:  # the rare row with a number that is not finite
         return json.dumps({key: _finite(value) for key, value in row.items()}, ensure_ascii=False)
 
 
-def _finite(value: object) -> object:
+def _finite(value: int | float) -> int | float | str:
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from ..errors import ConfigError
 from ..files import replace_file
 from ..messages import warn
+from ..protocols import AnyBatch
 from .base import rank_zero_experiment
 from .hyperparameters import Plain, to_yaml
 from .pictures import read_pictures, write_pictures
@@ -21,6 +22,8 @@ from .service import ServiceLogger, require_package
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from torch import nn
+
+    from .base import EachOption, Pictures
 
 _FORBIDDEN = re.compile(r"[^a-zA-Z0-9_/. -]")
 _LONGEST_NAME = 250
@@ -57,7 +60,7 @@ class MLFlowLogger(ServiceLogger):
         experiment_name: str = "loopwright_logs",
         run_name: str | None = None,
         tracking_uri: str | None = None,
-        tags: Mapping[str, object] | None = None,
+        tags: Mapping[str, Plain] | None = None,
         save_dir: str | os.PathLike[str] = "./mlruns",
         log_model: bool | Literal["all"] = False,
         prefix: str = "",
@@ -118,7 +121,7 @@ class MLFlowLogger(ServiceLogger):
         self._lw_catch_up()
         return self._lw_store()
 
-    def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
+    def log_image(self, key: str, images: Pictures, step: int | None = None, **kwargs: EachOption) -> None:
         """Record pictures as artifacts `media/<key>/<step>-<number>.png`; captions as `.txt` beside them.
 
         Args:
@@ -150,7 +153,7 @@ class MLFlowLogger(ServiceLogger):
             step = self._lw_at(step)
             self.experiment.log_text(self._lw_run(), text, f"media/{_clean(key)}/{step}.txt")
 
-    def log_graph(self, model: nn.Module, input_array: object = None) -> None:
+    def log_graph(self, model: nn.Module, input_array: AnyBatch = None) -> None:
         """Record the module's layers as the artifact `model.txt`, once per run.
 
         Args:

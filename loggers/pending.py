@@ -5,7 +5,9 @@ from __future__ import annotations
 import pickle
 import tempfile
 from collections import deque
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
+
+Write: TypeAlias = Any  # a row, or a function that is called
 
 
 class PendingQueue:
@@ -20,28 +22,28 @@ class PendingQueue:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._items: deque[object] = deque()
-        self._later: deque[int | tuple[object]] = deque()  # a size in the file, or an item in a tuple
+        self._items: deque[Write] = deque()
+        self._later: deque[int | tuple[Write]] = deque()  # a size in the file, or an item in a tuple
         self._file: IO[bytes] | None = None
         self._read = self._written = 0
 
     def __len__(self) -> int:
         return len(self._items) + len(self._later)
 
-    def append(self, item: object) -> None:
+    def append(self, item: Write) -> None:
         """Put an item at the end."""
         if not self._later and len(self._items) < self._capacity:
             self._items.append(item)
             return
         self._later.append((item,) if callable(item) else self._store(item))
 
-    def first(self) -> Any:
+    def first(self) -> Write:
         """Return the oldest item and keep it."""
         if not self._items:
             self._fetch()
         return self._items[0]
 
-    def pop(self) -> Any:
+    def pop(self) -> Write:
         """Remove and return the oldest item."""
         item = self.first()
         self._items.popleft()
@@ -53,7 +55,7 @@ class PendingQueue:
         self._later.clear()
         self._close()
 
-    def _store(self, item: object) -> int | tuple[object]:
+    def _store(self, item: Write) -> int | tuple[Write]:
         try:
             data = pickle.dumps(item)
             if self._file is None:

@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, MissingDependency
 from ..files import replace_file
+from ..protocols import Options
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from .base import EachOption, Pictures
+
 
 def read_pictures(
-    key: str, images: object, options: Mapping[str, object]
-) -> list[tuple[NDArray[np.uint8], dict[str, Any]]]:
+    key: str, images: Pictures, options: Mapping[str, EachOption]
+) -> list[tuple[NDArray[np.uint8], Options]]:
     """Return each picture's pixels, shape (height, width, 3 or 4), bytes, and the options that are its own.
 
     Args:
@@ -34,7 +37,7 @@ def read_pictures(
     return [(_pixels(key, image), of_one) for image, of_one in zip(several, own, strict=True)]
 
 
-def options_of_each(call: str, count: int, item: str, options: Mapping[str, object]) -> list[dict[str, Any]]:
+def options_of_each(call: str, count: int, item: str, options: Mapping[str, EachOption]) -> list[Options]:
     """Return the options of each of some items, from lists with one entry per item.
 
     Args:
@@ -52,11 +55,10 @@ def options_of_each(call: str, count: int, item: str, options: Mapping[str, obje
                 f"{call} got {count} {item}s, and {name}={values!r}.",
                 fix=f"pass {name} as a list with one entry per {item}.",
             )
-    columns: Any = options  # of lists, as checked
-    return [{name: values[number] for name, values in columns.items()} for number in range(count)]
+    return [{name: values[number] for name, values in options.items()} for number in range(count)]
 
 
-def write_pictures(folder: str, step: int, pictures: Iterable[tuple[NDArray[np.uint8], Mapping[str, object]]]) -> None:
+def write_pictures(folder: str, step: int, pictures: Iterable[tuple[NDArray[np.uint8], Options]]) -> None:
     """Write pictures as `<step>-<number>.png` into a folder; captions as `.txt` beside them."""
     for number, (pixels, options) in enumerate(pictures):
         stem = os.path.join(folder, f"{step}-{number}")

@@ -14,11 +14,12 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, MissingDependency
 from ..files import replace_file
 from ..messages import warn
+from ..protocols import Owner
 from .base import Metrics, RunLogger, scalars
 from .hyperparameters import Plain, flatten, plain_hyperparameters
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..protocols import StateDict
+    from .base import Params
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ class ServiceLogger(RunLogger):
         run_id: str | None,
         prefix: str | None,
         x_axis: str,
-        log_model: object = False,
+        log_model: bool | str = False,
     ) -> None:
         directory = os.path.expandvars(os.path.expanduser(os.fspath(save_dir))).removeprefix("file://")
         wrong = []
@@ -79,7 +81,7 @@ class ServiceLogger(RunLogger):
         self._lw_sent: dict[str, int] = {}  # name -> last step
         self._lw_sent_before: dict[str, int] = {}  # by the process that a resumed run continues
         self._lw_uploaded: dict[str, float] = {}  # path -> time of change
-        self._checkpoint_callback: object = None
+        self._checkpoint_callback: Owner = None
 
     @property
     def save_dir(self) -> str | None:
@@ -114,7 +116,7 @@ class ServiceLogger(RunLogger):
         if not self.is_silent:
             self._lw_record(metrics, self._lw_place(step, axes), {"trainer/global_step": step})
 
-    def log_hyperparams(self, params: object, *args: object, **kwargs: object) -> None:
+    def log_hyperparams(self, params: Params, *args: Any, **kwargs: Any) -> None:
         """Record hyperparameters, nested names joined by "/"; known ones are not sent again.
 
         Args:
@@ -131,7 +133,7 @@ class ServiceLogger(RunLogger):
         if changed:
             self._lw_send_hyperparameters(changed)
 
-    def after_save_checkpoint(self, checkpoint_callback: object) -> None:
+    def after_save_checkpoint(self, checkpoint_callback: Owner) -> None:
         """Upload checkpoints, now or at the end, according to `log_model`.
 
         Args:
@@ -293,7 +295,7 @@ class ServiceLogger(RunLogger):
         """End the run at the service, if it was begun here."""
 
 
-def checkpoints_of(callback: object) -> dict[str, dict[str, Plain]]:
+def checkpoints_of(callback: Owner) -> dict[str, dict[str, Plain]]:
     """Return the checkpoints that a ModelCheckpoint keeps: path to facts about each.
 
     Args:

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import ConfigError, MissingDependency, nearest
 from ..fabric.undisturbed import undisturbed
+from ..protocols import AnyBatch, Tree
 from ..remote import absolute_place
 from ..strategies.distributed.shards import is_sharded
 from .base import Metrics, scalars
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
     from ..protocols import StateDict
+    from .base import EachOption, Params, Pictures
 
 _log = logging.getLogger(__name__)
 
@@ -129,7 +131,7 @@ class TensorBoardLogger(FolderLogger):
             writer.add_scalar(tag, value, chosen)
 
     def log_hyperparams(
-        self, params: object = None, metrics: Metrics | float | None = None, step: int | None = None, **kwargs: object
+        self, params: Params = None, metrics: Metrics | float | None = None, step: int | None = None, **kwargs: Any
     ) -> None:
         """Write `hparams.yaml` at once, and keep the record for TensorBoard until the first metric or `finalize`.
 
@@ -161,7 +163,7 @@ class TensorBoardLogger(FolderLogger):
         if self._experiment is not None:
             self._lw_write_pending()
 
-    def log_graph(self, model: nn.Module, input_array: object = None) -> None:
+    def log_graph(self, model: nn.Module, input_array: AnyBatch = None) -> None:
         """Write the model's graph, if the logger was made with `log_graph=True`; once per run.
 
         The model runs once on the input, in eval mode and without gradients; its modes and the random generators are
@@ -189,7 +191,7 @@ class TensorBoardLogger(FolderLogger):
             return
         self._lw_trace(model, inputs)
 
-    def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
+    def log_image(self, key: str, images: Pictures, step: int | None = None, **kwargs: EachOption) -> None:
         """Write pictures: one as `key`, several as `key/0`, `key/1`, ...
 
         Args:
@@ -354,7 +356,7 @@ class TensorBoardLogger(FolderLogger):
                     writer.add_scalar(tag, value, step or 0)
             self._lw_pending.clear()
 
-    def _lw_trace(self, model: torch.nn.Module, inputs: torch.Tensor | tuple[object, ...]) -> None:
+    def _lw_trace(self, model: torch.nn.Module, inputs: torch.Tensor | tuple[Tree, ...]) -> None:
         parameter = next(model.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         moved = _to(inputs, device)
@@ -362,7 +364,7 @@ class TensorBoardLogger(FolderLogger):
             self.experiment.add_graph(model, moved)
 
 
-def _to(inputs: object, device: torch.device) -> object:
+def _to(inputs: Tree, device: torch.device) -> Tree:
     if isinstance(inputs, tuple):
         return tuple(_to(item, device) for item in inputs)
     return inputs.to(device) if isinstance(inputs, torch.Tensor) else inputs

@@ -7,9 +7,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..errors import ConfigError
+from ..protocols import AnyBatch, Options
 from .hyperparameters import Plain
 from .pictures import options_of_each, read_pictures
 from .service import ServiceLogger, require_package
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     import wandb
     from torch import nn
 
+    from .base import EachOption, Pictures
+
+R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 
@@ -89,7 +93,7 @@ class WandbLogger(ServiceLogger):
         self._project = project or os.environ.get("WANDB_PROJECT", self.default_project)
         self._checkpoint_name = checkpoint_name
         self._lw_add_file_policy = add_file_policy
-        self._lw_options: dict[str, Any] = {"name": name, "project": self._project, "reinit": "create_new", **kwargs}
+        self._lw_options: Options = {"name": name, "project": self._project, "reinit": "create_new", **kwargs}
         if offline:
             self._lw_options["mode"] = "offline"
         if anonymous is not None:
@@ -107,7 +111,7 @@ class WandbLogger(ServiceLogger):
         """The `wandb.Run`; the first call begins it."""
         return self._lw_opened(self._lw_begin)
 
-    def log_image(self, key: str, images: object, step: int | None = None, **kwargs: object) -> None:
+    def log_image(self, key: str, images: Pictures, step: int | None = None, **kwargs: EachOption) -> None:
         """Record pictures under one name.
 
         Args:
@@ -126,7 +130,7 @@ class WandbLogger(ServiceLogger):
         pictures = [wandb.Image(pixels, **options) for pixels, options in read_pictures(key, images, kwargs)]
         self._lw_log_media({key: pictures}, step)
 
-    def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: object) -> None:
+    def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: EachOption) -> None:
         """Record sounds under one name.
 
         Args:
@@ -143,7 +147,7 @@ class WandbLogger(ServiceLogger):
 
             self._lw_log_media({key: _made(wandb.Audio, "log_audio", key, audios, kwargs)}, step)
 
-    def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: object) -> None:
+    def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: EachOption) -> None:
         """Record videos under one name.
 
         Args:
@@ -207,7 +211,7 @@ class WandbLogger(ServiceLogger):
         else:
             self.log_table(key, columns if text is None else text, data, dataframe, step)
 
-    def log_graph(self, model: nn.Module, input_array: object = None) -> None:
+    def log_graph(self, model: nn.Module, input_array: AnyBatch = None) -> None:
         """Do nothing: wandb reads a model's layers from `watch(model, log_graph=True)`."""
         return
 
@@ -306,7 +310,7 @@ class WandbLogger(ServiceLogger):
     def _lw_send(self, points: Mapping[str, int | float], step: int, extra: Mapping[str, int]) -> None:
         self.experiment.log({**points, **extra, self._lw_x_name: step})
 
-    def _lw_log_media(self, media: dict[str, object], step: int | None) -> None:
+    def _lw_log_media(self, media: Options, step: int | None) -> None:
         self.experiment.log({**media, self._lw_x_name: self._lw_at(step)})
 
     def _lw_send_hyperparameters(self, flat: Mapping[str, bool | int | float | str]) -> None:
@@ -338,8 +342,8 @@ def _wait_for_a_new_folder(folder: str, run_id: str) -> None:
 
 
 def _made(
-    kind: Callable[..., object], method: str, key: str, items: object, options: Mapping[str, object]
-) -> list[object]:
+    kind: Callable[..., R], method: str, key: str, items: list[Any], options: Mapping[str, EachOption]
+) -> list[R]:
     """Return one media object per item, each with its own entry of every option."""
     if not isinstance(items, list):
         raise ConfigError(f"{method}({key!r}, ...) got {type(items).__name__}; expected a list.", fix="pass a list.")

@@ -12,10 +12,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import ConfigError, LoopwrightError
-from .pending import PendingQueue
+from .pending import PendingQueue, Write
 
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 _MOST_TRIES = 4
@@ -26,8 +26,10 @@ _LASTING = (
     NotImplementedError,
 )  # fmt: skip
 
+Action: TypeAlias = "Callable[[], object]"
 
-def _call(action: Callable[[], object]) -> None:
+
+def _call(action: Action) -> None:
     action()
 
 
@@ -56,7 +58,7 @@ class WriteQueue(ABC):
         capacity: int = 1024,
         *,
         patience_s: float = 60.0,
-        perform: Callable[[Any], object] = _call,
+        perform: Callable[[Any], None] = _call,
         pauses_s: Sequence[float] = _PAUSES_S,
     ) -> None:
         if not isinstance(capacity, int) or capacity < 1 or not patience_s > 0:
@@ -88,7 +90,7 @@ class WriteQueue(ABC):
         return (_rebuild, (type(self), self.capacity, self.patience_s, self._lw_perform, self._lw_pauses_s))
 
     @abstractmethod
-    def put(self, write: object) -> None:
+    def put(self, write: Write) -> None:
         """Let something be written after what waits already."""
 
     @abstractmethod
@@ -96,7 +98,7 @@ class WriteQueue(ABC):
         """Return whether all is written; False where the first write fails or hangs."""
 
     @abstractmethod
-    def close(self, pauses_s: Sequence[float] = _LAST_PAUSES_S) -> list[Any]:
+    def close(self, pauses_s: Sequence[float] = _LAST_PAUSES_S) -> list[Write]:
         """End the queue and return what could not be written, that which was set aside first.
 
         Args:
@@ -113,7 +115,7 @@ class WriteQueue(ABC):
             news, self._lw_news = self._lw_news, []
         return news
 
-    def try_now(self, action: Callable[[], object]) -> BaseException | None:
+    def try_now(self, action: Action) -> BaseException | None:
         """Call a function on this thread, where nothing waits.
 
         Returns:
@@ -126,7 +128,7 @@ class WriteQueue(ABC):
             return None
         return failure
 
-    def _lw_do(self, write: object) -> BaseException | None:
+    def _lw_do(self, write: Write) -> BaseException | None:
         """Perform a write; returns what it raised."""
         try:
             write() if callable(write) else self._lw_perform(write)
@@ -169,7 +171,7 @@ class WriteQueue(ABC):
     def _lw_pause_s(self) -> float:
         return self._lw_pauses_s[min(self._lw_failures, len(self._lw_pauses_s)) - 1]
 
-    def _lw_take_undone(self) -> list[object]:
+    def _lw_take_undone(self) -> list[Write]:
         undone = [queue.pop() for queue in (self._lw_aside, self._lw_waiting) for _ in range(len(queue))]
         self._lw_aside.clear()
         self._lw_waiting.clear()
@@ -200,7 +202,7 @@ def _rebuild(
     kind: type[WriteQueue],
     capacity: int,
     patience_s: float,
-    perform: Callable[[object], object],
+    perform: Callable[[Any], None],
     pauses_s: Sequence[float],
 ) -> WriteQueue:
     return kind(capacity, patience_s=patience_s, perform=perform, pauses_s=pauses_s)
@@ -224,7 +226,7 @@ class WriteBehind(WriteQueue):
         self._lw_done = 0  # writes that are done or set aside
         self._lw_tries = 0
 
-    def put(self, write: object) -> None:
+    def put(self, write: Write) -> None:
         """Let something be written after what waits already; returns at once."""
         with self._lw_here():
             self._lw_waiting.append(write)
@@ -259,7 +261,7 @@ class WriteBehind(WriteQueue):
                     return False
             return True
 
-    def close(self, pauses_s: Sequence[float] = _LAST_PAUSES_S) -> list[Any]:
+    def close(self, pauses_s: Sequence[float] = _LAST_PAUSES_S) -> list[Write]:
         """End the thread, after some last tries, and return what could not be written; see `WriteQueue.close`."""
         with self._lw_here():
             if self._lw_is_hanging:  # once more the patience for one write: then it may be over
@@ -272,7 +274,7 @@ class WriteBehind(WriteQueue):
             is_written = self.settle()
         return self.abandon()
 
-    def abandon(self) -> list[Any]:
+    def abandon(self) -> list[Write]:
         """End the thread, and return what is not written; a write that hangs is among it, and left alone."""
         with self._lw_here():
             thread, self._lw_thread = self._lw_thread, None
@@ -333,7 +335,7 @@ class WriteInPlace(WriteQueue):
         super()._lw_reset()
         self._next_try = 0.0
 
-    def put(self, write: object) -> None:
+    def put(self, write: Write) -> None:
         """Write what waits, and this; where that fails, let it wait."""
         self._lw_here()
         self._lw_waiting.append(write)
@@ -349,7 +351,7 @@ class WriteInPlace(WriteQueue):
                 return False
         return True
 
-    def close(self, pauses_s: Sequence[float] = _LAST_PAUSES_S) -> list[Any]:
+    def close(self, pauses_s: Sequence[float] = _LAST_PAUSES_S) -> list[Write]:
         """Try some last times, and return what could not be written; see `WriteQueue.close`."""
         is_written = self.settle()
         for pause_s in pauses_s:

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerAction, profile, record_function
 from ..errors import ConfigError, nearest
 from ..fabric.compiling import compiled_parts
 from ..files import only_describes
+from ..protocols import Options, StateDict
 from .base import Profiler
 
 if TYPE_CHECKING:
@@ -373,7 +374,7 @@ class ProfilerSession:
 
 
 def _name_module(stack: ExitStack, module: nn.Module, name: str) -> None:
-    running: list[Any] = []
+    running: list[record_function] = []
 
     def before(*_: object) -> None:
         running.append(record_function(name))
@@ -387,7 +388,7 @@ def _name_module(stack: ExitStack, module: nn.Module, name: str) -> None:
     stack.callback(module.register_forward_hook(after, always_call=True).remove)
 
 
-def _memory_of(events: list[dict[str, Any]]) -> dict[str, list[tuple[float, int]]]:
+def _memory_of(events: list[StateDict]) -> dict[str, list[tuple[float, int]]]:
     """Return device -> (microseconds, bytes allocated) in the order of time."""
     found: dict[str, list[tuple[float, int]]] = {}
     for event in events:
@@ -402,8 +403,8 @@ def _check(
     *,
     sort_by_key: tuple[str, Collection[str]],
     metric: tuple[str, Collection[str]],
-    table_kwargs: Mapping[str, object],
-    profiler_kwargs: Mapping[str, object],
+    table_kwargs: Options,
+    profiler_kwargs: Options,
     schedule: object,
     has_both: bool,
     lacks_cuda: bool,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, SupportsFloat
 
 from ..errors import CheckpointError
+from ..protocols import Tree
 
 if TYPE_CHECKING:
     from ..protocols import StateDict
@@ -144,7 +145,7 @@ def _read(path: Path) -> StateDict:
     return facts
 
 
-def _roles(callbacks: object) -> dict[str, tuple[list[str], float | None, str | None]]:
+def _roles(callbacks: Tree) -> dict[str, tuple[list[str], float | None, str | None]]:
     """Return by file name what the states of ModelCheckpoint callbacks say; the run may have been moved."""
     found: dict[str, tuple[list[str], float | None, str | None]] = {}
     for state in callbacks.values() if isinstance(callbacks, dict) else ():
@@ -162,7 +163,7 @@ def _roles(callbacks: object) -> dict[str, tuple[list[str], float | None, str | 
     return found
 
 
-def _environment(content: Mapping[str, object]) -> dict[str, str]:
+def _environment(content: StateDict) -> dict[str, str]:
     ours = content.get("loopwright")
     if not isinstance(ours, dict):
         version = content.get("pytorch-lightning_version")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .names import natural
 
@@ -28,6 +28,7 @@ _PICTURE = re.compile(r"(-?\d+)-(\d+)\.png$")
 _TEXT_FILE = re.compile(r"(-?\d+)\.txt$")
 _MAGIC = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif"}
 _MOST_STEPS = 8
+Message: TypeAlias = Any  # a protobuf message
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def read_media_folder(folder: Path) -> list[Media]:
     return found
 
 
-def media_of_value(value: Any, step: int) -> Media | None:  # Any: a protobuf message
+def media_of_value(value: Message, step: int) -> Media | None:
     """Return the image, text or histogram of a value in TensorBoard's events; None for a scalar and anything else."""
     if value.HasField("image"):
         return Media(IMAGE, value.tag, step, bytes(value.image.encoded_image_string))
@@ -82,7 +83,7 @@ def media_of_value(value: Any, step: int) -> Media | None:  # Any: a protobuf me
     return None
 
 
-def _bins(histogram: Any) -> Iterator[Bin]:
+def _bins(histogram: Message) -> Iterator[Bin]:
     lower = histogram.min
     for upper, count in zip(histogram.bucket_limit, histogram.bucket, strict=False):
         edge = min(max(upper, lower), histogram.max)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, MissingDependency
 from ..files import replace_file
+from ..protocols import Tree
 from .charts import GRADIENTS, METRICS, MOST_TOGETHER, Chart, extremes, make_charts, not_finite, thin, with_speed
 from .names import natural, short_names
 from .page_media import render_media
@@ -210,7 +211,7 @@ def _fractions(timeline: Mapping[str, float]) -> list[tuple[str, float]]:
     return [(name, seconds / total) for name, seconds in timeline.items()] if total > 0 else []
 
 
-def _json(value: object) -> str:
+def _json(value: Tree) -> str:
     # Nothing in it may end the script element that it stands in.
     text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

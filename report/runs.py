@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, DataError
+from ..protocols import Tree
 from ..remote import is_url
 from ..yaml_file import parse
 from .checkpoints import CheckpointFile, CheckpointReader
@@ -327,7 +328,7 @@ def _read_beside(run: LoggedRun, root: Path, *, is_alone: bool) -> None:
         _read_timeline(run, _load(folder / _TIMELINE_FILE, run.problems))
 
 
-def _load(path: Path, problems: list[str]) -> Mapping[object, object]:
+def _load(path: Path, problems: list[str]) -> Mapping[Hashable, Tree]:
     if not path.is_file():
         return {}
     try:
@@ -339,7 +340,7 @@ def _load(path: Path, problems: list[str]) -> Mapping[object, object]:
     return content if isinstance(content, dict) else {}
 
 
-def _flat(content: Mapping[object, object], before: str = "") -> dict[str, str]:
+def _flat(content: Mapping[Hashable, Tree], before: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
     for key, value in content.items():
         if isinstance(value, dict) and value:
@@ -349,7 +350,7 @@ def _flat(content: Mapping[object, object], before: str = "") -> dict[str, str]:
     return found
 
 
-def _read_timeline(run: LoggedRun, content: Mapping[object, object]) -> None:
+def _read_timeline(run: LoggedRun, content: Mapping[Hashable, Tree]) -> None:
     """Take what `trainer.timeline.save()` wrote: seconds of each phase, what binds the step, advice."""
     phases = content.get("seconds")
     if not isinstance(phases, dict):

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import MissingDependency
-from .media import Media, media_of_value
+from ..protocols import Tree
+from .media import Media, Message, media_of_value
 
 CSV_FILE = "metrics.csv"
 JSON_LINES_FILE = "metrics.jsonl"
@@ -209,7 +210,7 @@ class _EventSource(NumberSource):
         except (DecodeError, OSError) as error:
             self.problems.append(f"{self.folder / name} cannot be read to its end: {error}")
 
-    def _take_event(self, name: str, event: Any) -> None:  # Any: a protobuf message
+    def _take_event(self, name: str, event: Message) -> None:
         begin = self._begins.setdefault(name, event.wall_time)
         if not event.HasField("summary"):
             return
@@ -244,7 +245,7 @@ def _event_files(folder: Path) -> dict[str, int]:
         return {}
 
 
-def _number(value: object) -> float | None:
+def _number(value: Tree) -> float | None:
     """Return a logged value as a number; None if it is not one."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
@@ -254,7 +255,7 @@ def _number(value: object) -> float | None:
         return None
 
 
-def _scalar_of(value: Any) -> float | None:  # Any: a protobuf message
+def _scalar_of(value: Message) -> float | None:
     if value.HasField("simple_value"):
         return float(value.simple_value)
     if not value.HasField("tensor") or value.metadata.plugin_data.plugin_name not in ("", "scalars"):
@@ -265,7 +266,7 @@ def _scalar_of(value: Any) -> float | None:  # Any: a protobuf message
     return next(_values_of(tensor), None)
 
 
-def _values_of(tensor: Any) -> Iterator[float]:
+def _values_of(tensor: Message) -> Iterator[float]:
     from tensorboard.util.tensor_util import make_ndarray
 
     try:

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..protocols import Batch
+
 _MOST = 8  # entries of one collection
 _DEEPEST = 3
 
 
-def shapes_of(batch: object, depth: int = 0) -> str:
+def shapes_of(batch: Batch, depth: int = 0) -> str:
     """Return what a batch is made of: "[Tensor (32, 28) float32, Tensor (32,) int64]".
 
     Args:

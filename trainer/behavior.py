@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..callbacks import Callback
+from ..protocols import Owner
 from .hooks import Hook, check_hook_names, find_override
 from .loop.fit_loop import LoopSeams
 from .loop.optimizers import ManagedOptimizer
@@ -82,8 +83,8 @@ class Behavior:
     """
 
     default_callbacks: Callable[[Arguments, list[Callback]], list[Callback]] = default_callbacks
-    check_hook_names: Callable[[object, str, set[str]], None] = check_hook_names
-    find_override: Callable[[object, str, tuple[type, ...]], Hook | None] = find_override
+    check_hook_names: Callable[[Owner, str, set[str]], None] = check_hook_names
+    find_override: Callable[[Owner, str, tuple[type, ...]], Hook | None] = find_override
     managed_optimizer: type[ManagedOptimizer] = ManagedOptimizer
     current_values: Callable[[Metrics], CurrentValues] = CurrentValues
     loop: LoopSeams = _LOOP

@@ -17,6 +17,7 @@ from ..data.move import move_to_device
 from ..errors import ConfigError, MissingDependency, ModuleError
 from ..fabric.compiling import CompiledMethod
 from ..fabric.undisturbed import evaluating
+from ..protocols import Options
 from ..strategies.distributed.shards import is_sharded
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _COMPILED = "_compiled_call_impl"
 
 
 def export_script(
-    module: Module, file_path: str | Path | None, method: str, example_inputs: Batch, kwargs: dict[str, Any]
+    module: Module, file_path: str | Path | None, method: str, example_inputs: Batch, kwargs: Options
 ) -> torch.jit.ScriptModule:
     """Return the module as TorchScript; see `Module.to_torchscript`."""
     if method not in ("script", "trace"):
@@ -56,7 +57,7 @@ def export_script(
     return script
 
 
-def export_onnx(module: Module, file_path: str | Path | None, input_sample: Batch, kwargs: dict[str, Any]) -> object:
+def export_onnx(module: Module, file_path: str | Path | None, input_sample: Batch, kwargs: Options) -> object:
     """Export with torch.onnx; see `Module.to_onnx`."""
     args, named = _sample_of(module, "to_onnx", "input_sample", input_sample)
     package = "onnxscript" if kwargs.get("dynamo", True) else "onnx"
@@ -69,7 +70,7 @@ def export_onnx(module: Module, file_path: str | Path | None, input_sample: Batc
 
 
 def export_program(
-    module: Module, file_path: str | Path | None, example_inputs: Batch, kwargs: dict[str, Any]
+    module: Module, file_path: str | Path | None, example_inputs: Batch, kwargs: Options
 ) -> ExportedProgram:
     """Return the module as a program of torch.export; see `Module.to_export`."""
     args, named = _sample_of(module, "to_export", "example_inputs", example_inputs)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from difflib import SequenceMatcher
-from typing import Any
+from typing import TypeAlias
 
 from torch import nn
 
@@ -13,6 +13,7 @@ from ..callbacks import Callback
 from ..data.module import DataModule
 from ..errors import ModuleError, nearest
 from ..lazy import is_core
+from ..protocols import Owner, StepFunction
 from .module import Module
 
 # Classes that declare hooks: what they define is not an override.
@@ -20,10 +21,10 @@ MODULE_BASES: tuple[type, ...] = (Module, nn.Module)
 DATA_BASES: tuple[type, ...] = (DataModule,)
 CALLBACK_BASES: tuple[type, ...] = (Callback,)
 
-Hook = Callable[..., Any]  # Any: hooks differ in arguments; the table in trainer/lifecycle.py says which
+Hook: TypeAlias = StepFunction  # hooks differ in arguments; the table in trainer/lifecycle.py says which
 
 
-def find_override(owner: object, name: str, bases: tuple[type, ...]) -> Hook | None:
+def find_override(owner: Owner, name: str, bases: tuple[type, ...]) -> Hook | None:
     """Return the owner's bound method of this name if it is the user's own, not one that a base class declares.
 
     A method that was set on the instance counts as the user's own.
@@ -48,7 +49,7 @@ _FORMER = {"test_epoch_end", "training_epoch_end", "validation_epoch_end"}
 _NOT_MISSPELT = {"on_gpu", "train", "test", "predict", "validate", "fit", "backward"}
 
 
-def check_hook_names(owner: object, listener: str, known: set[str]) -> None:
+def check_hook_names(owner: Owner, listener: str, known: set[str]) -> None:
     """Refuse methods of the user's class that look like a hook but are not in the table.
 
     A name that starts with `on_` must be in the table for this kind of listener; any other name must not be nearly
@@ -84,7 +85,7 @@ def check_hook_names(owner: object, listener: str, known: set[str]) -> None:
         _check_signatures(owner, [name for name in own if name in known and name.startswith(_CHECKED)], bases)
 
 
-def _check_signatures(owner: object, names: Iterable[str], bases: tuple[type, ...]) -> None:
+def _check_signatures(owner: Owner, names: Iterable[str], bases: tuple[type, ...]) -> None:
     """Refuse hooks that cannot take the arguments that the base class declares.
 
     Raises:

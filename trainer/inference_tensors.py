@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from ..protocols import Tree
+
 
 def advice_on(error: BaseException, module: nn.Module) -> str | None:
     """Return what to do about an error that is about inference tensors; None for any other.
@@ -35,7 +37,7 @@ def _names(module: nn.Module) -> Iterator[str]:
                 yield f"{path}.{name}".lstrip(".")
 
 
-def _holds_one(value: object) -> bool:
+def _holds_one(value: Tree) -> bool:
     if isinstance(value, Tensor):
         return value.is_inference()
     if isinstance(value, dict):

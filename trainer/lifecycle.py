@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..callbacks import Checkpoint
 from ..messages import warn
+from ..protocols import Owner, Tree
 from .hooks import CALLBACK_BASES, DATA_BASES, MODULE_BASES, Hook, find_override
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def hook_names(listener: str) -> set[str]:
     return {event.name for event in EVENTS if listener in event.listeners}
 
 
-def _unheard(*_: object) -> None:
+def _unheard(*_: Tree) -> None:
     """Do nothing: the function of an event without listeners."""
 
 
@@ -378,7 +379,7 @@ class Lifecycle:
                 hooks += self._single(self._module, name, MODULE_BASES, "Module")
         return hooks
 
-    def name_of(self, kind: str, owner: object, hook: str) -> str:
+    def name_of(self, kind: str, owner: Owner, hook: str) -> str:
         """Return the name under which a profiler is notified of a listener's hook.
 
         Args:
@@ -549,7 +550,7 @@ class Lifecycle:
                 hooks.append(self.bracketed(bound, self.name_of("Callback", callback, name)))
         return hooks
 
-    def _single(self, owner: object, name: str, bases: tuple[type, ...], kind: str) -> list[Hook]:
+    def _single(self, owner: Owner, name: str, bases: tuple[type, ...], kind: str) -> list[Hook]:
         hook = self.override_of(owner, name, bases)
         return [] if hook is None else [self.bracketed(hook, self.name_of(kind, owner, name))]
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ..loggers import Logger
     from ..protocols import AnyBatch, AnyLoaders, AnyOutput, MapLocation, StateDict, Tree, TrustedClasses
     from . import Trainer
+    from .metrics.accumulators import Logged, Reduction
 
 
 class Module(nn.Module):
@@ -372,15 +373,15 @@ class Module(nn.Module):
     def log(
         self,
         name: str,
-        value: object,
+        value: Logged,
         prog_bar: bool = False,
         logger: bool | None = None,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        reduce_fx: str | Callable[..., object] = "mean",
+        reduce_fx: Reduction = "mean",
         enable_graph: bool = False,
         sync_dist: bool = False,
-        sync_dist_group: object = None,
+        sync_dist_group: ProcessGroup | None = None,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
         metric_attribute: str | None = None,
@@ -422,15 +423,15 @@ class Module(nn.Module):
 
     def log_dict(
         self,
-        dictionary: Mapping[str, object],
+        dictionary: Mapping[str, Logged],
         prog_bar: bool = False,
         logger: bool | None = None,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        reduce_fx: str | Callable[..., object] = "mean",
+        reduce_fx: Reduction = "mean",
         enable_graph: bool = False,
         sync_dist: bool = False,
-        sync_dist_group: object = None,
+        sync_dist_group: ProcessGroup | None = None,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
         rank_zero_only: bool = False,
@@ -454,7 +455,7 @@ class Module(nn.Module):
         else:
             print(*args, **kwargs)  # noqa: T201
 
-    def _lw_log_without_run(self, values: Mapping[str, object]) -> None:
+    def _lw_log_without_run(self, values: Mapping[str, Logged]) -> None:
         """Send values to the loggers of the Fabric immediately, in a handwritten loop."""
         if self._lw_fabric is not None and self._lw_fabric.loggers:
             self._lw_fabric.log_dict(values)
@@ -476,7 +477,7 @@ class Module(nn.Module):
             use_pl_optimizer: Whether to return the wrapper, whose `step` scales gradients and calls hooks, or torch's
                 optimizer. Steps of either are counted.
         """
-        of_fabric: list[object] = self.__dict__.get("_lw_fabric_optimizers") or []
+        of_fabric: list[Optimizer] = self.__dict__.get("_lw_fabric_optimizers") or []
         if self._lw_trainer is None and of_fabric:
             return of_fabric[0] if len(of_fabric) == 1 else of_fabric
         managed = self.trainer.managed_optimizers

@@ -95,7 +95,7 @@ class StepPlan:
     clip: Callable[[], None] | None
     take_step: Callable[[Optimizer], bool]
     step_by_module: Callable[[Callable[[], Tensor | None]], bool] | None
-    deferred: Callable[[], AbstractContextManager[object]] | None
+    deferred: Callable[[], AbstractContextManager[None]] | None
     optimizer: Optimizer | None
     needs_outputs: bool
     needs_loss: bool
@@ -235,7 +235,7 @@ class Run:
     def place(self) -> dict[str, object]:
         """Return where the run is, for messages about a rank that failed; also called from the watch's thread."""
         stage, progress = self.state.stage, self.progress
-        place: dict[str, object] = {
+        place: StateDict = {
             "hook": self.metrics.table.hook,
             "stage": stage,
             "epoch": progress.epochs,

@@ -22,6 +22,7 @@ from ..errors import ModuleError
 from ..fabric import Fabric
 from ..loggers import Logger
 from ..profilers import PassThroughProfiler, Profiler, resolve_profiler
+from ..protocols import StorageOptions
 from .attributes import TrainerAttributes
 from .checkpointing.saving import Saving
 from .lifecycle import hook_names
@@ -571,7 +572,7 @@ class Trainer(TrainerAttributes):
             self.fabric.print(*args, **kwargs)
 
     def save_checkpoint(
-        self, filepath: str | Path, weights_only: bool | None = None, storage_options: object = None
+        self, filepath: str | Path, weights_only: bool | None = None, storage_options: StorageOptions | None = None
     ) -> None:
         """Write a checkpoint, atomically. On every rank.
 
@@ -593,7 +594,10 @@ class Trainer(TrainerAttributes):
         self.save_checkpoint_to([filepath], weights_only, storage_options)
 
     def save_checkpoint_to(
-        self, filepaths: Sequence[str | Path], weights_only: bool | None = None, storage_options: object = None
+        self,
+        filepaths: Sequence[str | Path],
+        weights_only: bool | None = None,
+        storage_options: StorageOptions | None = None,
     ) -> None:
         """Write one checkpoint to several paths, one after the other; else as `save_checkpoint`."""
         run = self.latest_run()

@@ -7,7 +7,7 @@ memory. After each trial the ranks synchronize its result.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sized
+from collections.abc import Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from ..data.combined import CombinedLoader
 from ..data.tree import flatten_loaders, is_collection
 from ..errors import ConfigError, ModuleError, RankFailure
 from ..messages import warn
+from ..protocols import Loaders, Options, StepFunction
 from ..trainer.run import FitRun
 from ..trainer.session.optimizers import build_optimizers
 from .setting import find_setting, write_setting
@@ -198,7 +199,7 @@ class Trials:
         self._subject = subject
         self._method = method
         self._search = search
-        self._tried: dict[int, list[object]] = {}  # size -> batch sizes of the loaders
+        self._tried: dict[int, list[int | None]] = {}  # size -> batch sizes of the loaders
         self.most_samples: int | None = None
         self.refuses_unused = True
         self.keeps_draws = False
@@ -248,7 +249,7 @@ class Trials:
                 subject, fabric, [], **self._limits(self._search.steps_per_trial if steps is None else steps)
             )
             reserve = self._reserve(fabric)
-            verb: Callable[..., object] = getattr(trial, method)
+            verb: StepFunction = getattr(trial, method)
             options = {} if method == "fit" else {"verbose": False} if method != "predict" else {
                 "return_predictions": False
             }  # fmt: skip
@@ -258,7 +259,7 @@ class Trials:
         if steps is None:
             self._note(size, loader)
 
-    def _limits(self, steps: int) -> dict[str, object]:
+    def _limits(self, steps: int) -> Options:
         if self._method == "fit":
             # Accumulation takes no more memory: gradients are there in each forward pass but the first.
             return {"max_epochs": -1, "max_steps": steps, "accumulate_grad_batches": 1}
@@ -272,7 +273,7 @@ class Trials:
         size_bytes = sum(p.numel() * p.element_size() for p in parameters if not torch.nn.parameter.is_lazy(p))
         return torch.empty(size_bytes, dtype=torch.uint8, device=fabric.device)
 
-    def _note(self, size: int, loader: object) -> None:
+    def _note(self, size: int, loader: Loaders) -> None:
         loaders = _flat(loader)
         counts = [count for count in map(_count_samples, loaders) if count is not None]
         if counts:
@@ -300,13 +301,13 @@ def _fabric_for(subject: Subject) -> Fabric:
     return single_device_fabric(trainer)
 
 
-def _flat(loader: object) -> list[object]:
+def _flat(loader: Loaders) -> list[Loaders]:
     if isinstance(loader, CombinedLoader):
         return list(loader.flattened)
     return flatten_loaders(loader) if is_collection(loader) else [loader]
 
 
-def _count_samples(loader: object) -> int | None:
+def _count_samples(loader: Loaders) -> int | None:
     """Return the samples of a loader's data set; None if unknown."""
     data = getattr(loader, "dataset", None)
     try:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..callbacks import Callback
 from ..errors import ConfigError, DataError
+from ..protocols import ParamGroup
 from ..trainer.session.optimizers import build_optimizers
 from .lr_curve import LearningRateCurve
 from .setting import find_setting, write_setting
@@ -189,7 +190,7 @@ def set_learning_rate(subject: Subject, name: str, lr: float) -> None:
         _scale_schedule(config.scheduler, lr / largest)
 
 
-def _put(holder: dict[str, Any], key: str, value: float) -> None:
+def _put(holder: ParamGroup, key: str, value: float) -> None:
     """Set a rate; where it is a tensor (capturable optimizers), in place: others hold it, too."""
     if isinstance(holder[key], Tensor):
         holder[key].fill_(value)
@@ -204,7 +205,7 @@ def _scale_groups(optimizer: Optimizer, factor: float) -> None:
                 _put(group, key, float(group[key]) * factor)
 
 
-def _scale_schedule(schedule: object, factor: float) -> None:  # torch's schedules, and users' own
+def _scale_schedule(schedule: Any, factor: float) -> None:  # torch's, and users' own
     for name in _RATES_OF_SCHEDULES:
         rates = getattr(schedule, name, None)
         if isinstance(rates, list):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..callbacks import Callback
 from ..errors import ConfigError
-from ..trainer.loop.schedule import step_scheduler
+from ..trainer.loop.schedule import LRSchedulerConfig, step_scheduler
 from ..trainer.run import FitRun
 from ..trainer.session.checks import split_datamodule, unwrapped
 from .plots import open_axes, show_figure
@@ -136,7 +136,7 @@ class _Rehearsal(Callback):
         return scheduler.get_accumulate_grad_batches(epoch)
 
 
-def _step(configs: list[Any], interval: str, count: int, own: Any) -> None:
+def _step(configs: list[LRSchedulerConfig], interval: str, count: int, own: Any) -> None:
     for config in configs:
         if config.is_due(interval, count):
             step_scheduler(config, None, own)
@@ -175,7 +175,7 @@ def preview_schedule(
     subject = Subject(trainer, unwrapped(model), datamodule, given)
     preview = SchedulePreview()
     callbacks: list[Callback] = [_Rehearsal(preview, num_steps, trainer)]
-    accumulation: dict[str, Any] = dict(accumulation_of(trainer))
+    accumulation = dict(accumulation_of(trainer))
     if trainer.accumulation_scheduler is not None:
         accumulation = {}
         callbacks.append(trainer.accumulation_scheduler)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import ConfigError, nearest
 from ..messages import warn
+from ..protocols import Owner
 
-# Any in this file: modules, data modules and hyperparameters are the user's.
+Owners: TypeAlias = tuple[Owner, ...]
+# Any in this file: values of settings.
 
 
-def find_setting(owners: tuple[Any, ...], names: tuple[str, ...], *, requested_by: str) -> tuple[str, Any]:
+def find_setting(owners: Owners, names: tuple[str, ...], *, requested_by: str) -> tuple[str, Any]:
     """Return the first of these names that module or data module have, as attribute or hyperparameter, and its value.
 
     Args:
@@ -45,7 +47,7 @@ class MissingSetting(ConfigError, AttributeError):
     """Neither module nor data module have the value that a search is to set."""
 
 
-def write_setting(owners: tuple[object, ...], name: str, value: object) -> None:
+def write_setting(owners: Owners, name: str, value: Any) -> None:
     """Set the value in all places that have it."""
     for place, _ in list(_places(owners, name)):
         if isinstance(place, MutableMapping):
@@ -54,7 +56,7 @@ def write_setting(owners: tuple[object, ...], name: str, value: object) -> None:
             setattr(place, name, value)
 
 
-def _places(owners: tuple[Any, ...], name: str) -> Iterator[tuple[Any, Any]]:
+def _places(owners: Owners, name: str) -> Iterator[tuple[Owner, Any]]:
     """Yield what holds the name, and its value: each owner and its hyperparameters."""
     for owner in owners:
         if owner is None:
@@ -69,7 +71,7 @@ def _places(owners: tuple[Any, ...], name: str) -> Iterator[tuple[Any, Any]]:
             yield hparams, getattr(hparams, name)
 
 
-def _names(owner: Any) -> set[str]:
+def _names(owner: Owner) -> set[str]:
     hparams = getattr(owner, "hparams", None)
     own = {name for name in vars(owner) if not name.startswith("_")}
     return own | (set(map(str, hparams)) if isinstance(hparams, MutableMapping) else set())

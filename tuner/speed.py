@@ -21,6 +21,7 @@ from ..callbacks import Callback
 from ..data.tree import change_loader, changed_loader
 from ..errors import ConfigError, nearest
 from ..optim.fused import fuse, is_fusable
+from ..protocols import AnyLoaders, Options, Tree
 from ..trainer.hooks import DATA_BASES, MODULE_BASES, find_override
 from ..trainer.session.loaders import LOADER_OF
 from .setting import MissingSetting, find_setting, write_setting
@@ -170,7 +171,7 @@ class _Trials:
         subject, trainer = self._subject, self._subject.trainer
         by_kind = {one.kind: one.value for one in changes}
         steps = _StepClock(self._seconds, self._clock, trainer.fabric.device, is_fused=bool(by_kind.get("fused")))
-        limits: dict[str, Any] = {"compile": by_kind.get("compile", trainer._lw_arguments.compile)}
+        limits: Options = {"compile": by_kind.get("compile", trainer._lw_arguments.compile)}
         if "matmul_precision" in by_kind:
             limits["matmul_precision"] = by_kind["matmul_precision"]
         with isolated(subject), subject.lent() as (module, datamodule):
@@ -253,7 +254,7 @@ class _Trials:
 
     def values(self, kind: str, base: tuple[_Setting, ...]) -> Iterator[Any]:
         """Yield the values of a setting to try, without the present one."""
-        loader: Any = self.loader
+        loader: AnyLoaders = self.loader
         if kind == "num_workers":
             most = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
             counts = {0, 1, 2, 4, most}
@@ -338,9 +339,7 @@ class _StepClock(Callback):
 # -- loaders -----------------------------------------------------------------------------------------------------------
 
 
-def _changed_loaders(
-    subject: Subject, module: nn.Module, datamodule: DataModule | None, changes: Mapping[str, Any]
-) -> Loaders:
+def _changed_loaders(subject: Subject, module: nn.Module, datamodule: DataModule | None, changes: Options) -> Loaders:
     """Return the loader to pass to a trial, changed; one that a hook builds is changed when the hook is called."""
     options = {name: changes[name] for name in _OF_LOADER if name in changes}
     given = subject.given.get("train")
@@ -357,12 +356,12 @@ def _changed_loaders(
     return None
 
 
-def _built(hook: Callable[[], Any], options: Mapping[str, Any]) -> Any:
+def _built(hook: Callable[[], AnyLoaders], options: Options) -> AnyLoaders:
     loader = hook()
     return changed_loader(loader, **_options_of(loader, options))
 
 
-def _options_of(loader: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+def _options_of(loader: AnyLoaders, options: Options) -> Options:
     """Return the options with those that DataLoader derives from the number of workers."""
     workers = options.get("num_workers", loader.num_workers)
     found = dict(options)
@@ -388,7 +387,7 @@ class _FusedOptimizers:
         return made
 
 
-def _fuse_all(made: Any) -> None:
+def _fuse_all(made: Tree) -> None:
     if isinstance(made, Optimizer):
         fuse(made)
     elif isinstance(made, Mapping):
@@ -429,7 +428,7 @@ def _apply(subject: Subject, setting: _Setting) -> str | None:
 
 
 def _apply_to_loader(subject: Subject, setting: _Setting) -> str | None:
-    given: Any = subject.given.get("train")
+    given: AnyLoaders = subject.given.get("train")
     if given is not None:
         change_loader(given, **_options_of(given, {setting.kind: setting.value}))
         return None

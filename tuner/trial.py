@@ -27,6 +27,7 @@ from ..data.tree import flatten_loaders, is_collection
 from ..errors import DataError, ModuleError
 from ..fabric import Fabric
 from ..loggers import DummyLogger
+from ..protocols import Options, Tree
 from ..strategies.distributed.shards import is_sharded
 from ..strategies.optional import load_strategy_state, strategy_state
 from ..trainer.trainer import Trainer
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ..protocols import Loaders
     from ..trainer.run import Run
     from ..trainer.session.arguments import Arguments
+    from .setting import Owners
 
 _SETUP_HOOKS = ("prepare_data", "setup", "teardown", "configure_model", "configure_sharded_model")
 
@@ -79,7 +81,7 @@ class Subject:
             self.run.run_signals.check()
 
     @property
-    def owners(self) -> tuple[Any, ...]:
+    def owners(self) -> Owners:
         """Objects that may hold a value that a search sets."""
         return (self.module, self.datamodule)
 
@@ -101,7 +103,7 @@ class Subject:
                 "be copied for a trial.",
                 fix="search before the first fit, with a module that no run has sharded yet.",
             )
-        memo: dict[int, object] = {id(one): one for one in (self.trainer, self.trainer.fabric, self.datamodule)}
+        memo: dict[int, Tree] = {id(one): one for one in (self.trainer, self.trainer.fabric, self.datamodule)}
         for child in self.module.modules():
             memo.update({id(v): v for v in vars(child).values() if isinstance(v, Dataset | DataLoader)})
         if shares_weights:
@@ -168,7 +170,7 @@ def _end_passes(module: nn.Module) -> None:
 
 
 @contextmanager
-def _kept_attributes(module: nn.Module, shared: tuple[object, ...]) -> Iterator[None]:
+def _kept_attributes(module: nn.Module, shared: tuple[Tree, ...]) -> Iterator[None]:
     """Put back the attributes of a module and of its submodules afterwards; those of the user's as they were.
 
     Args:
@@ -180,8 +182,8 @@ def _kept_attributes(module: nn.Module, shared: tuple[object, ...]) -> Iterator[
     """
     children = list(module.modules())
     internal = set(vars(nn.Module()))
-    memo: dict[int, object] = {id(one): one for one in (*shared, *children, *_tensors(module))}
-    kept: list[dict[str, Any]] = []
+    memo: dict[int, Tree] = {id(one): one for one in (*shared, *children, *_tensors(module))}
+    kept: list[Options] = []
     for child in children:
         own = vars(child)
         memo.update({id(v): v for v in own.values() if isinstance(v, Dataset | DataLoader)})
@@ -217,7 +219,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
     return [tensor for tensor in tensors if not is_lazy(tensor)]
 
 
-def make_trainer(subject: Subject, fabric: Fabric, callbacks: Sequence[Callback], **limits: object) -> Trainer:
+def make_trainer(subject: Subject, fabric: Fabric, callbacks: Sequence[Callback], **limits: Any) -> Trainer:
     """Return a trainer for trials: trains as the original does, and shows, logs, saves and validates nothing.
 
     Args:
@@ -230,7 +232,7 @@ def make_trainer(subject: Subject, fabric: Fabric, callbacks: Sequence[Callback]
     same = {name: getattr(trainer._lw_arguments, name) for name in _SAME}
     if trainer.overfit_batches:
         same["limit_train_batches"] = same["limit_val_batches"] = None  # as many as are overfitted
-    plan: dict[str, Any] = {
+    plan: Options = {
         **same,
         "gradient_clip_val": trainer.gradient_clip_val,
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,

@@ -219,8 +219,8 @@ class StepAveraging(Averaging):
 
 
 def check_ema_arguments(
-    decay: object,
-    update_every_n_steps: object,
+    decay: float,
+    update_every_n_steps: int,
     update_starting_at_step: int | None,
     update_starting_at_epoch: int | None,
     *,

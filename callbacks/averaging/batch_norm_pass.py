@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...data import NO_BATCH
 from ...data.rng import capture_generators, capture_rng, find_generators, restore_generators, restore_rng
 from ...errors import DataError
+from ...protocols import Batch, StepFunction, StepOutput
 from ..sharded_pass import gathered
 
 if TYPE_CHECKING:
@@ -83,9 +84,9 @@ def _pass(trainer: Trainer, run: FitRun, module: nn.Module) -> None:
         restore_generators(generators, states)
 
 
-def _own_step(module: nn.Module) -> Callable[[object, int], object]:  # batches and outputs are the user's
+def _own_step(module: nn.Module) -> Callable[[Batch, int], StepOutput]:
     """Return the module's own training_step: the strategy's would overwrite buffers by those of rank 0."""
-    step: Callable[..., Any] = module.training_step  # type: ignore[assignment]  # nn.Module knows tensors and modules
+    step: StepFunction = module.training_step  # type: ignore[assignment]  # nn.Module knows tensors and modules
     kinds = [parameter.kind for parameter in inspect.signature(step).parameters.values()]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if inspect.Parameter.VAR_POSITIONAL in kinds or sum(kind in positional for kind in kinds) > 1:

@@ -275,7 +275,7 @@ class StochasticWeightAveraging(Averaging):
         self.n_averaged += 1
 
 
-def _is_number(value: object) -> bool:  # whatever the user passed
+def _is_number(value: float | list[float] | None) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

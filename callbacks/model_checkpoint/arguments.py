@@ -12,14 +12,14 @@ from .names import check_template
 def check_arguments(
     *,
     monitor: str | None,
-    mode: object,
+    mode: str,
     filename: str | None,
     dirpath: str | None,
-    save_last: object,
-    save_top_k: object,
-    every_n_train_steps: object,
-    every_n_epochs: object,
-    train_time_interval: object,
+    save_last: bool | str | None,
+    save_top_k: int,
+    every_n_train_steps: int | None,
+    every_n_epochs: int | None,
+    train_time_interval: timedelta | None,
 ) -> None:
     """Refuse invalid arguments.
 
@@ -48,7 +48,7 @@ def check_arguments(
         check_template(filename, "filename")
 
 
-def _cadence_problems(counts: dict[str, object], interval: object) -> list[str]:
+def _cadence_problems(counts: dict[str, int | None], interval: timedelta | None) -> list[str]:
     """Return what is wrong with how often checkpoints are written."""
     problems = [
         f"{name}={count!r} (expected an integer, 0 or more)"

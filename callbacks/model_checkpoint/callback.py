@@ -15,9 +15,9 @@ import logging
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...console import ONLY_LOGS
 from ...errors import CheckpointError, StopBySignal
@@ -451,7 +451,7 @@ class ModelCheckpoint(Checkpoint):
         extra = ONLY_LOGS if isinstance(exception, KeyboardInterrupt | StopBySignal) else None
         _log.warning("ModelCheckpoint: saved %s on %s.%s", path, type(exception).__name__, lost, extra=extra)
 
-    def _lw_is_finite(self, trainer: Trainer, module: Any) -> bool:
+    def _lw_is_finite(self, trainer: Trainer, module: nn.Module) -> bool:
         """Whether all weights are finite; on every rank, if the ranks respond."""
         own = local(module.parameters())
         is_finite = all(bool(part.isfinite().all()) for part in own)

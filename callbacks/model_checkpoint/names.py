@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from string import Formatter
 
 from torch import Tensor
@@ -86,7 +86,7 @@ def render_name(
     return "".join(rendered)
 
 
-def missing_metric(missing: list[str], metrics: Mapping[str, object], where: str) -> ModuleError:
+def missing_metric(missing: list[str], metrics: Iterable[str], where: str) -> ModuleError:
     """Return the error for required metrics that were not logged."""
     known = sorted(name for name in metrics if name not in COUNTERS)
     described = ", ".join(f"{name!r}{nearest(name, known)}" for name in missing)

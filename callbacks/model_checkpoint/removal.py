@@ -32,7 +32,7 @@ class CheckpointRemoval:
     resumed_path: str
     may_remove_resumed: bool
 
-    def remove_pending(self, remove: Callable[[str], object]) -> None:
+    def remove_pending(self, remove: Callable[[str], None]) -> None:
         """Remove the files that were replaced, with a function that removes one."""
         for path in self.state.pending_removals:
             if self._may_remove(path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class CheckpointState:
             "pending_removals": list(self.pending_removals),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Restore what `state_dict` returned."""
         self.best_path = state["best_model_path"]
         self.best_score = _optional_float(state.get("best_model_score"))

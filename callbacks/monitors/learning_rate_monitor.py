@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.optim import Optimizer
 
 from ...errors import ConfigError
+from ...protocols import ParamGroup
 from ..base import AnyModule, Callback
 from .measuring import require_logger
 
@@ -111,7 +112,7 @@ class LearningRateMonitor(Callback):
                     values[f"{key}-weight_decay"] = float(group.get("weight_decay", 0.0))
         return values
 
-    def _lw_momentum(self, group: dict[str, Any]) -> float:
+    def _lw_momentum(self, group: ParamGroup) -> float:
         if "betas" in group:
             return float(group["betas"][0])
         if "momentum" not in group and not self._lw_has_warned:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...errors import ConfigError
 from ...fabric.undisturbed import undisturbed
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...trainer import Trainer
 
 # Any: pictures in one of the forms that Logger.log_image takes, alone or with their captions; or text.
-MakeSamples = Callable[[Any, Any, Any], Any]
+MakeSamples: TypeAlias = "Callable[[AnyModule, AnyOutput, AnyBatch], Any]"
 
 _STAGES = ("train", "validation", "test")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import ModuleError
 from ...fabric.peak_flops import get_available_flops
@@ -38,8 +38,8 @@ class ThroughputMonitor(Callback):
 
     def __init__(
         self,
-        batch_size_fn: Callable[[Any], int],
-        length_fn: Callable[[Any], int] | None = None,
+        batch_size_fn: Callable[[AnyBatch], int],
+        length_fn: Callable[[AnyBatch], int] | None = None,
         *,
         window_size: int = 100,
         separator: str = "/",
@@ -211,7 +211,7 @@ class ThroughputMonitor(Callback):
         self._lw_resumed = dict(state_dict.get("train", {}))
 
 
-def _checked(name: str, number: object) -> int:
+def _checked(name: str, number: int) -> int:
     if isinstance(number, int) and not isinstance(number, bool) and number > 0:
         return number
     raise ModuleError(

@@ -67,9 +67,9 @@ class TrainingEfficiency(Callback):
 
     def __init__(
         self,
-        tokens_fn: Callable[[Any], int | Tensor] | None = None,
+        tokens_fn: Callable[[AnyBatch], int | Tensor] | None = None,
         *,
-        batch_size_fn: Callable[[Any], int] | None = None,
+        batch_size_fn: Callable[[AnyBatch], int] | None = None,
         flops: Literal["count", "6n"] | float | None = "count",
         peak_flops: Literal["auto", "measure"] | float | None = "auto",
         price_per_hour: float | None = None,

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...errors import ConfigError
+from ...protocols import StateDict
 from ...strategies.distributed.clipping import over_shards
 from ...strategies.distributed.shards import is_sharded
 from ..averaging.weights import part_of
@@ -194,7 +195,7 @@ class WeightStatistics(Callback):
         return self._generate_state_key(depth=self.depth, kinds=self.kinds, histogram_bins=self.histogram_bins)
 
 
-def _add_histogram(logger: Logger, name: str, histogram: dict[str, object], step: int) -> None:
+def _add_histogram(logger: Logger, name: str, histogram: StateDict, step: int) -> None:
     add = getattr(type(logger.experiment), "add_histogram_raw", None)
     if add is not None:
         add(logger.experiment, name, global_step=step, **histogram)

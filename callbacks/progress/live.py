@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from ...console import LINES, is_notebook
 from ...errors import ConfigError
@@ -34,6 +34,9 @@ _DRAW_INTERVAL_S = 0.1
 # The first drawing imports the drawing library. Before the first training step (a trial validation) it starts only
 # after this time.
 _PATIENCE_S = 0.5
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class LiveProgressBar(ProgressBar):
@@ -148,16 +151,16 @@ class LiveProgressBar(ProgressBar):
         self._lw_is_watched = self._lw_lines is not None and not is_plain
         self._lw_arm(0.0)
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: object) -> None:
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """A trial validation begins."""
         self._lw_arm(_PATIENCE_S)
         self._lw_begin("sanity")
 
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: object) -> None:
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Take the bar of the trial validation away."""
         self._lw_finish("sanity")
 
-    def on_train_start(self, trainer: Trainer, pl_module: object) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Training begins."""
         if self._lw_lines is not None:
             self._lw_safely(self._lw_lines.start, trainer)
@@ -166,7 +169,7 @@ class LiveProgressBar(ProgressBar):
         self._lw_arm(0.0)
         self._lw_begin("train")
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: object) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Begin a new bar, if the one of the last epoch stays."""
         if self._lw_leaves:
             self._lw_finish("train", keep=True)
@@ -179,7 +182,7 @@ class LiveProgressBar(ProgressBar):
         if time.monotonic() >= self._lw_next_draw_s:
             self._lw_draw_training(trainer, pl_module, batch_idx + 1)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: object) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Draw the end of the epoch."""
         if self._lw_is_enabled:
             self._lw_next_line_s = 0.0
@@ -187,7 +190,7 @@ class LiveProgressBar(ProgressBar):
             done = trainer.progress.batches_in_epoch if math.isinf(total) else int(total)
             self._lw_draw_training(trainer, pl_module, done)
 
-    def on_train_end(self, trainer: Trainer, pl_module: object) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Leave the last state of the bar on the screen; in a notebook also as text, which is saved with it."""
         self._lw_finish("train", keep=True)
         if self._lw_is_enabled and self._lw_lines is None and is_notebook():
@@ -198,14 +201,14 @@ class LiveProgressBar(ProgressBar):
                 " | ".join([*parts, *format_metrics(cast("dict[str, float | int | str]", shown or {}))]) + "\n"
             )
 
-    def on_validation_start(self, trainer: Trainer, pl_module: object) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """A validation begins; the bar of training shows where it stands."""
         if self._lw_is_drawn and "train" in self._lw_open and not trainer.sanity_checking:
             done = trainer.progress.batches_in_epoch
             self._lw_draw(trainer, pl_module, "train", self._lw_epoch_of(trainer), done, self.total_train_batches)
         self._lw_begin_evaluation("sanity" if trainer.sanity_checking else "validation")
 
-    def on_validation_end(self, trainer: Trainer, pl_module: object) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Take the bar away; write a line where lines are written, unless that of the epoch's end follows at once."""
         if trainer.sanity_checking:
             return
@@ -226,7 +229,7 @@ class LiveProgressBar(ProgressBar):
         elif self._lw_is_enabled and trainer.state.fn == "fit":
             self._lw_next_draw_s = 0.0
 
-    def _lw_start_evaluation(self, stage: str, trainer: Trainer, pl_module: object) -> None:
+    def _lw_start_evaluation(self, stage: str, trainer: Trainer, pl_module: AnyModule) -> None:
         """A test or prediction begins."""
         self._lw_begin_evaluation(stage)
 
@@ -245,7 +248,7 @@ class LiveProgressBar(ProgressBar):
             name = "sanity" if trainer.sanity_checking else stage
             self._lw_draw_evaluation(trainer, pl_module, name, batch_idx + 1, dataloader_idx)
 
-    def _lw_complete(self, stage: str, trainer: Trainer, module: object) -> None:
+    def _lw_complete(self, stage: str, trainer: Trainer, module: AnyModule) -> None:
         """Leave the bar of an evaluation on the screen, full."""
         self._lw_fill(trainer, module, stage)
         self._lw_finish(stage, keep=True)
@@ -336,7 +339,7 @@ class LiveProgressBar(ProgressBar):
     def _lw_is_line_due(self) -> bool:
         return self._lw_lines is not None and time.monotonic() >= self._lw_next_line_s
 
-    def _lw_draw_training(self, trainer: Trainer, module: object, done: int) -> None:
+    def _lw_draw_training(self, trainer: Trainer, module: AnyModule, done: int) -> None:
         if self._lw_is_line_due() and (self._lw_has_lined or trainer.at_step_boundary):
             self._lw_has_lined = True
             self._lw_safely(self._lw_write_training_line, trainer, module)
@@ -345,11 +348,13 @@ class LiveProgressBar(ProgressBar):
         if self._lw_lines is not None and self._lw_is_enabled and not self._lw_has_lined:
             self._lw_next_draw_s = 0.0  # the first line comes at the end of the first window
 
-    def _lw_write_training_line(self, trainer: Trainer, module: Any) -> None:
+    def _lw_write_training_line(self, trainer: Trainer, module: AnyModule) -> None:
         if self._lw_lines is not None:
             self._lw_lines.training(trainer, self.get_metrics(trainer, module))
 
-    def _lw_draw_evaluation(self, trainer: Trainer, module: object, stage: str, done: int, dataloader_idx: int) -> None:
+    def _lw_draw_evaluation(
+        self, trainer: Trainer, module: AnyModule, stage: str, done: int, dataloader_idx: int
+    ) -> None:
         description = self._lw_description_of(stage)
         batches = self._lw_eval_batches("validation" if stage == "sanity" else stage)
         if len(batches) > 1:
@@ -364,7 +369,7 @@ class LiveProgressBar(ProgressBar):
         self._lw_draw(trainer, module, stage, description, done, total)
 
     def _lw_draw(
-        self, trainer: Trainer, module: Any, stage: str, description: str, done: int, total: int | float
+        self, trainer: Trainer, module: AnyModule, stage: str, description: str, done: int, total: int | float
     ) -> None:
         if stage == "train":
             self._lw_last_description = description
@@ -379,7 +384,7 @@ class LiveProgressBar(ProgressBar):
     def _lw_after(self, interval_s: float) -> float:
         return time.monotonic() + interval_s if self._lw_is_enabled else _NEVER
 
-    def _lw_fill(self, trainer: Trainer, module: object, stage: str) -> None:
+    def _lw_fill(self, trainer: Trainer, module: AnyModule, stage: str) -> None:
         """Bring the bar of an evaluation to its last batch."""
         last = self._current_eval_dataloader_idx or 0
         batches = self._lw_eval_batches(stage)
@@ -408,7 +413,7 @@ class LiveProgressBar(ProgressBar):
         for stage in ("sanity", "validation", "test", "predict", "train"):
             self._lw_finish(stage, keep=stage in ("train", "test", "predict"))
 
-    def _lw_safely(self, draw: Callable[..., object], *args: object, **kwargs: object) -> object:
+    def _lw_safely(self, draw: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
         """Draw; after a failure, log it and disable drawing. Training is not affected."""
         try:
             return draw(*args, **kwargs)

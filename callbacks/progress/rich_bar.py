@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, MissingDependency
+from ...protocols import Options
 from .live import LiveProgressBar
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ class RichProgressBar(LiveProgressBar):
             began_s, first = self._lw_began[stage]
             elapsed_s = time.monotonic() - began_s
         speed = (done - first) / elapsed_s if elapsed_s > 0 else 0.0
-        pace: dict[str, Any] = {  # Any: as rich's fields
+        pace: Options = {
             "clock": _clock(elapsed_s, None if total is None or not speed else (total - done) / speed),
             "speed": f"{speed:.2f}it/s" if speed else "",
         }
@@ -243,7 +244,7 @@ class RichProgressBar(LiveProgressBar):
         progress.refresh()
 
     @staticmethod
-    def _lw_empty_fields(title: str, *, first: int) -> dict[str, Any]:  # Any: as rich's fields
+    def _lw_empty_fields(title: str, *, first: int) -> Options:
         """Return the fields of a bar whose clock begins after `first` batches."""
         return {"batches": "", "clock": "", "speed": "", "metrics": "", "title": title, "first": first}
 

@@ -6,14 +6,17 @@ import io
 import math
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 from tqdm.auto import tqdm
 
 from ...errors import ConfigError
+from ...protocols import Options
 from .base import format_metrics, printed
 from .fit_width import MIN_BAR, fold
 from .live import LiveProgressBar
+
+Bar: TypeAlias = "tqdm[NoReturn]"  # which iterates over nothing
 
 
 class TQDMProgressBar(LiveProgressBar):
@@ -42,9 +45,9 @@ class TQDMProgressBar(LiveProgressBar):
         self._refresh_rate = max(refresh_rate, int(os.environ.get("TQDM_MINITERS", "0")))
         self._process_position = process_position
         self._leave = leave
-        self._lw_bars: dict[str, tqdm[Any]] = {}  # Any: a bar that iterates over nothing
-        self._lw_closed: dict[str, tqdm[Any]] = {}
-        self._lw_below: list[tqdm[Any]] = []  # lines of metrics that do not fit beside the bar of training
+        self._lw_bars: dict[str, Bar] = {}
+        self._lw_closed: dict[str, Bar] = {}
+        self._lw_below: list[Bar] = []  # lines of metrics that do not fit beside the bar of training
         if not self._refresh_rate:
             self.disable()
 
@@ -62,7 +65,7 @@ class TQDMProgressBar(LiveProgressBar):
         return self._process_position
 
     @property
-    def train_progress_bar(self) -> Any:
+    def train_progress_bar(self) -> Bar | None:
         """tqdm's bar of training; None before there was one."""
         bar = self._lw_bar_of("train")
         if bar is None and "sanity" in self._lw_under_way:
@@ -70,34 +73,34 @@ class TQDMProgressBar(LiveProgressBar):
         return bar
 
     @train_progress_bar.setter
-    def train_progress_bar(self, bar: tqdm[Any]) -> None:
+    def train_progress_bar(self, bar: Bar) -> None:
         self._lw_put("train", bar)
 
     @property
-    def val_progress_bar(self) -> Any:
+    def val_progress_bar(self) -> Bar | None:
         """tqdm's bar of a validation; None before there was one."""
         return self._lw_bar_of("validation", "sanity")
 
     @val_progress_bar.setter
-    def val_progress_bar(self, bar: tqdm[Any]) -> None:
+    def val_progress_bar(self, bar: Bar) -> None:
         self._lw_put("validation", bar)
 
     @property
-    def test_progress_bar(self) -> Any:
+    def test_progress_bar(self) -> Bar | None:
         """tqdm's bar of a test; None before there was one."""
         return self._lw_bar_of("test")
 
     @test_progress_bar.setter
-    def test_progress_bar(self, bar: tqdm[Any]) -> None:
+    def test_progress_bar(self, bar: Bar) -> None:
         self._lw_put("test", bar)
 
     @property
-    def predict_progress_bar(self) -> Any:
+    def predict_progress_bar(self) -> Bar | None:
         """tqdm's bar of a prediction; None before there was one."""
         return self._lw_bar_of("predict")
 
     @predict_progress_bar.setter
-    def predict_progress_bar(self, bar: tqdm[Any]) -> None:
+    def predict_progress_bar(self, bar: Bar) -> None:
         self._lw_put("predict", bar)
 
     def enable(self) -> None:
@@ -105,25 +108,25 @@ class TQDMProgressBar(LiveProgressBar):
         if self._refresh_rate:
             super().enable()
 
-    def init_sanity_tqdm(self) -> tqdm[Any]:
+    def init_sanity_tqdm(self) -> Bar:
         """Return the bar of the trial validation; may be overridden, as the other four."""
         return self._lw_bar(self.sanity_check_description, line=0, leave=False)
 
-    def init_train_tqdm(self) -> tqdm[Any]:
+    def init_train_tqdm(self) -> Bar:
         """Return the bar of training."""
         return self._lw_bar(self.train_description, line=0, leave=True)
 
-    def init_validation_tqdm(self) -> tqdm[Any]:
+    def init_validation_tqdm(self) -> Bar:
         """Return the bar of a validation; inside fit it stands below that of training."""
         inside_fit = "train" in self._lw_open
         line = 1 + len(self._lw_below) if inside_fit else 0
         return self._lw_bar(self.validation_description, line=line, leave=not inside_fit)
 
-    def init_test_tqdm(self) -> tqdm[Any]:
+    def init_test_tqdm(self) -> Bar:
         """Return the bar of a test."""
         return self._lw_bar(self.test_description, line=0, leave=True)
 
-    def init_predict_tqdm(self) -> tqdm[Any]:
+    def init_predict_tqdm(self) -> Bar:
         """Return the bar of a prediction."""
         return self._lw_bar(self.predict_description, line=0, leave=True)
 
@@ -141,23 +144,23 @@ class TQDMProgressBar(LiveProgressBar):
         if not self._lw_is_drawn:
             sys.stdout.flush()
 
-    def _lw_bar_of(self, *stages: str) -> tqdm[Any] | None:
+    def _lw_bar_of(self, *stages: str) -> Bar | None:
         """Return the bar of the first of these stages that has one, else one that was closed."""
         for stage in stages:
             self._lw_make_bar(stage)
         bars = (found[stage] for found in (self._lw_bars, self._lw_closed) for stage in stages if stage in found)
         return next(bars, None)
 
-    def _lw_put(self, stage: str, bar: tqdm[Any]) -> None:
+    def _lw_put(self, stage: str, bar: Bar) -> None:
         self._lw_bars[stage] = bar
         self._lw_open.add(stage)
 
-    def _lw_bar(self, description: str, *, line: int, leave: bool, form: str | None = None) -> tqdm[Any]:
+    def _lw_bar(self, description: str, *, line: int, leave: bool, form: str | None = None) -> Bar:
         if self._lw_is_drawn:
-            drawing: dict[str, Any] = {**_size_arguments(), "file": sys.stdout, "mininterval": 0}
+            drawing: Options = {**_size_arguments(), "file": sys.stdout, "mininterval": 0}
         else:
             drawing = {"ncols": 80, "file": _Nowhere(), "mininterval": math.inf, "disable": not self._lw_is_enabled}
-        bar: tqdm[Any] = _bar_class()(
+        return _bar_class()(
             desc=description,
             position=2 * self._process_position + line,
             leave=leave,
@@ -165,7 +168,6 @@ class TQDMProgressBar(LiveProgressBar):
             miniters=1,
             bar_format=self.BAR_FORMAT if form is None else form,
         )
-        return bar
 
     def _lw_show(
         self, stage: str, description: str, done: int, total: int | None, metrics: dict[str, float | int | str]
@@ -192,7 +194,7 @@ class TQDMProgressBar(LiveProgressBar):
         if not bar.update(done - bar.n) and self._lw_is_drawn:
             bar.refresh()
 
-    def _lw_beside(self, stage: str, bar: tqdm[Any], parts: list[str]) -> str:
+    def _lw_beside(self, stage: str, bar: Bar, parts: list[str]) -> str:
         """Return the metrics that stand beside the bar; where they leave no room for it, they go to a line below."""
         columns = 0 if hasattr(bar, "container") else bar.format_dict["ncols"] or 0
         beside = ", ".join(parts)
@@ -236,7 +238,7 @@ class _Nowhere(io.TextIOBase):
         return len(text)
 
 
-def _size_arguments() -> dict[str, object]:
+def _size_arguments() -> Options:
     """Return what tqdm has to know of the terminal's size: where a container or a CI job says 0, it draws nothing."""
     try:
         size = os.get_terminal_size(sys.stdout.fileno())
@@ -247,7 +249,7 @@ def _size_arguments() -> dict[str, object]:
     return {"ncols": size.columns or 80, "nrows": size.lines or 24}
 
 
-def _bar_class() -> Any:  # Any: tqdm's class for terminals or for notebooks, chosen by tqdm
+def _bar_class() -> type[Bar]:
     global _Bar
     if _Bar is None:
         # tqdm would start a thread that redraws slow bars; here the loop draws the bars.
@@ -255,4 +257,4 @@ def _bar_class() -> Any:  # Any: tqdm's class for terminals or for notebooks, ch
     return _Bar
 
 
-_Bar: object = None
+_Bar: type[Bar] | None = None

@@ -288,7 +288,7 @@ class EarlyStopping(Callback):
             _log.info(text, *args)
 
 
-def _check_arguments(*, monitor: object, min_delta: float, patience: int, mode: str) -> None:
+def _check_arguments(*, monitor: str, min_delta: float, patience: int, mode: str) -> None:
     problems = []
     if not isinstance(monitor, str) or not monitor:
         problems.append(f"monitor={monitor!r} (expected the name of a metric)")

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import ConfigError
 from ...fabric.undisturbed import undisturbed
+from ...protocols import Tree
 from ...strategies.distributed.shards import all_parameters
 from ..sharded_pass import gathered, root_around
 
@@ -188,7 +189,7 @@ def is_lazy(parameter: Tensor) -> bool:
 
 def _measure(
     module: nn.Module,
-    example: Any,
+    example: Tree,
     listed: dict[str, nn.Module],
     summary: Summary,
     forward_context: AbstractContextManager[object],
@@ -225,7 +226,7 @@ def _measure(
 def size_hook(row: LayerSummary) -> Any:  # Any: torch's hook type names its own aliases
     """Return a forward hook with keyword arguments that notes the shapes of a module's first input and output."""
 
-    def hook(_: nn.Module, inputs: Any, named: Mapping[str, object], output: object) -> None:
+    def hook(_: nn.Module, inputs: tuple[Tree, ...], named: Mapping[str, Tree], output: Tree) -> None:
         if row.in_size == "?":
             inputs = (*inputs, *named.values())
             row.in_size = _shape(inputs[0] if len(inputs) == 1 else inputs)
@@ -234,7 +235,7 @@ def size_hook(row: LayerSummary) -> Any:  # Any: torch's hook type names its own
     return hook
 
 
-def _shape(value: Any) -> str | list[object]:
+def _shape(value: Tree) -> str | list[Tree]:
     if hasattr(value, "shape"):
         return list(value.shape)
     if isinstance(value, list | tuple):
@@ -242,7 +243,7 @@ def _shape(value: Any) -> str | list[object]:
     return "?"
 
 
-def _moved(example: Any, module: nn.Module) -> object:
+def _moved(example: Tree, module: nn.Module) -> Tree:
     parameter = next(module.parameters(), None)
     if isinstance(example, Tensor):
         return example if parameter is None else example.to(parameter.device)

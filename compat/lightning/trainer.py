@@ -24,6 +24,7 @@ from ...checkpoint.content import LIGHTNING_VERSION_KEY, OWN_KEY
 from ...checkpoint.tools.convert import lightning_loop
 from ...data.limit import find_length, resolve_limit
 from ...fabric.world import checks_deferred
+from ...protocols import StorageOptions
 from ...strategies import ParallelStrategy
 from ...strategies.optional import saves_shards
 from ...trainer import trainer
@@ -288,7 +289,10 @@ class Trainer(trainer.Trainer):
         return super()._lw_launch(verb, model, **arguments)
 
     def save_checkpoint_to(
-        self, filepaths: Sequence[str | Path], weights_only: bool | None = None, storage_options: object = None
+        self,
+        filepaths: Sequence[str | Path],
+        weights_only: bool | None = None,
+        storage_options: StorageOptions | None = None,
     ) -> None:
         """Write one checkpoint to several paths, also that of a module that is attached outside of a run."""
         module = self.lightning_module
@@ -361,7 +365,12 @@ class _Saving(Saving):
 
     @override
     def save(
-        self, run: Run, filepaths: Sequence[str | Path], *, is_weights_only: bool, storage_options: object
+        self,
+        run: Run,
+        filepaths: Sequence[str | Path],
+        *,
+        is_weights_only: bool,
+        storage_options: StorageOptions | None,
     ) -> None:
         """Take a checkpoint and write it to each path; with parity, also within a window."""
         is_training = run is self._trainer.present_run() and isinstance(run, FitRun) and run.opened is not None
@@ -380,7 +389,9 @@ class _Saving(Saving):
             loop, counts = lightning_loop(own.get("progress", {})), cast("Trainer", self._trainer).loop_counts
             checkpoint.setdefault("loops", {"fit_loop": loop if counts is None else {**loop, **counts.fit_state()}})
 
-    def write_to(self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: object) -> None:
+    def write_to(
+        self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: StorageOptions | None
+    ) -> None:
         own = checkpoint.get(OWN_KEY)
         if isinstance(own, dict) and saves_shards(self._trainer.strategy, "full"):
             checkpoint = trust_objects(part_hyperparameters(checkpoint))

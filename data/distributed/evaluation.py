@@ -6,13 +6,13 @@ Processes may have different numbers of batches, or none: a loop over a shard mu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Protocol, TypeVar, cast
 
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from ...protocols import Batch, Loaders, StateDict
+from ...protocols import AnyDataset, AnyLoaders, AnyOutput, AnySampler, Batch, Loaders, StateDict, StepOutput
 from ..combined import CombinedLoader
 from ..gather import gathering_parts
 from ..limit import find_length
@@ -22,15 +22,23 @@ from ..sources.combined import combined_length
 from ..sources.indexed import is_indexed
 from ..sources.stateful import is_stateful
 from ..tree import change_loader, map_loaders
-from ..worker import with_indices
+from ..worker import SeedingDataset, with_indices
 from .indexed import ShardedIndexStream, borrowed_rng
 from .iterable import EvalIterableShard, is_sharded_iterable, of_rank
 from .shard import Shard, interleave, is_rank_aware
 
+T = TypeVar("T")
 
-def shard_eval(
-    loader: Loaders, shard: Shard, *, share: Callable[[object], object] | None = None
-) -> Any:  # Any: whatever the user evaluates with
+
+class Share(Protocol):
+    """A function that returns the object of rank 0 on all ranks."""
+
+    def __call__(self, obj: T, /) -> T:
+        """Return it; called by all ranks."""
+        ...
+
+
+def shard_eval(loader: Loaders, shard: Shard, *, share: Share | None = None) -> AnyLoaders:
     """Return this process's share of a loader that is evaluated with.
 
     Of a DataLoader with a map-style data set or a `ShardedIterable`, and of a list or tuple of batches, process `rank`
@@ -65,7 +73,7 @@ def _share_combined(loader: CombinedLoader, shard: Shard) -> CombinedLoader:
     lengths = [find_length(one) for one in loader.flattened]
     longest = max((math.inf if length is None else length for length in lengths), default=0)
 
-    def share_one(one: object) -> object:
+    def share_one(one: Loaders) -> Loaders:
         length = find_length(one)
         # A process without any batch of a loader that starts over could not continue: it reads all of it.
         is_whole = loader.mode == "max_size_cycle" and length is not None and length < min(longest, shard.size)
@@ -95,7 +103,7 @@ def count_eval_rounds(loader: Loaders) -> int | None:
     return int(combined_length(capped, loader.mode))
 
 
-def in_loader_order(loader: Loaders, parts: Sequence[Sequence[object]]) -> list[Any]:  # Any: predictions, of any type
+def in_loader_order(loader: Loaders, parts: Sequence[Sequence[StepOutput]]) -> list[AnyOutput]:
     """Return predictions of all processes in the order of the user's loader.
 
     Args:
@@ -117,7 +125,7 @@ class EvalListShard:
         num_global_batches: Batches of the process that has the most.
     """
 
-    def __init__(self, loader: Sequence[Any], shard: Shard) -> None:
+    def __init__(self, loader: Sequence[Batch], shard: Shard) -> None:
         self.loader = loader
         self._shard = shard
 
@@ -152,7 +160,7 @@ class EvalShard:
         loader: The same.
     """
 
-    def __init__(self, loader: DataLoader[Batch], shard: Shard, share: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, loader: DataLoader[Batch], shard: Shard, share: Share | None = None) -> None:
         self.loader = loader
         self._shard = shard.with_policy("zero_weight")  # the last global batch may be incomplete
         self._share = share
@@ -177,7 +185,7 @@ class EvalShard:
         return self.loader.batch_size
 
     @property
-    def dataset(self) -> Any:
+    def dataset(self) -> AnyDataset:
         """The user's data set."""
         return self.loader.dataset
 
@@ -202,10 +210,10 @@ class EvalShard:
         with borrowed_rng(shared):
             return self._begin(shared)
 
-    def _begin(self, rng: StateDict) -> Iterator[Any]:
+    def _begin(self, rng: StateDict) -> Iterator[Batch]:
         self._index.prepare(0, derive_key(rng, "evaluation"), is_numbered=self._has_persistent_workers)
         if self._has_persistent_workers:  # only some passes start workers, which draws
-            copied: Any = self._copy.dataset
+            copied = cast(SeedingDataset, self._copy.dataset)
             if copied.has_changed():
                 self.shut_down()
             self._index.skip(0, {}, lambda: restore_rng({kind: rng[kind] for kind in KINDS if kind in rng}))
@@ -217,14 +225,13 @@ class EvalShard:
     def _find_rng(self) -> StateDict:
         """Return the state of the generators with which this pass begins on all ranks."""
         if self._share is not None:
-            state: StateDict = self._share(capture_rng())
-            return state
+            return self._share(capture_rng())
         self._passes += 1
         with RngStream(f"evaluation {self._passes}".encode()):
             return capture_rng()
 
 
-def _is_sequential(sampler: object) -> bool:
+def _is_sequential(sampler: AnySampler) -> bool:
     """Return whether the sampler gives the same indices on all ranks without drawing a random number."""
     if type(sampler) is BatchSampler:
         return _is_sequential(sampler.sampler)

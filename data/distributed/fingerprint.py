@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from ...protocols import Batch
+from ...protocols import AnyDataset, Batch, Tree
 from ..move import apply_to_collection
 
 _MOST_BYTES = 1 << 16
@@ -59,7 +59,7 @@ _MOST_BYTES_OF_ALL = 1 << 30
 _PLAIN = (str, bytes, int, float, bool, PurePath)
 
 
-def listed_in(data: object, path: str = "dataset", depth: int = 8) -> dict[str, Any]:  # Any: sequences, arrays, frames
+def listed_in(data: AnyDataset, path: str = "dataset", depth: int = 8) -> dict[str, Any]:
     """Return what a map-style data set lists its samples in, by path: attributes with one entry for each sample.
 
     Those of data sets in it, too. Nothing is read through `__getitem__` of a data set, which may draw random numbers or
@@ -120,7 +120,7 @@ def _entries(values: Any, part: slice) -> list[object] | None:
     return None if any(entry is None for entry in entries) else entries
 
 
-def _is_plain(value: object) -> bool:
+def _is_plain(value: Tree) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

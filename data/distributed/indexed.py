@@ -9,13 +9,12 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from ...errors import DataError
-from ...protocols import Batch, StateDict
+from ...protocols import AnySampler, Batch, Indices, StateDict
 from ..limit import find_length, resolve_limit
 from ..rng import KINDS, RngStream, capture_rng, kinds_that_moved, moved_numpy, restore_kinds, restore_rng
 from ..sources.base import Source, position_of
@@ -64,20 +63,20 @@ class ShardedIndexStream(IndexStream):
         empty_global_batch: Number of the global batch of this pass that has no batch for this rank; -1 for none.
     """
 
-    def __init__(self, sampler: Any, most_in_flight: int, shard: Shard, *, first_number: int = 1) -> None:
+    def __init__(self, sampler: AnySampler, most_in_flight: int, shard: Shard, *, first_number: int = 1) -> None:
         super().__init__(sampler, most_in_flight)
         self._shard = shard
         self._first_number = first_number
         self._given = 0  # global batches handed to the loader in this pass
         self._skipped = 0  # batches of the epoch before this pass
         self._marks: deque[tuple[int, int]] = deque(maxlen=most_in_flight + _MOST_BACK)
-        self._own: deque[Any] = deque(maxlen=most_in_flight + 1)  # this rank's latest batches of indices
-        self._head: list[Any] = []  # the epoch's first batches of indices, to fill a global batch with
+        self._own: deque[Indices] = deque(maxlen=most_in_flight + 1)  # this rank's latest batches of indices
+        self._head: list[Indices] = []  # the epoch's first batches of indices, to fill a global batch with
         self._watches_numpy = False
         self.empty_global_batch = -1
 
     @override
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Indices]:
         hand_out = super().__iter__()
         self._given = self._skipped = 0
         self._watches_numpy = False
@@ -88,7 +87,7 @@ class ShardedIndexStream(IndexStream):
         return hand_out
 
     @override
-    def _hand_out(self) -> Iterator[Any]:
+    def _hand_out(self) -> Iterator[Indices]:
         if self._to_skip:
             self._skip()
         while True:
@@ -103,7 +102,7 @@ class ShardedIndexStream(IndexStream):
             else:
                 yield index
 
-    def _take_local(self) -> object:
+    def _take_local(self) -> Indices:
         """Take the next global batch and return this rank's batch of indices."""
         rank, size, uneven = self._shard.rank, self._shard.size, self._shard.uneven
         ahead = self._ahead
@@ -158,7 +157,7 @@ class ShardedIndexStream(IndexStream):
         return self._marks[place] if place >= 0 else None
 
     @override
-    def find(self, position: int) -> Any:
+    def find(self, position: int) -> Indices:
         back = self._given - position
         return self._own[-1 - back] if 0 <= back < len(self._own) else None
 
@@ -174,7 +173,7 @@ class ShardedIndexStream(IndexStream):
         return digest
 
     @override
-    def _pull(self) -> Any:
+    def _pull(self) -> Indices:
         has_moved = moved_numpy() if self._watches_numpy else None
         index = super()._pull()
         if has_moved is not None and has_moved():
@@ -188,7 +187,7 @@ class ShardedIndexStream(IndexStream):
         return index
 
     @override
-    def _first_pull(self) -> object:
+    def _first_pull(self) -> Indices:
         # What a sampler draws later must be equal on all ranks, also if it has not drawn yet. NumPy's state takes ten
         # times as long to swap as the others: where it is not used now, it is only watched.
         before = capture_rng()
@@ -221,7 +220,7 @@ class ShardedSource(IndexedSource):
         self._has_logged = False
 
     @override
-    def _make_index(self, sampler: object, most_in_flight: int) -> IndexStream:
+    def _make_index(self, sampler: AnySampler, most_in_flight: int) -> IndexStream:
         self._index_stream = ShardedIndexStream(sampler, most_in_flight, self._shard)
         return self._index_stream
 
@@ -278,19 +277,14 @@ class ShardedSource(IndexedSource):
     @override
     def _find_length(self) -> int | None:
         length = find_length(self.loader)
-        return (
-            None if length is None else self.first + self._shard.count_global_batches(max(0, length - self._consumed))
-        )
+        return None if length is None else self.first + self._shard.count_left(length, self._consumed)
 
     @override
     def apply_limit(self, limit: int | float | None, name: str) -> int | float:
-        length = find_length(self.loader)
-        everything = None if length is None else self._shard.count_global_batches(length)
-        limited = resolve_limit(limit, everything, name)
-        if self._is_at_end or limited == resolve_limit(None, everything, name):
+        limited = self._shard.resolve_limit(limit, find_length(self.loader), name)
+        if self._is_at_end or limited is None:
             return resolve_limit(None, self.length, name)
-        # An epoch ends at the batch at which it would, had as many processes read it from its beginning.
-        return self.first + self._shard.count_global_batches(max(0, int(limited) * self._shard.size - self._consumed))
+        return self.first + self._shard.count_left(limited, self._consumed)
 
     @override
     def take(self) -> Batch:
@@ -341,15 +335,12 @@ class ShardedListSource(Source):
     """
 
     kind = "replay"  # its states fit those of one process
-    loader: list[Any] | tuple[Any, ...]
+    loader: list[Batch] | tuple[Batch, ...]
 
-    def __init__(self, loader: list[Any] | tuple[Any, ...], shard: Shard) -> None:
+    def __init__(self, loader: list[Batch] | tuple[Batch, ...], shard: Shard) -> None:
         super().__init__(loader)
         self._shard = shard
         self._consumed = 0
-        self._is_open = False
-        self._epoch = 0
-        self._loaded: StateDict | None = None
         self.length = shard.count_global_batches(len(loader))
 
     @override
@@ -366,16 +357,13 @@ class ShardedListSource(Source):
     def _start(self, epoch: int, *, consumed: int, given: int) -> None:
         self._epoch, self._is_open, self.ends_at_length = epoch, True, True
         self._consumed, self.first, self.position = consumed, given, given
-        self.length = given + self._shard.count_global_batches(max(0, len(self.loader) - consumed))
+        self.length = given + self._shard.count_left(len(self.loader), consumed)
 
     @override
     def apply_limit(self, limit: int | float | None, name: str) -> int | float:
         assert self.length is not None
-        everything = self._shard.count_global_batches(len(self.loader))
-        limited = resolve_limit(limit, everything, name)
-        if limited == everything:
-            return self.length
-        return self.first + self._shard.count_global_batches(max(0, int(limited) * self._shard.size - self._consumed))
+        limited = self._shard.resolve_limit(limit, len(self.loader), name)
+        return self.length if limited is None else self.first + self._shard.count_left(limited, self._consumed)
 
     @override
     def has_next(self) -> bool:
@@ -419,7 +407,3 @@ class ShardedListSource(Source):
             "opening": {},
             "current": {},
         }
-
-    def _load(self, state: StateDict) -> None:
-        self.close()
-        self._loaded = state

@@ -6,14 +6,14 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from ...messages import counted
 from ...protocols import Batch, Loaders, StateDict
-from ..limit import find_length, resolve_limit
+from ..limit import find_length
 from ..rng import RngStream, capture_generators, capture_rng, derive_key, find_generators, restore_generators
 from ..sharded_iterable import CollateShare, IterableShare, ShardedIterable
 from ..sources.base import Source
@@ -22,10 +22,10 @@ from ..worker import WorkerInit
 from .shard import NO_BATCH, Shard
 
 log = logging.getLogger(__name__)
-_END: Any = object()
+_END = (None, None)  # no batch
 
 
-def is_sharded_iterable(loader: object) -> TypeGuard[DataLoader[Batch]]:
+def is_sharded_iterable(loader: Loaders) -> TypeGuard[DataLoader[Batch]]:
     """Return whether this is a DataLoader with a `ShardedIterable` whose batches can be distributed."""
     return (
         isinstance(loader, DataLoader)
@@ -53,15 +53,19 @@ def of_rank(loader: Loaders, shard: Shard) -> Loaders:
     return changed_loader(loader, dataset=data.of_rank(rank, size))
 
 
+def _data_of(loader: DataLoader[Batch]) -> ShardedIterable:
+    assert isinstance(loader.dataset, ShardedIterable)  # see `is_sharded_iterable`
+    return loader.dataset
+
+
 def _find_length(loader: DataLoader[Batch]) -> int | None:
     """Return how many batches one process would read; None where the user's data set does not say."""
-    data: Any = loader.dataset
-    return find_length(changed_loader(loader, dataset=data.dataset))
+    return find_length(changed_loader(loader, dataset=_data_of(loader).dataset))
 
 
 def _open_share(
     loader: DataLoader[Batch], shard: Shard, key: bytes, *, start: int = 0, first: int = 0
-) -> Iterator[Any]:
+) -> Iterator[tuple[Batch, int | None]]:
     """Begin a pass over the shard; yields batches, each with a digest of the order.
 
     Args:
@@ -71,9 +75,8 @@ def _open_share(
         start: Samples to leave out.
         first: Number of the first global batch.
     """
-    data: Any = loader.dataset
     share = IterableShare(
-        data.dataset, shard.rank, shard.size, shard.uneven, loader.batch_size, loader.drop_last, start, key
+        _data_of(loader).dataset, shard.rank, shard.size, shard.uneven, loader.batch_size, loader.drop_last, start, key
     )  # fmt: skip
     collate = CollateShare(
         loader.collate_fn, key + shard.rank.to_bytes(4, "little"), first, is_batched=loader.batch_size is not None
@@ -107,14 +110,11 @@ class ShardedIterableSource(Source):
         self._iterator: Iterator[tuple[Batch, int | None]] = iter(())
         self._ahead: deque[Batch] = deque()
         self._order: int | None = None
-        self._is_open = self._has_ended = False
-        self._epoch = 0
+        self._has_ended = False
         self._samples = 0  # of all processes, before the first batch of this pass
         self._key = b""
         self._opening: StateDict = {}
-        self._loaded: StateDict | None = None
-        assert isinstance(loader.dataset, ShardedIterable)  # see `is_sharded_iterable`
-        self._data = loader.dataset
+        self._data = _data_of(loader)
         self._find_lengths()
 
     @property
@@ -128,9 +128,7 @@ class ShardedIterableSource(Source):
 
     def _find_lengths(self) -> None:
         length = _find_length(self.loader)
-        self.length = (
-            None if length is None else self.first + self._shard.count_global_batches(max(0, length - self._consumed))
-        )
+        self.length = None if length is None else self.first + self._shard.count_left(length, self._consumed)
 
     @override
     def begin(self, epoch: int) -> None:
@@ -176,16 +174,11 @@ class ShardedIterableSource(Source):
 
     @override
     def apply_limit(self, limit: int | float | None, name: str) -> int | float:
-        length = _find_length(self.loader)
-        everything = None if length is None else self._shard.count_global_batches(length)
-        limited = resolve_limit(limit, everything, name)
-        if limited == resolve_limit(None, everything, name):
+        limited = self._shard.resolve_limit(limit, _find_length(self.loader), name)
+        if limited is None:
             self.most = math.inf if self.length is None else self.length
         else:
-            # An epoch ends at the batch at which it would, had as many processes read it from its beginning.
-            self.most = self.first + self._shard.count_global_batches(
-                max(0, int(limited) * self._shard.size - self._consumed)
-            )
+            self.most = self.first + self._shard.count_left(limited, self._consumed)
         return self.most
 
     @override
@@ -239,10 +232,6 @@ class ShardedIterableSource(Source):
             "opening": self._opening,
             "current": capture_generators(self._find_generators()),
         }
-
-    def _load(self, state: StateDict) -> None:
-        self.close()
-        self._loaded = state
 
     def _find_generators(self) -> StateDict:
         # Workers have copies of their own, which start again in each pass.

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from torch.utils.data import DistributedSampler
 
 from ...errors import ConfigError, DataError, nearest
-from ...protocols import Loaders, StateDict
+from ...protocols import AnySampler, Loaders, StateDict, StepOutput
+from ..limit import resolve_limit
 from ..sources.base import NO_BATCH, NoBatch
 
 __all__ = ["NO_BATCH", "UNEVEN", "NoBatch", "Shard", "find_own_state", "interleave", "is_rank_aware", "merge_states"]
@@ -66,12 +67,25 @@ class Shard:
         """Return the number of global batches in this many batches: the steps that each process takes part in."""
         return batches // self.size if self.uneven == "stop_all" else -(-batches // self.size)
 
+    def count_left(self, batches: int, consumed: int) -> int:
+        """Return the number of global batches in what is left of the loader's batches after `consumed` of them."""
+        return self.count_global_batches(max(0, batches - consumed))
+
+    def resolve_limit(self, limit: int | float | None, length: int | None, name: str) -> int | None:
+        """Return how many of a loader's batches a limit for one process admits; None: all.
+
+        An epoch ends at the batch at which it would, had as many processes read it from its beginning.
+        """
+        everything = None if length is None else self.count_global_batches(length)
+        limited = resolve_limit(limit, everything, name)
+        return None if limited == resolve_limit(None, everything, name) else int(limited) * self.size
+
     def numbers(self, count: int) -> list[int]:
         """Return which of the loader's batches are the first `count` of this process, counted from 0."""
         return list(range(self.rank, self.rank + count * self.size, self.size))
 
 
-def interleave(parts: Sequence[Sequence[object]]) -> list[object]:  # predictions, of any type
+def interleave(parts: Sequence[Sequence[StepOutput]]) -> list[StepOutput]:
     """Return what the processes made of their batches in the order of the loader's batches.
 
     Args:
@@ -81,7 +95,7 @@ def interleave(parts: Sequence[Sequence[object]]) -> list[object]:  # prediction
     return [part[number] for number in steps for part in parts if number < len(part)]
 
 
-def is_rank_aware(loader: object) -> bool:
+def is_rank_aware(loader: Loaders) -> bool:
     """Return whether the loader's sampler knows its rank, so that each process has a part of the data already.
 
     This is torch's `DistributedSampler`, or any sampler, batch sampler or sampler within these that has the attributes
@@ -93,7 +107,7 @@ def is_rank_aware(loader: object) -> bool:
     )
 
 
-def find_samplers(loader: Loaders) -> Iterator[object]:
+def find_samplers(loader: Loaders) -> Iterator[AnySampler]:
     """Yield the samplers of a loader, those within others included."""
     queue, seen = [loader], set[int]()
     while queue and len(seen) < 16:

@@ -6,7 +6,6 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from typing_extensions import override
 
@@ -40,14 +39,12 @@ class SynchronizedSource(Source):
         super().__init__(source.loader)
         self.kind = source.kind
         self._is_cautious = source.kind in ("combined", "stateful")  # cannot always tell where it was some batches ago
-        self._ahead: deque[tuple[Any, StateDict | None]] = deque()
+        self._ahead: deque[tuple[Batch, StateDict | None]] = deque()
         self._until = 0  # number of batches that exist for certain
         self._is_final = False  # and no more
         self._pass_start = 0  # position at which the loader was begun, again perhaps
         self._key = ""
-        self._epoch = 0
         self._has_warned = False
-        self._loaded: StateDict = {}
         self.length = self._agree_length()
 
     # --- an epoch ----------------------------------------------------------------------------------------------------
@@ -69,6 +66,7 @@ class SynchronizedSource(Source):
     @override
     def resume(self, epoch: int) -> None:
         state = self._loaded
+        assert state is not None
         self._forget(epoch)
         self._inner.resume(epoch)
         self.position = position_of(state)
@@ -78,7 +76,7 @@ class SynchronizedSource(Source):
 
     def _forget(self, epoch: int) -> None:
         self._epoch = epoch
-        self._loaded = {}
+        self._loaded = None
         self._ahead.clear()
         self.position = self._pass_start = 0
         self._is_final = False
@@ -239,7 +237,7 @@ class SynchronizedSource(Source):
 
     @override
     def state_dict(self, back: int = 0) -> StateDict:
-        if self._loaded:
+        if self._loaded is not None:
             return self._loaded
         inner_back = self._inner_back(back)
         self._inner.most = self._inner.position + max(0, self.most - self.position - len(self._ahead))
@@ -266,9 +264,8 @@ class SynchronizedSource(Source):
                 fix="resume with a sampler that does not know its rank and with use_distributed_sampler=True, or from "
                 "a checkpoint made at the end of an epoch.",
             )
-        self.close()
+        super()._load(state)
         self._inner.load_state_dict(state)
-        self._loaded = state
 
 
 def _decide_alone(count: int) -> int:

@@ -56,6 +56,9 @@ class Source(ABC):
         self.shift = 0
         self.ends_at_length = False
         self.most: int | float = math.inf
+        self._is_open = False
+        self._epoch = 0
+        self._loaded: StateDict | None = None  # until the epoch that it continues is entered
 
     @abstractmethod
     def begin(self, epoch: int) -> None:
@@ -118,9 +121,10 @@ class Source(ABC):
             )
         self._load(state)
 
-    @abstractmethod
     def _load(self, state: StateDict) -> None:
         """Keep a state of the right kind."""
+        self.close()
+        self._loaded = state
 
     @abstractmethod
     def resume(self, epoch: int) -> None:
@@ -180,7 +184,7 @@ def announce_epoch(loader: Loaders, epoch: int) -> None:
         getattr(loader, "sampler", None),
         getattr(loader, "dataset", None),
     ]
-    announced: list[object] = []
+    announced: list[Loaders] = []
     for part in parts:
         set_epoch = getattr(part, "set_epoch", None)
         if callable(set_epoch) and not any(part is one for one in announced):

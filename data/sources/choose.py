@@ -53,5 +53,5 @@ def make_source(loader: Loaders, *, is_placed: bool = False) -> Source:
     return RereadSource(cast(Loader, loader))
 
 
-def _named(loader: object) -> str:
+def _named(loader: Loaders) -> str:
     return f"the class {loader.__name__}" if isinstance(loader, type) else f"a {type(loader).__name__}"

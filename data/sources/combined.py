@@ -22,7 +22,7 @@ def combined_length(lengths: Sequence[int | float], mode: str) -> int | float:
     return sum(lengths) if mode == "sequential" else max(lengths)
 
 
-def no_batches(number: int, loader: object, *, is_reread: bool = False) -> DataError:
+def no_batches(number: int, loader: Loaders, *, is_reread: bool = False) -> DataError:
     """Return the error for a loader of a collection that cannot give its part of a batch."""
     return DataError(
         f"Loader {number} of the collection ({type(loader).__name__}) yields no batches"
@@ -48,19 +48,13 @@ class CombinedSource(Source):
     def __init__(
         self, loaders: Loaders, sources: Sequence[Source], *, mode: str, limits: Sequence[int | float | None]
     ) -> None:
-        self.loader = loaders
-        self.position = self.first = self.shift = 0
-        self.ends_at_length = False
-        self.most = math.inf
+        super().__init__(loaders)
         self._sources = list(sources)
         self._mode = mode
         self._limits = [math.inf if limit is None else limit for limit in limits]
         self._is_done = [False] * len(self._sources)
         self._current = 0
         self.length = self._find_length()
-        self._epoch = 0
-        self._is_open = False
-        self._loaded: StateDict | None = None
 
     @override
     def begin(self, epoch: int) -> None:

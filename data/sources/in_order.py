@@ -7,10 +7,11 @@ from typing import TypeVar
 from torch.utils.data import DataLoader
 
 from ...messages import warn
+from ...protocols import Loaders
 from ..tree import changed_loader
 
 
-def gives_any_order(loader: object) -> bool:
+def gives_any_order(loader: Loaders) -> bool:
     """Whether this is a DataLoader whose batches come as its workers finish them."""
     return isinstance(loader, DataLoader) and loader.num_workers > 0 and not getattr(loader, "in_order", True)
 

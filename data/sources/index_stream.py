@@ -6,7 +6,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from numbers import Integral
-from typing import Any
+from typing import cast
 
 from torch import Tensor
 from torch.utils.data import (
@@ -20,11 +20,11 @@ from torch.utils.data import (
 
 from ...errors import DataError
 from ...messages import counted
-from ...protocols import Batch, StateDict
+from ...protocols import AnySampler, Indices, StateDict
 from ..rng import RngStream, capture_rng, kinds_that_moved
 from ..worker import Numbered
 
-_END: Any = object()
+_END: Indices = object()
 # Python may change how it hashes tuples of integers: digests are compared only where this value is equal.
 _HASH_CHECK = hash((1, 2, 3))
 # The digest is updated once in this many batches, because one larger update is cheaper.
@@ -52,16 +52,16 @@ class IndexStream:
             random numbers of its own.
     """
 
-    def __init__(self, sampler: Any, most_in_flight: int = 1) -> None:
+    def __init__(self, sampler: AnySampler, most_in_flight: int = 1) -> None:
         self.sampler = sampler
         self.pulled = 0
         self.draws_only_at_start = draws_only_at_start(sampler)
         self._keep = most_in_flight + _MOST_BACK
-        self._handed: deque[Any] = deque()  # handed to the loader and not yet in the digest
+        self._handed: deque[Indices] = deque()  # handed to the loader and not yet in the digest
         self._folded = 0
         self._digest = 0
-        self._ahead: deque[Batch] = deque()
-        self._inner: Iterator[Any] = iter(())
+        self._ahead: deque[Indices] = deque()
+        self._inner: Iterator[Indices] = iter(())
         self._stream: RngStream | None = None
         self._moved: set[str] = set()
         self._key = b""
@@ -132,7 +132,7 @@ class IndexStream:
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Indices]:
         if self._rewind is not None:
             self._rewind()
         self.pulled = self._folded = self._digest = 0
@@ -148,7 +148,7 @@ class IndexStream:
             self._moved = kinds_that_moved(before, capture_rng())
         return self._hand_out()
 
-    def _hand_out(self) -> Iterator[Any]:
+    def _hand_out(self) -> Iterator[Indices]:
         if self._to_skip:
             self._skip()
         while True:
@@ -201,7 +201,7 @@ class IndexStream:
                 break
             self._ahead.append(index)
 
-    def find(self, position: int) -> Any:
+    def find(self, position: int) -> Indices:
         """Return the indices of the batch that was given last, after this many; None if they are no longer known."""
         place = position - self._folded - 1
         return self._handed[place] if 0 <= place < len(self._handed) else None
@@ -218,7 +218,7 @@ class IndexStream:
         self._digest = digest
         self._folded += count
 
-    def _pull(self) -> Any:
+    def _pull(self) -> Indices:
         if self._has_ended:
             return _END
         if self._stream is not None:
@@ -236,7 +236,7 @@ class IndexStream:
                 return index.copy()  # a sampler may fill one list again and again
         return index
 
-    def _first_pull(self) -> object:
+    def _first_pull(self) -> Indices:
         before = capture_rng()
         index = next(self._inner, _END)
         kinds = self._moved | kinds_that_moved(before, capture_rng())
@@ -246,7 +246,7 @@ class IndexStream:
 
     def _skip(self) -> None:
         count, self._to_skip = self._to_skip, 0
-        regroup, before, loose = self._regroup, 0, list[Any]()
+        regroup, before, loose = self._regroup, 0, list[Indices]()
         for number in range(count):
             index = self._pull()
             if index is _END:
@@ -259,7 +259,7 @@ class IndexStream:
             self._digest = _fold(self._digest, index)
             self._folded += 1
             if regroup is not None:
-                loose += index
+                loose += cast("list[Indices]", index)  # of a BatchSampler
                 while len(loose) >= regroup:
                     before = _fold(before, loose[:regroup])
                     del loose[:regroup]
@@ -278,12 +278,12 @@ _OTHER_ORDER = (
 )
 
 
-def count_indices(index: object) -> int | None:
+def count_indices(index: Indices) -> int | None:
     """Return how many samples a batch sampler has chosen; None where its batches have no length."""
     return len(index) if isinstance(index, Sized) else None
 
 
-def draws_only_at_start(sampler: Any) -> bool:
+def draws_only_at_start(sampler: AnySampler) -> bool:
     """Return whether this is one of torch's samplers, which use the global generators for the first indices only.
 
     A subclass may do anything, so it does not count.
@@ -307,7 +307,7 @@ _DRAW_AT_START = frozenset(
 )
 
 
-def _fold(digest: int, index: Any) -> int:
+def _fold(digest: int, index: Indices) -> int:
     """Return a new digest that depends on the old one and on a batch of indices, equal in every process."""
     if type(index) is int:
         return hash((digest, index))
@@ -319,7 +319,7 @@ def _fold(digest: int, index: Any) -> int:
     return zlib.crc32(_describe(index).encode(), digest & 0xFFFFFFFF)
 
 
-def _describe(index: object) -> str:
+def _describe(index: Indices) -> str:
     """Return a text that names indices of any kind without addresses."""
     if isinstance(index, (list, tuple)):
         return f"[{','.join(map(_describe, index))}]"

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import TypeGuard, cast
 
 from torch.utils.data import BatchSampler, DataLoader, MapDataPipe
 from typing_extensions import override
 
 from ...errors import DataError
-from ...protocols import Batch, StateDict
+from ...protocols import AnySampler, Batch, Loaders, StateDict, Tree
 from ..gather import gathering_parts, pinned_parts
 from ..limit import find_length
 from ..rng import capture_generators, capture_rng, derive_key, find_generators, restore_generators, restore_rng
 from ..tree import change_loader
-from ..worker import with_indices
+from ..worker import SeedingDataset, with_indices
 from .base import Source, position_of
 from .in_order import in_order
 from .index_stream import IndexStream, count_indices
 
 
-def is_indexed(loader: object) -> TypeGuard[DataLoader[Batch]]:
+def is_indexed(loader: Loaders) -> TypeGuard[DataLoader[Batch]]:
     """Return whether this is a DataLoader that yields one batch for each batch of indices of its sampler."""
     return (
         isinstance(loader, DataLoader)
@@ -56,15 +56,12 @@ class IndexedSource(Source):
         self._index = self._make_index(getattr(loader, name), most_in_flight)
         self._copy = with_indices(in_order(loader), self._index, seeds_workers=self._has_workers)
         change_loader(self._copy, **gathering_parts(loader))
-        self._fetch: Callable[[], Any] = iter(()).__next__
-        self._is_open = False
+        self._fetch: Callable[[], Batch] = iter(()).__next__
         self._is_at_end = False
-        self._epoch = 0
         self._reuses_workers = False
         self._opening: StateDict = {}
-        self._loaded: StateDict | None = None
 
-    def _make_index(self, sampler: object, most_in_flight: int) -> IndexStream:
+    def _make_index(self, sampler: AnySampler, most_in_flight: int) -> IndexStream:
         return IndexStream(sampler, most_in_flight)
 
     @override
@@ -77,7 +74,7 @@ class IndexedSource(Source):
         if not (self._has_workers and self.loader.persistent_workers):
             super().announce_epoch(epoch)
             return
-        copied: Any = self._copy.dataset
+        copied = cast(SeedingDataset, self._copy.dataset)
         if copied.has_changed():
             self.shut_down()
         super().announce_epoch(epoch)  # which workers learn, too
@@ -256,10 +253,6 @@ class IndexedSource(Source):
             return samples
         return batches * int(self._index.sampler.batch_size)
 
-    def _load(self, state: StateDict) -> None:
-        self.close()
-        self._loaded = state
-
     def _check(self, name: str, state: StateDict, now: int | None, what: str) -> None:
         if state[name] != now:
             raise DataError(
@@ -313,5 +306,5 @@ class IndexedSource(Source):
                 part.load_state_dict(states[name])
 
 
-def _state_text(state: object) -> str:
+def _state_text(state: Tree) -> str:
     return str(state.tolist()) if hasattr(state, "tolist") else str(state)

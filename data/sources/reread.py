@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Collection, Iterator
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..rng_watch import RngWatch
 
 log = logging.getLogger(__name__)
-_NOTHING: object = object()
+_NOTHING: Batch = object()
 
 L = TypeVar("L")
 
@@ -63,19 +63,18 @@ class RereadSource(Source):
         self._is_sequence = isinstance(loader, (list, tuple))
         self._num_workers = _num_workers(loader)
         self._iterator: Iterator[Batch] = iter(())
-        self._ahead: Any = _NOTHING
+        self._ahead: Batch = _NOTHING
         self._stream: RngStream | None = None
         self._watch: RngWatch | None = None
         self._kinds: frozenset[str] = frozenset()
         self._fetched = 0  # batches of this epoch, read ahead or given
         self._late: dict[int, StateDict] = {}  # batch that drew first from a generator -> where that one was
-        self._first_batches: list[Any] | None = [] if self._num_workers > 1 else None  # of the first epoch, to compare
-        self._is_open = False
+        self._first_batches: list[int | None] | None = (
+            [] if self._num_workers > 1 else None
+        )  # of the first epoch, to compare
         self._has_ended = False
         self._was_read = False
-        self._epoch = 0
         self._opening: StateDict = {}
-        self._loaded: StateDict | None = None
 
     @override
     def begin(self, epoch: int) -> None:
@@ -245,7 +244,7 @@ class RereadSource(Source):
             self._compare_workers(self._first_batches, batch)
         return batch
 
-    def _compare_workers(self, seen: list[Any], batch: Batch) -> None:
+    def _compare_workers(self, seen: list[int | None], batch: Batch) -> None:
         """Warn if the first batches of all workers are the same: each reads all of the data."""
         from ..distributed.fingerprint import (  # not imported without workers
             SAME_IN_WORKERS,
@@ -289,10 +288,6 @@ class RereadSource(Source):
     def _capture_current(self) -> StateDict:
         return {} if self._is_sequence else capture_generators(self._find_generators())
 
-    def _load(self, state: StateDict) -> None:
-        self.close()
-        self._loaded = state
-
     def _find_generators(self) -> StateDict:
         return find_generators(loader=self.loader)
 
@@ -315,7 +310,7 @@ def without_persistent_workers(loader: L) -> L:
     return changed_loader(loader, persistent_workers=False)
 
 
-def is_one_shot(loader: object) -> bool:
+def is_one_shot(loader: Loaders) -> bool:
     """Return whether this is an iterator that nothing can rewind: a generator, or one of the built-in iterators.
 
     A class of the user's may return itself from `__iter__` and start again there, so it does not count.

@@ -5,27 +5,27 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
-from typing import Any, TypeGuard, cast
+from typing import TypeGuard, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from ...errors import DataError
-from ...protocols import Batch, Loader, StateDict, Stateful, StatefulLoader
+from ...protocols import Batch, Loader, Loaders, StateDict, Stateful, StatefulLoader, Tree
 from ..limit import find_length
 from ..rng import RngStream, capture_rng, derive_key, is_same, restore_rng
 from .base import Source
 
 log = logging.getLogger(__name__)
-_NOTHING: object = object()
+_NOTHING: Batch = object()
 
 
-def is_stateful(loader: object) -> TypeGuard[StatefulLoader]:
+def is_stateful(loader: Loaders) -> TypeGuard[StatefulLoader]:
     """Return whether the loader has both `state_dict` and `load_state_dict`."""
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
-def has_stateful_data(loader: object) -> TypeGuard[DataLoader[Batch]]:
+def has_stateful_data(loader: Loaders) -> TypeGuard[DataLoader[Batch]]:
     """Return whether this is a DataLoader that reads, in this process, a streaming data set which saves its place.
 
     With workers, each of them has its own data set, whose place the loader does not tell.
@@ -66,20 +66,17 @@ class StatefulSource(Source):
         self._keeps_own_state = keeper is None
         self._keeper = cast(Stateful, loader) if keeper is None else keeper
         self._iterator: Iterator[Batch] = iter(())
-        self._ahead: Any = _NOTHING
+        self._ahead: Batch = _NOTHING
         self._before_ahead: StateDict = {}
         self._stream: RngStream | None = None
-        self._is_open = False
         self._has_ended = False
         self._may_be_rest = False  # whether the pass may be the empty rest of one that had ended
         self._is_broken = False  # whether reading raised an error
-        self._epoch = 0
-        self._loaded: StateDict | None = None
         # Whether its state has a position; None: not known yet. That of a DataLoader (torchdata's) has, and asking for
         # it before a pass would start the workers.
         self._seeks = True if isinstance(self._keeper, DataLoader) else None
         self._opening: StateDict = {}  # before the pass, unless it seeks
-        self._after_first: Any = _NOTHING  # the loader's state after the first batch, until `_seeks` is known
+        self._after_first: Tree = _NOTHING  # the loader's state after the first batch, until `_seeks` is known
         self._is_resumed = False
 
     @override
@@ -263,7 +260,3 @@ class StatefulSource(Source):
             "loader": self._keeper.state_dict(),
             "stream": {} if self._stream is None else self._stream.state_dict(),
         }
-
-    def _load(self, state: StateDict) -> None:
-        self.close()
-        self._loaded = state

@@ -69,4 +69,4 @@ class EvaluationWeights:
 
     def _call(self, name: str) -> None:
         for one in self._optimizers:
-            cast("Callable[[], object]", getattr(one, name))()
+            cast("Callable[[], None]", getattr(one, name))()

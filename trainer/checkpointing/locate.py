@@ -105,7 +105,7 @@ def _last(trainer: Trainer) -> str | None:
         if isinstance(callback, ModelCheckpoint):
             paths += [path for path in callback.find_last(trainer) if path not in paths]
 
-    def skip(path: object, error: Exception) -> None:
+    def skip(path: str | Path, error: Exception) -> None:
         warn(f"{path} is damaged and skipped: {error}")
 
     def ordered() -> list[str]:

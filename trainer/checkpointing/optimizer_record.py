@@ -6,7 +6,7 @@ what `configure_optimizers` returned, so that a learning rate that differs from 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ...checkpoint.content import PARAM_NAMES
 from ...errors import CheckpointError
-from ...protocols import StateDict
+from ...protocols import ParamGroup, StateDict, Tree
 from ...strategies.base import plain_name
 
 if TYPE_CHECKING:
@@ -137,27 +137,27 @@ def fit_groups(
     return {**state, "state": entries, "param_groups": fitted}, found
 
 
-def _hyperparameters(group: Mapping[str, object], *, of_start: bool = True) -> Iterator[tuple[str, object]]:
+def _hyperparameters(group: ParamGroup, *, of_start: bool = True) -> Iterator[tuple[str, Tree]]:
     """Yield what a group was given. A schedule may have changed `lr` already: then the group has its `initial_lr`."""
     lr = group.get("initial_lr", group.get("lr")) if of_start else group.get("lr")
     yield "lr", lr
     yield from ((key, value) for key, value in group.items() if key not in _NOT_GIVEN)
 
 
-def _plain(values: Mapping[str, object] | Iterator[tuple[str, object]]) -> StateDict:
+def _plain(values: ParamGroup | Iterator[tuple[str, Tree]]) -> StateDict:
     """Return the values that a checkpoint can hold and that can be compared. Reads rates that are tensors."""
-    pairs = values.items() if isinstance(values, Mapping) else values
+    pairs = values.items() if isinstance(values, dict) else values
     read = ((key, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value) for key, value in pairs)
     return {key: value for key, value in read if _is_plain(value)}
 
 
-def _is_plain(value: object) -> bool:
+def _is_plain(value: Tree) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_plain(one) for one in value)
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _class_changed(where: str, old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+def _class_changed(where: str, old: StateDict, new: StateDict) -> list[str]:
     if old["class"] == new["class"]:
         return []
     return [f"{where} is {new['class']}, and the checkpoint's is {old['class']}"]

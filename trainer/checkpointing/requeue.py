@@ -82,7 +82,7 @@ def find_requeued(trainer: Trainer) -> str | None:
         return None
     found = numbered_checkpoints(trainer.default_root_dir)
 
-    def skip(path: object, error: Exception) -> None:
+    def skip(path: str, error: Exception) -> None:
         logger.warning("%s is damaged and skipped: %s", path, error)
 
     newest = storage.newest_valid([found[number] for number in sorted(found, reverse=True)], skip)

@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from ...checkpoint.checkpoint_io import saves_in_background
 from ...errors import CheckpointError, ModuleError
 from ...messages import counted
-from ...protocols import StateDict
+from ...protocols import StateDict, StorageOptions
 from ...strategies.optional import every_weight, saves_shards, written_state
 from ..loop.run_signals import add_place
 from ..session.assemble import has_override
@@ -117,7 +117,7 @@ class Saving:
         filepaths: Sequence[str | Path],
         *,
         is_weights_only: bool,
-        storage_options: object,
+        storage_options: StorageOptions | None,
     ) -> None:
         """Take a checkpoint and write it to each path.
 
@@ -164,7 +164,7 @@ class Saving:
         filepaths: Sequence[str | Path],
         *,
         is_weights_only: bool,
-        storage_options: object,
+        storage_options: StorageOptions | None,
     ) -> None:
         trainer, strategy = self._trainer, self._trainer.strategy
         ranks_answer = trainer.ranks_answer
@@ -222,12 +222,16 @@ class Saving:
         found = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in found.items()}
 
-    def write(self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: object) -> None:
+    def write(
+        self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: StorageOptions | None
+    ) -> None:
         """Write a checkpoint that was taken already, in another process say."""
         self.write_to(checkpoint, filepaths, storage_options)
         self._begin_wait(filepaths)
 
-    def write_to(self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: object) -> None:
+    def write_to(
+        self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: StorageOptions | None
+    ) -> None:
         """Write a checkpoint to each path by the plugin; for subclasses.
 
         Args:

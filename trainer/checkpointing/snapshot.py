@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,7 +19,7 @@ from ...data.rng import capture_rng, restore_rng
 from ...errors import CheckpointError, LoopwrightError
 from ...lazy import is_core
 from ...messages import warn
-from ...protocols import StateDict, WritesHyperparameters
+from ...protocols import Owner, StateDict, WritesHyperparameters
 from ...strategies.base import plain_name, plain_names
 from ...strategies.optional import load_strategy_state, stages_of, strategy_state
 from ..hooks import find_override
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 # --- out -----------------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
 
 
 def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> StateDict:
@@ -337,7 +339,7 @@ def callback_states(callbacks: list[Callback]) -> StateDict:
     return states
 
 
-def hyperparameters(owner: object, prefix: str) -> StateDict:
+def hyperparameters(owner: Owner, prefix: str) -> StateDict:
     """Return the entries of a checkpoint for the hyperparameters of a module (prefix "") or "datamodule_"."""
     if isinstance(owner, WritesHyperparameters):
         return owner.checkpoint_hyperparameters(prefix)
@@ -358,7 +360,7 @@ def read(fabric: Fabric, path: str, *, is_trusted: bool) -> Content:
 
     strategy = fabric.strategy
 
-    def on_all_ranks(function: Callable[[], object]) -> object:
+    def on_all_ranks(function: Callable[[], T]) -> T:
         from ...fabric.on_all_ranks import run_on_all_ranks
 
         return run_on_all_ranks(strategy, function)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...callbacks.averaging.weights import part_of
-from ...protocols import StateDict
+from ...protocols import StateDict, Tree
 from ..hooks import CALLBACK_BASES, MODULE_BASES, find_override
 
 if TYPE_CHECKING:
@@ -63,12 +63,12 @@ class ValidatedWeights:
         return {**state, **{name: self._state[name] for name in changed}}, {name: state[name] for name in changed}
 
 
-def copied(value: object) -> object:
+def copied(value: Tree) -> Tree:
     """Return a copy of a tensor; other values as they are."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _differs(now: object, then: Any) -> bool:  # Any: a tensor where `now` is one
+def _differs(now: Tree, then: Any) -> bool:  # Any: a tensor where `now` is one
     if not isinstance(now, Tensor):
         return False
     return not torch.equal(part_of(now.detach()), part_of(then))

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ...errors import ModuleError
-from ...protocols import Batch, StateDict
+from ...protocols import Batch, StateDict, Tree
 
 # Values are folded into the running sum in chunks of this size. The chunks are counted from the epoch's beginning and
 # what is not yet folded is part of a checkpoint, so that a resumed epoch adds in the same order, to the same bits.
 _CHUNK = 256
 
-Number = Tensor | float
+Number: TypeAlias = Tensor | float
+Logged: TypeAlias = object  # the value of a `log` call: a Number, a Loss, a metric object, or a mistake
+LogArgument: TypeAlias = Any  # of a `log` call
+Reduction: TypeAlias = "str | Callable[..., object]"  # the name of one, or a function of torch's or Python's
 TorchMetric: TypeAlias = Any  # Any: a metric object of torchmetrics, an optional dependency
 
 
@@ -25,7 +28,7 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _column(numbers: list[Any], device: torch.device) -> Tensor:  # Any: Number, distinguished by `kinds`
+def _column(numbers: list[Any], device: torch.device) -> Tensor:  # Any: Number, told apart by `kinds`
     """Return numbers and one-element tensors as one tensor on the device, without reading any of them."""
     dtype = accumulation_dtype(device)
     kinds = set(map(type, numbers))
@@ -58,13 +61,13 @@ def version_of(value: Number) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
-def is_metric(value: object) -> bool:
+def is_metric(value: Logged) -> bool:
     """Whether this is a torchmetrics metric object."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
-def shapes_of(batch: Batch) -> object:
+def shapes_of(batch: Batch) -> Tree:
     """Return the sizes of everything in a batch, to tell whether two batches look alike."""
     if isinstance(batch, Tensor):
         return tuple(batch.shape)
@@ -144,10 +147,10 @@ class ScalarAccumulator:
         self.weighs = on_epoch
         self.synchronized = 0.0
         self.synchronized_window = -1
-        self.requested: tuple[object, ...] | None = None  # the raw arguments, compared by ==
+        self.requested: tuple[LogArgument, ...] | None = None  # the raw arguments, compared by ==
         self.where = "a line of the run that was resumed"
         self.dtype = torch.float32
-        self.shapes: object = None  # nested sizes of an ambiguous batch, compared by ==
+        self.shapes: Tree = None  # nested sizes of an ambiguous batch, compared by ==
         self.window = -1
         self.step = -1
         self.step_values: list[Number] = []

@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...errors import ConfigError, ModuleError
 from ..loop.loss import Loss
-from .accumulators import MetricAccumulator, ScalarAccumulator, accumulation_dtype, is_metric
+from .accumulators import (
+    LogArgument,
+    Logged,
+    MetricAccumulator,
+    Reduction,
+    ScalarAccumulator,
+    accumulation_dtype,
+    is_metric,
+)
 
 if TYPE_CHECKING:
     from .metrics import HookTable
 
-_REDUCE: dict[object, str] = {
+_REDUCE: dict[Reduction, str] = {
     "mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max",
     torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", min: "min", max: "max", sum: "sum",
 }  # fmt: skip
@@ -29,7 +37,7 @@ def check_call(
     table: HookTable,
     name: str,
     existing: ScalarAccumulator | None,
-    requested: tuple[Any, ...],  # Any: arguments of `log`
+    requested: tuple[LogArgument, ...],
 ) -> tuple[bool, bool]:
     """Return whether a key is logged for each step, and for the epoch.
 
@@ -67,7 +75,7 @@ def check_call(
     return step, epoch
 
 
-def shared_accumulator(table: HookTable, name: str, requested: tuple[object, ...]) -> ScalarAccumulator | None:
+def shared_accumulator(table: HookTable, name: str, requested: tuple[LogArgument, ...]) -> ScalarAccumulator | None:
     """Return the accumulator that another loader opened for a key without the loader's number: all count into one.
 
     Raises:
@@ -83,7 +91,7 @@ def shared_accumulator(table: HookTable, name: str, requested: tuple[object, ...
 
 
 def _other_arguments(
-    table: HookTable, name: str, accumulator: ScalarAccumulator, now: tuple[object, ...]
+    table: HookTable, name: str, accumulator: ScalarAccumulator, now: tuple[LogArgument, ...]
 ) -> ModuleError:
     return ModuleError(
         f"log({name!r}) was called in {table.hook} ({calling_line()}) with other arguments than before "
@@ -92,7 +100,7 @@ def _other_arguments(
     )
 
 
-def check_name(name: object, *, add_dataloader_idx: bool) -> None:
+def check_name(name: str, *, add_dataloader_idx: bool) -> None:
     """Refuse what is not a string, and a name that already has the number that a loader's batches add to it.
 
     Raises:
@@ -110,8 +118,8 @@ def check_name(name: object, *, add_dataloader_idx: bool) -> None:
 def make_accumulator(
     key: str,
     hook: str,
-    value: object,
-    reduce_fx: object,
+    value: Logged,
+    reduce_fx: Reduction,
     *,
     on_step: bool,
     on_epoch: bool,
@@ -232,7 +240,7 @@ def calling_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def bad_value(name: str, value: object) -> ModuleError:
+def bad_value(name: str, value: Logged) -> ModuleError:
     """Return the error for a value that cannot be logged."""
     if isinstance(value, Mapping):
         return ModuleError(f"log({name!r}) got a dict.", fix="use self.log_dict for several values.")
@@ -243,7 +251,7 @@ def bad_value(name: str, value: object) -> ModuleError:
     )
 
 
-def _difference(before: tuple[object, ...], now: tuple[object, ...]) -> str:
+def _difference(before: tuple[LogArgument, ...], now: tuple[LogArgument, ...]) -> str:
     names = (
         "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "add_dataloader_idx", "sync_dist", "rank_zero_only",
     )  # fmt: skip

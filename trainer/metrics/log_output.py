@@ -14,13 +14,16 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import nn
 
 from ...checkpoint.to_plain import resolve_omegaconf
 from ...errors import ConfigError, MissingDependency
 from ...loggers import Logger, share_version
 from ...loggers.folder import FolderLogger
 from ...messages import counted, current_rank, warn
+from ...protocols import StateDict, Tree
 from ...remote import is_url
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LoggerArgument: TypeAlias = "Logger | str | Sequence[Logger | str] | bool | None"
 Row = tuple[dict[str, float], int, Mapping[str, float], float]
 """Values, the step, where training stands otherwise, and the seconds since the row before."""
 
@@ -52,7 +56,7 @@ class LogOutput:
         ConfigError: Something given is not a logger.
     """
 
-    def __init__(self, logger: object, *, root: str, is_trial: bool) -> None:
+    def __init__(self, logger: LoggerArgument, *, root: str, is_trial: bool) -> None:
         self._queues: dict[int, WriteQueue] = {}
         self._root = root
         self._is_running = False  # only then is there an end at which queues are drained
@@ -158,7 +162,7 @@ class LogOutput:
             if version is not None and isinstance(logger, FolderLogger):
                 logger.join_version(version)
 
-    def tell(self, logger: Logger, action: Callable[[], object]) -> None:
+    def tell(self, logger: Logger, action: Callable[[], Tree]) -> None:
         """Let a logger do something, on rank 0, after the rows that it was given.
 
         Where these cannot be written now, or the action fails for a reason that may pass, it is done later.
@@ -176,7 +180,7 @@ class LogOutput:
             queue.put(action)
         self._say(logger, queue)
 
-    def ask(self, logger: Logger, action: Callable[[], object]) -> None:
+    def ask(self, logger: Logger, action: Callable[[], Tree]) -> None:
         """Let a logger answer something, on rank 0, if all rows that it was given are written; else leave it out."""
         if self.is_silent:
             return
@@ -283,7 +287,7 @@ class LogOutput:
                 except OSError as error:
                     warn(f"{type(logger).__name__}: {error}. A copy is in {logger.files_dir} until the process ends.")
 
-    def write_hyperparameters(self, owners: Sequence[Any], graph_of: object) -> None:  # Any: with `hparams`
+    def write_hyperparameters(self, owners: Sequence[Any], graph_of: nn.Module | None) -> None:
         """Send the hyperparameters of module and data module, and the module's graph.
 
         Args:
@@ -293,7 +297,7 @@ class LogOutput:
         Raises:
             ConfigError: Both have a hyperparameter of one name with different values.
         """
-        merged: dict[str, object] = {}
+        merged: StateDict = {}
         for owner in owners:
             if owner is None or not getattr(owner, "_lw_log_hyperparams", False):
                 continue

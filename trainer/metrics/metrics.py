@@ -21,7 +21,17 @@ from ...errors import ModuleError
 from ...protocols import Batch, Gather, StateDict, Tree
 from ..lifecycle import HOOKS, LOG_RULES, LogRule
 from ..loop.loss import Loss
-from .accumulators import MetricAccumulator, ScalarAccumulator, accumulation_dtype, is_metric, shapes_of, version_of
+from .accumulators import (
+    LogArgument,
+    Logged,
+    MetricAccumulator,
+    Reduction,
+    ScalarAccumulator,
+    accumulation_dtype,
+    is_metric,
+    shapes_of,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from ...data.batch_size import BatchSizes
@@ -191,12 +201,12 @@ class Metrics:
     def log(
         self,
         name: str,
-        value: Any,  # Any: number, tensor, Loss, torchmetrics metric
+        value: Any,  # Any: as Logged, which its first lines tell apart
         prog_bar: bool = False,
         logger: bool | None = None,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        reduce_fx: str | Callable[..., object] = "mean",
+        reduce_fx: Reduction = "mean",
         enable_graph: bool = False,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
@@ -257,7 +267,7 @@ class Metrics:
                 accumulator.inspect(self.device)
 
     def _number(
-        self, accumulator: ScalarAccumulator, value: object, batch_size: int | None
+        self, accumulator: ScalarAccumulator, value: Logged, batch_size: int | None
     ) -> tuple[Tensor | float, Tensor | float]:
         """Return value and weight of what is not a plain tensor."""
         if isinstance(value, Loss):
@@ -359,8 +369,8 @@ class Metrics:
     def _open_accumulator(
         self,
         name: str,
-        value: object,
-        requested: tuple[Any, ...],  # Any: arguments of `log`
+        value: Logged,
+        requested: tuple[LogArgument, ...],
     ) -> ScalarAccumulator:
         from . import log_arguments as arguments  # not imported before something is logged
 

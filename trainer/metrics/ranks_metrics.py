@@ -12,13 +12,13 @@ import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import ModuleError
-from ...protocols import Gather, StateDict
+from ...protocols import Gather, Options, StateDict, Tree
 from .accumulators import MetricAccumulator, ScalarAccumulator, TorchMetric, is_metric
 from .metric_objects import compute_joined, metric_states, to_cpu
 
@@ -56,7 +56,7 @@ class _Share:
     dtype: torch.dtype
     total: float = 0.0
     weight: float = 0.0
-    shapes: object = None  # nested sizes
+    shapes: Tree = None  # nested sizes
     loaders: frozenset[int] = frozenset()
     path: str | None = None
     updates: int = 0
@@ -218,7 +218,7 @@ class RanksMetrics:
             paths = {id(child): path for path, child in self._module.named_modules()}
         shares = {}
         for accumulator, pair in zip(accumulators, sums, strict=True):
-            own: dict[str, Any] = {}  # Any: arguments of different types
+            own: Options = {}
             if isinstance(accumulator, MetricAccumulator):
                 own = {"path": paths.get(id(accumulator.metric)), "updates": accumulator.metric._update_count}
             elif pair is not None:
@@ -249,10 +249,10 @@ class RanksMetrics:
         if not shares:
             return {}
         metrics = {key: self._object(key, share.path, accumulators) for key, share in shares.items()}
-        states: Any = {key: None if m is None else to_cpu(metric_states(m)) for key, m in metrics.items()}
+        states: dict[_Key, Any] = {key: None if m is None else to_cpu(metric_states(m)) for key, m in metrics.items()}
         everywhere = self.gather(states)
         values: dict[_Key, Tensor] = {}
-        of_path: dict[str | _Key, Any] = {}  # Any: a tensor or a number, as the metric computes
+        of_path: dict[str | _Key, Tree] = {}
         for key, share in shares.items():
             theirs = [states[key] for states in everywhere]
             if None in theirs:
@@ -266,7 +266,7 @@ class RanksMetrics:
                     metrics[key], theirs[:1] if share.rank_zero_only else theirs
                 )
             value = of_path[share.path or key]
-            tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
+            tensor = value if isinstance(value, Tensor) else torch.tensor(float(cast(float, value)))
             values[key] = tensor.to(self._metrics.device)
         return values
 
@@ -373,7 +373,7 @@ def state_of_rank(state: StateDict, rank: int, size: int) -> StateDict:
 
 
 def _joined_accumulators(ranks: list[list[StateDict]]) -> list[StateDict]:
-    found: dict[object, list[StateDict]] = {}
+    found: dict[tuple[str, int, str], list[StateDict]] = {}
     for accumulators in ranks:
         for accumulator in accumulators:
             found.setdefault((accumulator["hook"], accumulator["loader"], accumulator["key"]), []).append(accumulator)

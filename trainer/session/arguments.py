@@ -21,6 +21,7 @@ from ..loop.non_finite import POLICIES
 
 if TYPE_CHECKING:
     from ...profilers import Profiler
+    from ..metrics.log_output import LoggerArgument
 
 # What may differ over ranks: where they are, and what a person sees.
 _PER_RANK = {
@@ -103,7 +104,7 @@ class Arguments:
     activation_checkpointing: Any = None  # Any: a flag, a fraction, or a policy; see `apply_activation_checkpointing`
     offload_activations: bool = False
     profiler: Profiler | str | None = None
-    logger: object = None
+    logger: LoggerArgument = None
 
     def __post_init__(self) -> None:
         for name, value in without_omegaconf(self.values()).items():

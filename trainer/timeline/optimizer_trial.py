@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ...accelerators.usage import shortest_s
 from ...optim.fused import is_fusable
+from ...protocols import ParamGroup
 
 # Any in this file: parameter groups, and the constructors of torch's optimizers.
 
@@ -65,11 +66,11 @@ def _count(optimizer: Optimizer) -> int:
     return sum(one.numel() for group in optimizer.param_groups for one in group["params"])
 
 
-def _sample(optimizer: Optimizer) -> tuple[list[tuple[dict[str, Any], torch.Tensor]], float]:
+def _sample(optimizer: Optimizer) -> tuple[list[tuple[ParamGroup, torch.Tensor]], float]:
     """Return parameters with their groups, at most a million elements, and the ratio of all elements to these."""
     pairs = [(group, one.detach()) for group in optimizer.param_groups for one in group["params"] if one.numel()]
     total = sum(one.numel() for _, one in pairs)
-    chosen: list[tuple[dict[str, Any], torch.Tensor]] = []
+    chosen: list[tuple[ParamGroup, torch.Tensor]] = []
     left = _MOST_ELEMENTS
     for group, one in pairs:
         if one.numel() <= left:
@@ -81,7 +82,7 @@ def _sample(optimizer: Optimizer) -> tuple[list[tuple[dict[str, Any], torch.Tens
     return chosen, total / sum(one.numel() for _, one in chosen)
 
 
-def _seconds(optimizer: Optimizer, sample: list[tuple[dict[str, Any], torch.Tensor]], *, fused: bool) -> float:
+def _seconds(optimizer: Optimizer, sample: list[tuple[ParamGroup, torch.Tensor]], *, fused: bool) -> float:
     """Return the shortest of some steps, after one that allocates the state."""
     groups = []
     for group, one in sample:
@@ -96,9 +97,9 @@ def _seconds(optimizer: Optimizer, sample: list[tuple[dict[str, Any], torch.Tens
     return shortest_s(trial.step, sample[0][1].device)
 
 
-def _merged(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merged(groups: list[ParamGroup]) -> list[ParamGroup]:
     """Return the groups with those joined that differ in their parameters only: a step has a launch for each."""
-    merged: list[dict[str, Any]] = []
+    merged: list[ParamGroup] = []
     for group in groups:
         options = {key: value for key, value in group.items() if key != "params"}
         if merged and {key: value for key, value in merged[-1].items() if key != "params"} == options:

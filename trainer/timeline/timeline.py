@@ -29,6 +29,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ...accelerators.usage import synchronize
@@ -125,7 +126,7 @@ class Timeline:
         self._num_asked = 0
         self._rest = "loop"
         self._next_batch: Callable[[], Batch] | None = None
-        self._communication: list[tuple[object, str]] = []  # methods of a sharded model that are measured
+        self._communication: list[tuple[nn.Module, str]] = []  # methods of a sharded model that are measured
         self._num_communicating = 0
         self._plan: StepPlan | None = None
         self._bare: tuple[StepPlan, Lifecycle] | None = None
@@ -374,7 +375,7 @@ class Timeline:
         for name in ("next_batch", "has_next", "remaining"):
             vars(stream)[name] = self.timed("data", getattr(stream, name))
 
-    def _swap_communication(self, model: object) -> None:
+    def _swap_communication(self, model: nn.Module | None) -> None:
         calls = getattr(model, "communication_calls", None)
         self._communication = [] if calls is None else calls()
         self._num_communicating = len(self._communication)
@@ -485,7 +486,7 @@ class Timeline:
         replace_file(path, json.dumps(self.as_dict()))
 
 
-def exposed_communication(model: object) -> float:
+def exposed_communication(model: nn.Module | None) -> float:
     """Return the seconds per step in which backward was computed and gradients were still being averaged.
 
     By torch's DistributedDataParallel, which measures the first ten of its steps, and one in a hundred after that. It
