@@ -133,7 +133,7 @@ class LearningRateFinder(Callback):
                 "LearningRateFinder.lr_find was called within an epoch, where the training data is being read.",
                 fix="call it in on_fit_start or on_train_epoch_start.",
             )
-        make = trainer.learning_rate_curve or LearningRateCurve
+        make = trainer.behavior.learning_rate_curve or LearningRateCurve
         subject = Subject.of_run(trainer, is_set_up=True)
         name = name_of_rate(subject, self._attr_name) if self._update_attr else None
         curve = find_learning_rate(subject, make(*self._lw_range), self._lw_threshold)

@@ -114,7 +114,7 @@ class DataModule:
     def trainer(self) -> Trainer | None:
         """The trainer that uses this data module; None if not attached."""
         trainer = self._lw_trainer
-        return trainer.itself if isinstance(trainer, weakref.ProxyType) else trainer
+        return trainer._lw_itself if isinstance(trainer, weakref.ProxyType) else trainer
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:

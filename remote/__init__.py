@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["absolute_place", "is_url", "names_in", "real_place", "why_unwritable"]
+__all__ = ["absolute_place", "is_url", "local_dir", "names_in", "real_place", "why_unwritable"]
 
 _LOCAL_SCHEMES = ("file://", "local://")
 
@@ -16,6 +16,11 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     """Whether a path names a remote folder: a URL that is not `file://` or `local://`."""
     text = os.fspath(path)
     return ("://" in text or "::" in text) and not text.startswith(_LOCAL_SCHEMES)
+
+
+def local_dir(path: str) -> str:
+    """Return the path, or the working directory if it is a URL: for files that stay on this machine."""
+    return os.getcwd() if is_url(path) else path
 
 
 def names_in(folder: str) -> set[str]:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import signal
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from torch import Tensor, nn
@@ -18,9 +16,7 @@ from torch.optim import Optimizer
 from ..callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from ..errors import ConfigError, nearest
 from ..loggers import Logger
-from ..remote import is_url
 from ..tracebacks import show_trimmed
-from .loop.optimizers import ManagedOptimizer
 from .loop.schedule import LRSchedulerConfig
 from .run import FitRun, Run
 from .state import Progress
@@ -35,8 +31,6 @@ if TYPE_CHECKING:
     from ..precision import Precision
     from ..protocols import Loaders
     from ..strategies import Strategy
-    from ..tuner.batch_size import Search, Trials
-    from ..tuner.lr_curve import LearningRateCurve
     from .behavior import Behavior, BehaviorParts
     from .checkpointing.saving import Saving
     from .loop.fit_loop import FitLoop
@@ -93,11 +87,6 @@ class TrainerAttributes:
         callbacks: In the order in which they are called.
         default_root_dir: Where logs and checkpoints go: a directory, or a URL.
         accumulate_grad_batches: Micro-batches per optimizer step.
-        learning_rate_curve: Makes the curve of a learning-rate search from mode, first rate, last rate and steps; None:
-            `LearningRateCurve`. A subclass of that may choose rates and end the search by other rules.
-        batch_size_rule: Chooses the sizes that a batch-size search tries, and the result; None: Loopwright's rule. See
-            `loopwright.tuner.batch_size.search_sizes`.
-        prepare_trial: Called with the trainer of each trial of a search, before its run; None: nothing is changed.
     """
 
     behavior: Behavior
@@ -107,9 +96,6 @@ class TrainerAttributes:
     callbacks: list[Callback]
     default_root_dir: str
     accumulate_grad_batches: int
-    learning_rate_curve: Callable[[str, float, float, int], LearningRateCurve] | None = None
-    batch_size_rule: Callable[[Search, int, Trials], int] | None = None
-    prepare_trial: Callable[[Trainer], None] | None = None
     _lw_arguments: Arguments
     _lw_loaders: StageLoaders
     _lw_output: LogOutput
@@ -152,7 +138,7 @@ class TrainerAttributes:
             return super().__new__(cls)
 
     @property
-    def itself(self) -> Self:
+    def _lw_itself(self) -> Self:
         """This Trainer, also for those who know it weakly."""
         return self
 
@@ -198,7 +184,7 @@ class TrainerAttributes:
         return next((c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)), None)
 
     @property
-    def batches_until_max_samples(self) -> int | float:
+    def _lw_batches_until_max_samples(self) -> int | float:
         """Micro-batches that `max_samples` leaves to each rank; infinity without that limit, or where it is unknown."""
         if self._lw_arguments.max_samples is None:
             return math.inf
@@ -210,12 +196,6 @@ class TrainerAttributes:
     def val_check_batch(self) -> int | float:
         """Training batches between two validations; infinity where time or the epoch's end decides."""
         return self._lw_loaders.interval_batches
-
-    @property
-    def validates_at_epoch_end(self) -> bool:
-        """Whether validation comes once per epoch, at its end."""
-        interval = self._lw_arguments.val_check_interval
-        return isinstance(interval, float) and interval == 1.0
 
     @property
     def enable_validation(self) -> bool:
@@ -243,7 +223,7 @@ class TrainerAttributes:
         """
         return self._lw_metrics.callback_metrics()
 
-    def may_log_at_epoch_end(self, name: str) -> bool:
+    def _lw_may_log_at_epoch_end(self, name: str) -> bool:
         """Whether the end of the present training epoch may bring a metric of this name."""
         from .session.monitored import may_log_at_epoch_end
 
@@ -344,12 +324,6 @@ class TrainerAttributes:
         return list(run.optimizers) if run is not None else []
 
     @property
-    def managed_optimizers(self) -> list[ManagedOptimizer]:
-        """Optimizers as `Module.optimizers()` returns them."""
-        run = self.latest_run()
-        return run.managed if run is not None else []
-
-    @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
         """Schedules of the present or last fit."""
         run = self.latest_run()
@@ -381,11 +355,6 @@ class TrainerAttributes:
         first = self.loggers[0]
         directory = getattr(first, "log_dir", None) or getattr(first, "save_dir", None)
         return str(directory) if directory is not None else self.default_root_dir
-
-    @property
-    def local_root_dir(self) -> str:
-        """`default_root_dir`, or the working directory if that is a URL: for files that stay on this machine."""
-        return os.getcwd() if is_url(self.default_root_dir) else self.default_root_dir
 
     @property
     def checkpoint_callback(self) -> Checkpoint | None:
@@ -483,13 +452,6 @@ class TrainerAttributes:
         run = self._lw_run
         stream = None if run is None else run.opened
         return stream is not None and not stream.has_next()
-
-    @property
-    def has_time_limit(self) -> bool:
-        """Whether a Timer limits training."""
-        from ..callbacks import Timer
-
-        return any(isinstance(callback, Timer) for callback in self.callbacks)
 
     @property
     def num_training_batches(self) -> int | float:

@@ -23,6 +23,8 @@ from .session.assemble import default_callbacks
 if TYPE_CHECKING:
     from ..checkpoint.content import Content
     from ..protocols import AnyOutput, StateDict
+    from ..tuner.batch_size import Search, Trials
+    from ..tuner.lr_curve import LearningRateCurve
     from .checkpointing.saving import Saving
     from .loop.eval_loader import EvalLoader
     from .loop.eval_loop import EvalLoop
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from .session.fit import FitSession
     from .session.loaders import StageLoaders
     from .session.session import Session
+    from .trainer import Trainer
 
 _PutBack = Callable[[], None]
 
@@ -80,6 +83,11 @@ class Behavior:
         adopt_callbacks: Lets callbacks that another Trainer has trained with forget that run.
         continue_logs: Lets loggers continue where a checkpoint saw them.
         restore_and_start: Restores training, and fires `on_fit_start`: in this order.
+        learning_rate_curve: Makes the curve of a learning-rate search from mode, first rate, last rate and steps; None:
+            `LearningRateCurve`. A subclass of that may choose rates and end the search by other rules.
+        batch_size_rule: Chooses the sizes that a batch-size search tries, and the result; None: Loopwright's rule. See
+            `loopwright.tuner.batch_size.search_sizes`.
+        prepare_trial: Called with the trainer of each trial of a search, before its run; None: nothing is changed.
     """
 
     default_callbacks: Callable[[Arguments, list[Callback]], list[Callback]] = default_callbacks
@@ -95,6 +103,9 @@ class Behavior:
     restore_and_start: Callable[[FitSession, Content | None, str | None, StateDict | None], _PutBack | None] = (
         _restore_and_start
     )
+    learning_rate_curve: Callable[[str, float, float, int], LearningRateCurve] | None = None
+    batch_size_rule: Callable[[Search, int, Trials], int] | None = None
+    prepare_trial: Callable[[Trainer], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,7 +229,7 @@ class _Listened(Protocol):
     """The Trainer, as callbacks get it."""
 
     @property
-    def itself(self) -> object: ...
+    def _lw_itself(self) -> object: ...
 
 
 class Lifecycle:
@@ -546,7 +546,7 @@ class Lifecycle:
         for callback in callbacks:
             hook = self.override_of(callback, name, CALLBACK_BASES)
             if hook is not None:
-                bound = partial(hook, self._trainer.itself, self._module)
+                bound = partial(hook, self._trainer._lw_itself, self._module)
                 hooks.append(self.bracketed(bound, self.name_of("Callback", callback, name)))
         return hooks
 

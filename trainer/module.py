@@ -480,7 +480,8 @@ class Module(nn.Module):
         of_fabric: list[Optimizer] = self.__dict__.get("_lw_fabric_optimizers") or []
         if self._lw_trainer is None and of_fabric:
             return of_fabric[0] if len(of_fabric) == 1 else of_fabric
-        managed = self.trainer.managed_optimizers
+        run = self.trainer.latest_run()
+        managed = [] if run is None else run.managed
         chosen: Sequence[object] = managed if use_pl_optimizer else [m.optimizer for m in managed]
         return chosen[0] if len(chosen) == 1 else chosen
 
@@ -518,7 +519,7 @@ class Module(nn.Module):
         Raises:
             ModuleError: No training batch is under way, or the trainer steps an optimizer, and counts its steps.
         """
-        self.trainer.count_step()
+        self.trainer._lw_count_step()
 
     def clip_gradients(
         self,
@@ -545,12 +546,12 @@ class Module(nn.Module):
     def toggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""
         self._lw_require_manual("toggle_optimizer")
-        self.trainer.toggle(optimizer)
+        self.trainer._lw_toggle(optimizer)
 
     def untoggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Undo `toggle_optimizer`."""
         self._lw_require_manual("untoggle_optimizer")
-        self.trainer.untoggle(optimizer)
+        self.trainer._lw_untoggle(optimizer)
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> Iterator[None]:
@@ -729,7 +730,7 @@ class Module(nn.Module):
                 f"{type(self).__name__} is not attached to a Trainer, or its Trainer no longer exists; call "
                 "trainer.fit(module) first, and keep the Trainer in a variable."
             )
-        return self._lw_trainer.itself if isinstance(self._lw_trainer, weakref.ProxyType) else self._lw_trainer
+        return self._lw_trainer._lw_itself if isinstance(self._lw_trainer, weakref.ProxyType) else self._lw_trainer
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from ..fabric.compiling import Compiler
     from ..protocols import AnyOutput, Batch, Loaders, StateDict
     from .behavior import Behavior
-    from .loop.stop_points import StopPoints
     from .loop.training_rng import TrainingRng
     from .session.evaluation import EvaluationSession
     from .session.fit import FitSession
@@ -480,8 +479,7 @@ class Trainer(TrainerAttributes):
         """Run a backward pass in manual optimization; modules call `self.manual_backward`."""
         manual.manual_backward(self._lw_present("manual_backward"), loss, *args, **kwargs)
 
-    def count_step(self) -> None:
-        """Count a training step that no optimizer makes; modules call `self.count_step`."""
+    def _lw_count_step(self) -> None:
         manual.count_step(self._lw_present("count_step"))
 
     def clip_gradients(
@@ -493,13 +491,13 @@ class Trainer(TrainerAttributes):
         algorithm = algorithm or self.gradient_clip_algorithm
         return manual.clip_gradients(run, manual.plain_optimizer(optimizer), value, algorithm)
 
-    def toggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
+    def _lw_toggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Let only this optimizer's parameters require gradients."""
         run = self._lw_run_to_toggle("toggle_optimizer")
         self._lw_toggles.toggle(manual.plain_optimizer(optimizer), run.optimizers)
 
-    def untoggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
-        """Undo `toggle`."""
+    def _lw_untoggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
+        """Undo `_lw_toggle`."""
         self._lw_run_to_toggle("untoggle_optimizer")
         self._lw_toggles.untoggle(manual.plain_optimizer(optimizer))
 
@@ -524,9 +522,9 @@ class Trainer(TrainerAttributes):
             at = (self.progress.steps, self.progress.epochs) if self.state.fn == "fit" else self._lw_output.records_at
             row.setdefault("epoch", at[1])
             step = max(at[0] - 1, 0)
-        self.timeline.timed("logging", self._lw_output.write)(row, step, samples=self.samples_of_all_ranks())
+        self.timeline.timed("logging", self._lw_output.write)(row, step, samples=self._lw_samples_of_all_ranks())
 
-    def samples_of_all_ranks(self) -> int:
+    def _lw_samples_of_all_ranks(self) -> int:
         """Return the samples trained on, without asking the other ranks: each is taken to have as many as this one."""
         before = self.progress.samples_before
         return before + (self.progress.samples - before) * self.strategy.topology.data_size
@@ -631,11 +629,6 @@ class Trainer(TrainerAttributes):
             )
         return self._lw_saving.full_state(run, module)
 
-    @property
-    def saves_in_background(self) -> bool:
-        """Whether `save_checkpoint` returns before the file is complete."""
-        return self._lw_saving.is_in_background
-
     def wait_for_save(self, *, before_save: bool = False) -> None:
         """Return when the last checkpoint is complete, and what follows a save is done. On every rank.
 
@@ -650,23 +643,12 @@ class Trainer(TrainerAttributes):
         """
         self._lw_saving.wait(before_save=before_save)
 
-    def when_saved(self, done: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
-        """Call `done` when the last checkpoint is complete: now, or later in the main thread, on all ranks alike.
-
-        Called by callbacks after `save_checkpoint`, on every rank.
-
-        Args:
-            done: Removes older files, say. May communicate.
-            failed: Called instead if the checkpoint could not be written in the background.
-        """
-        self._lw_saving.then(done, failed)
-
-    def batch_size_of(self, batch: Batch) -> int | None:
+    def _lw_batch_size_of(self, batch: Batch) -> int | None:
         """Return how many samples a batch of the present loader has; None where it is unknown."""
         sizes = self._lw_metrics.sizes
         return find_batch_size(batch) if sizes is None else sizes.of(batch)
 
-    def after_epoch_end(self, action: Callable[[], None]) -> None:
+    def _lw_after_epoch_end(self, action: Callable[[], None]) -> None:
         """Call `action` after this epoch's end and its checkpoints; for callbacks, in `on_train_epoch_end`."""
         run = self._lw_present("after_epoch_end")
         if isinstance(run, FitRun):
@@ -686,11 +668,6 @@ class Trainer(TrainerAttributes):
     @property
     def _lw_starts_processes(self) -> bool:
         return bool(getattr(self.fabric.launcher, "starts_processes", False)) and not self._lw_is_in_child
-
-    @property
-    def stop_points(self) -> StopPoints | None:
-        """What the ranks of the present run agree on; None with one process."""
-        return self._lw_run.stop_points if self._lw_run is not None else None
 
     @property
     def estimated_stepping_batches(self) -> int | float:

@@ -110,7 +110,7 @@ def find_batch_size_that_fits(subject: Subject, method: str, search: Search) -> 
         most = min(most, global_batch)
     with isolated(subject) as isolation:
         trials = Trials(subject, method, search, before=int(before))
-        size = (subject.trainer.batch_size_rule or search_sizes)(search, most, trials)
+        size = (subject.trainer.behavior.batch_size_rule or search_sizes)(search, most, trials)
         isolation.keeps_draws = trials.keeps_draws
     if global_batch is None:
         return BatchSize(size)

@@ -257,8 +257,8 @@ def make_trainer(subject: Subject, fabric: Fabric, callbacks: Sequence[Callback]
         trial.behavior, check_hook_names=original.check_hook_names, find_override=original.find_override
     )
     trial._lw_is_in_child = trainer._lw_is_in_child
-    if trainer.prepare_trial is not None:
-        trainer.prepare_trial(trial)
+    if original.prepare_trial is not None:
+        original.prepare_trial(trial)
     subject.trial = trial
     return trial
 

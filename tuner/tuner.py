@@ -94,7 +94,7 @@ class Tuner:
         if subject is None:
             return None
         name = name_of_rate(subject, attr_name) if update_attr else None
-        make = subject.trainer.learning_rate_curve or LearningRateCurve
+        make = subject.trainer.behavior.learning_rate_curve or LearningRateCurve
         curve = make(mode, min_lr, max_lr, num_training)
         find_learning_rate(subject, curve, early_stop_threshold)
         lr = curve.suggestion()

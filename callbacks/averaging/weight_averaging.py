@@ -116,7 +116,7 @@ class WeightAveraging(StepAveraging):
         self._lw_latest_epoch = epoch
         if self.should_update(epoch_idx=epoch):
             self._lw_is_due = True
-            trainer.after_epoch_end(lambda: self._lw_update_if_due(pl_module))
+            trainer._lw_after_epoch_end(lambda: self._lw_update_if_due(pl_module))
 
     def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Continue from the checkpoint; an update that was due is made now."""

@@ -4,7 +4,7 @@ A new file is complete before an older one is removed: the checkpoint state is u
 names itself), `last` is updated, and then replaced files are removed. The state lists these files, so that a resumed
 run repairs what a kill in between left behind.
 
-With background saves (AsyncCheckpointIO), the steps after writing run in `trainer.when_saved`. Before the next save
+With background saves (AsyncCheckpointIO), the steps after writing run in `Saving.then`. Before the next save
 they have run, or the checkpoint state has been restored.
 """
 
@@ -378,7 +378,7 @@ class ModelCheckpoint(Checkpoint):
             return
         self._lw_validated = True
         # A metric of training may follow at the end of the epoch.
-        strict = not any(map(trainer.may_log_at_epoch_end, self.score_metrics()))
+        strict = not any(map(trainer._lw_may_log_at_epoch_end, self.score_metrics()))
         if not self.saves_at_epoch_end and self._lw_is_epoch_due(trainer):
             self.rules.trigger(self, trainer, strict=strict)
         elif self.checkpoint_state.is_waiting:
@@ -579,7 +579,7 @@ class ModelCheckpoint(Checkpoint):
         path = self._lw_write_kept(trainer, metrics, score, last_path) if is_kept else None
         if is_last_due:
             self._lw_write_last(trainer, last_path, path)
-        trainer.when_saved(lambda: self._lw_remove_pending(trainer))
+        trainer._lw_saving.then(lambda: self._lw_remove_pending(trainer))
 
     def _lw_is_last_due(self, *, is_kept: bool) -> bool:
         counts_epochs = not self._every_n_train_steps and self._lw_interval is None
@@ -587,7 +587,7 @@ class ModelCheckpoint(Checkpoint):
 
     def _lw_finish_before(self, trainer: Trainer) -> None:
         """Wait for the previous save: names and removals of a new one depend on it."""
-        if trainer.saves_in_background:
+        if trainer._lw_saving.is_in_background:
             trainer.wait_for_save(before_save=self._lw_is_training)
 
     def _lw_write_kept(
@@ -600,7 +600,7 @@ class ModelCheckpoint(Checkpoint):
         if last_path:
             self.checkpoint_state.enter_last(last_path, trainer.global_step)
         # In the background, a second save would wait for the first: one takes the content to both.
-        is_with_last = trainer.saves_in_background and self.save_last != "link" and last_path not in ("", path)
+        is_with_last = trainer._lw_saving.is_in_background and self.save_last != "link" and last_path not in ("", path)
         trainer._lw_saving.has_score = score is not None
         try:
             self._lw_write(trainer, [path, last_path] if is_with_last else [path], before)
@@ -608,7 +608,7 @@ class ModelCheckpoint(Checkpoint):
             trainer._lw_saving.has_score = False
         if self.verbose:
             shown = f"step {trainer.global_step}" + ("" if score is None else f", {self.monitor} = {score:.6g}")
-            trainer.when_saved(lambda: _log.info("ModelCheckpoint: %s: saved %s", shown, path))
+            trainer._lw_saving.then(lambda: _log.info("ModelCheckpoint: %s: saved %s", shown, path))
         return path
 
     def write_last_alone(self, trainer: Trainer) -> None:
@@ -616,7 +616,7 @@ class ModelCheckpoint(Checkpoint):
         self._lw_finish_before(trainer)
         self._lw_synchronize(trainer)
         self._lw_write_last(trainer, self._lw_plan_last(trainer), None)
-        trainer.when_saved(lambda: self._lw_remove_pending(trainer))
+        trainer._lw_saving.then(lambda: self._lw_remove_pending(trainer))
 
     def _lw_write_last(self, trainer: Trainer, path: str, kept_path: str | None) -> None:
         """Make `last` the current state: a link to the file just written if requested, else a file."""
@@ -624,9 +624,9 @@ class ModelCheckpoint(Checkpoint):
         self.checkpoint_state.enter_last(path, trainer.global_step)
         if kept_path == path:
             return  # the template itself says "last"
-        if trainer.saves_in_background and kept_path is not None:
+        if trainer._lw_saving.is_in_background and kept_path is not None:
             if self.save_last == "link":
-                trainer.when_saved(lambda: from_rank_zero(trainer, lambda: link_or_copy(kept_path, path)))
+                trainer._lw_saving.then(lambda: from_rank_zero(trainer, lambda: link_or_copy(kept_path, path)))
             return
         is_link_wanted = self.save_last == "link" and kept_path is not None
         if is_link_wanted and from_rank_zero(trainer, lambda: link_or_warn(str(kept_path), path)):
@@ -655,7 +655,7 @@ class ModelCheckpoint(Checkpoint):
             raise
         self.written_step = trainer.global_step
         self._lw_overwritable.difference_update(paths)
-        trainer.when_saved(lambda: notify_loggers(trainer, self, num_files=len(paths)), take_back)
+        trainer._lw_saving.then(lambda: notify_loggers(trainer, self, num_files=len(paths)), take_back)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         """Write one file; a subclass may write its own folder format."""

@@ -12,6 +12,7 @@ import torch
 
 from ...accelerators.out_of_memory import is_out_of_memory
 from ...errors import ConfigError
+from ...remote import local_dir
 from ...strategies.memory_report import MemoryReport, memory_report
 from ..base import AnyModule, Callback
 
@@ -29,7 +30,8 @@ class MemorySnapshot(Callback):
     each allocation, for https://pytorch.org/memory_viz. The error gets a note that names them.
 
     Args:
-        dirpath: Directory of the reports; None: `memory` in the trainer's `local_root_dir`.
+        dirpath: Directory of the reports; None: `memory` in the trainer's `default_root_dir`, or in the working
+            directory if that is a URL.
         max_entries: Number of allocations and frees in CUDA's history, at a few microseconds each; 0: no history.
 
     Attributes:
@@ -68,7 +70,7 @@ class MemorySnapshot(Callback):
     def _lw_write(self, trainer: Trainer, pl_module: AnyModule, error: BaseException) -> None:
         optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in trainer.optimizers]
         self.report = report = memory_report(pl_module, optimizers, device=trainer.fabric.device, error=error)
-        folder = self.dirpath or Path(trainer.local_root_dir, "memory")
+        folder = self.dirpath or Path(local_dir(trainer.default_root_dir), "memory")
         stem = folder / f"out_of_memory_rank{trainer.global_rank}_step{trainer.global_step}"
         try:
             folder.mkdir(parents=True, exist_ok=True)

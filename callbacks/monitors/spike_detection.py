@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...errors import ConfigError, LoopwrightError
 from ...files import only_describes, replace_file
+from ...remote import local_dir
 from ..base import AnyModule, Callback, from_rank_zero
 
 if TYPE_CHECKING:
@@ -140,7 +141,8 @@ class SpikeDetection(Callback):
         warmup: See `SpikeDetector`.
         atol: See `SpikeDetector`.
         rtol: See `SpikeDetector`.
-        exclude_batches_path: Directory or `.json` file of the list; None: the trainer's `local_root_dir`.
+        exclude_batches_path: Directory or `.json` file of the list; None: the trainer's `default_root_dir`,
+            or the working directory if that is a URL.
         finite_only: See `SpikeDetector`.
         check_every_n_steps: Number of steps between checks; None: `log_every_n_steps`.
 
@@ -197,7 +199,7 @@ class SpikeDetection(Callback):
         self.bad_batches = sorted({*self.bad_batches, *found})
 
     def _lw_file(self, trainer: Trainer) -> Path:
-        path = self.exclude_batches_path or Path(trainer.local_root_dir)
+        path = self.exclude_batches_path or Path(local_dir(trainer.default_root_dir))
         return path if path.suffix == ".json" else path / "skip_batches.json"
 
     def on_train_batch_end(

@@ -122,7 +122,7 @@ class TrainingEfficiency(Callback):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self._lw_is_to_count = self.flops == "count" and self.flops_per_sample is None and not compiled_parts(pl_module)
-        self._lw_counts = Counts(self.batch_size_fn or trainer.batch_size_of, self.tokens_fn)
+        self._lw_counts = Counts(self.batch_size_fn or trainer._lw_batch_size_of, self.tokens_fn)
         synchronize(device)
         self._lw_counts.start()
 

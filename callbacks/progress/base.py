@@ -41,7 +41,7 @@ class ProgressBar(Callback):
         if not isinstance(self._trainer, weakref.ProxyType):
             return self._trainer
         try:
-            return self._trainer.itself
+            return self._trainer._lw_itself
         except ReferenceError:
             raise ModuleError(
                 f"{type(self).__name__}.trainer was read after its Trainer was deleted.",
@@ -77,7 +77,7 @@ class ProgressBar(Callback):
     def total_train_batches(self) -> int | float:
         """Micro-batches in this epoch, up to `max_steps` and `max_samples`; inf if unknown."""
         trainer = self.trainer
-        left: int | float = trainer.batches_until_max_samples
+        left: int | float = trainer._lw_batches_until_max_samples
         if trainer.max_steps != -1:
             left = min(left, (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
         return min(trainer.num_training_batches, trainer.progress.batches_in_epoch + left)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
+from ...remote import local_dir
 from ..base import AnyModule, Callback
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ class StopFile(Callback):
     training begins is removed with a warning.
 
     Args:
-        path: Path of the file; None: `STOP` in the trainer's `local_root_dir`.
+        path: Path of the file; None: `STOP` in the trainer's `default_root_dir`, or in the working directory if
+            that is a URL.
         interval_s: Minimum number of seconds between two checks, which cost a system call each.
 
     Raises:
@@ -49,7 +51,7 @@ class StopFile(Callback):
         if not trainer.is_global_zero:
             return
         self.stop_reason = None
-        self._lw_file = self.path or Path(trainer.local_root_dir, "STOP")
+        self._lw_file = self.path or Path(local_dir(trainer.default_root_dir), "STOP")
         if self._lw_remove():
             _log.warning("StopFile: %s existed before training began and is removed.", self._lw_file)
         self._lw_look_at_s = time.monotonic()

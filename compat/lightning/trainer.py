@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -115,9 +116,9 @@ class Trainer(trainer.Trainer):
         self._accelerator_connector = connectors._AcceleratorConnector(self)
         self._lw_has_parity = False
         self.has_fitted = False
-        self.batch_size_rule = _search_sizes
+        self.behavior = replace(self.behavior, batch_size_rule=_search_sizes)
         for curve in switches.functions("search"):
-            self.learning_rate_curve = curve
+            self.behavior = replace(self.behavior, learning_rate_curve=curve)
         for change in switches.functions("tuning"):
             change(self)
         show_paths()

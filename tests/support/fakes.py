@@ -82,12 +82,12 @@ class FakeTrainer:
         self.callbacks = [c for c in callbacks if not c.runs_last]
         self.callbacks += [c for c in late if not isinstance(c, Checkpoint)]
         self.callbacks += [c for c in late if isinstance(c, Checkpoint)]
-        self.default_root_dir = self.local_root_dir = str(root)
+        self.default_root_dir = str(root)
         self.max_epochs, self.max_steps, self.windows = max_epochs, -1, windows
         self.accumulate_grad_batches = accumulate
         self.global_batch_size = None
         self.fit_loop = SimpleNamespace(validates_in_this_epoch=True, epoch_limit=max_epochs)
-        self.batches_until_max_samples = math.inf
+        self._lw_batches_until_max_samples = math.inf
         self.num_training_batches: float = windows * accumulate
         self.num_val_batches = self.num_sanity_val_batches = [val_batches] if val_batches else []
         self.enable_validation = bool(val_batches)
@@ -123,8 +123,9 @@ class FakeTrainer:
         self.lr_scheduler_configs: list[Any] = []
         self.logged: list[tuple[dict[str, float], int | None]] = []
         self.save_failure: BaseException | None = None
-        self.saves_in_background = False
-        self._lw_saving = SimpleNamespace(keep_validated=lambda: None, has_score=False)
+        self._lw_saving = SimpleNamespace(
+            keep_validated=lambda: None, has_score=False, is_in_background=False, then=lambda done, failed=None: done()
+        )
         self.batch_hook: Callable[[int], None] = lambda step: None
         self._in_exception = False
         self._start_window = 0
@@ -147,7 +148,7 @@ class FakeTrainer:
     def metric_step(self, name: str) -> int | None:
         return self.metric_steps.get(name)
 
-    def may_log_at_epoch_end(self, name: str) -> bool:
+    def _lw_may_log_at_epoch_end(self, name: str) -> bool:
         return name in self.epoch_metrics(self.global_step)
 
     def synchronize_metrics(self, *names: str) -> None:
@@ -183,9 +184,6 @@ class FakeTrainer:
         temporary = os.path.join(os.path.dirname(filepath), f".{os.path.basename(filepath)}.tmp")
         torch.save(content, temporary)
         os.replace(temporary, filepath)
-
-    def when_saved(self, done: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
-        done()
 
     def wait_for_save(self) -> None:
         pass

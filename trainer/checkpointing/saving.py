@@ -51,7 +51,7 @@ class Saving:
         self._saved_at, self._saved_path = -1, ""
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_trainer": self._trainer.itself}
+        return {**self.__dict__, "_trainer": self._trainer._lw_itself}
 
     def path_at(self, step: int) -> str | None:
         """Return the last checkpoint that holds the state after this optimizer step; None where there is none."""
@@ -278,8 +278,15 @@ class Saving:
             logger_.exception("a checkpoint could not be written in the background, besides %s", type(error).__name__)
             add_place(error, f"and a save in the background had failed: {type(second).__name__}: {second}")
 
-    def then(self, done: Callable[[], None], failed: Callable[[], None] | None) -> None:
-        """Call `done` when the last checkpoint is complete, now or later; `failed` if it could not be written."""
+    def then(self, done: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
+        """Call `done` when the last checkpoint is complete: now, or later in the main thread, on all ranks alike.
+
+        Called by callbacks after a save, on every rank.
+
+        Args:
+            done: Removes older files, say. May communicate.
+            failed: Called instead if the checkpoint could not be written in the background.
+        """
         if self._pending is None:
             done()
         else:

@@ -54,7 +54,7 @@ class DataLimits:
             if self._max_tokens is not None:
                 self._count(batch)
             moved = transfer(batch)
-            if self._max_samples is not None and self._trainer.batch_size_of(moved) is None:
+            if self._max_samples is not None and self._trainer._lw_batch_size_of(moved) is None:
                 raise DataError(
                     f"max_samples={self._max_samples} needs the number of samples of each batch, and a "
                     f"{type(moved).__name__} does not say it: its tensors disagree about their first dimension.",
@@ -187,4 +187,4 @@ def batches_until_limit(trainer: TrainerView) -> int | float:
         return math.inf
     accumulate = trainer.accumulate_grad_batches
     in_step = micro * accumulate * trainer.strategy.topology.data_size
-    return math.ceil(max(0, most - trainer.samples_of_all_ranks()) / in_step) * accumulate
+    return math.ceil(max(0, most - trainer._lw_samples_of_all_ranks()) / in_step) * accumulate

@@ -65,7 +65,7 @@ class FitLoop:
         self._rank_zero_said = False
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_trainer": self._trainer.itself}
+        return {**self.__dict__, "_trainer": self._trainer._lw_itself}
 
     # --- limits ----------------------------------------------------------------------------------------------------
 
@@ -76,7 +76,14 @@ class FitLoop:
             return self.max_epochs
         trainer = self._trainer
         is_limited = self.max_steps != -1 or trainer.max_samples is not None or trainer.max_tokens is not None
-        return -1 if is_limited or trainer.has_time_limit else 1000
+        return -1 if is_limited or self.has_time_limit else 1000
+
+    @property
+    def has_time_limit(self) -> bool:
+        """Whether a Timer limits training."""
+        from ...callbacks import Timer
+
+        return any(isinstance(callback, Timer) for callback in self._trainer.callbacks)
 
     @property
     def data_limits(self) -> dict[str, int]:
@@ -111,7 +118,8 @@ class FitLoop:
     @property
     def stops_here(self) -> bool:
         """Whether `should_stop` ends the run now. On several ranks it is what all of them agreed on."""
-        stop_points = self._trainer.stop_points
+        run = self._trainer.present_run()
+        stop_points = None if run is None else run.stop_points
         asked = self._trainer.should_stop if stop_points is None else stop_points.is_to_stop
         return asked and self.may_stop
 
@@ -281,7 +289,7 @@ class FitLoop:
         """
         what = "Epoch 0 ended without a training step: training_step stepped no optimizer of the module's parameters"
         fix = "call self.count_step() in training_step before updates that no optimizer makes"
-        if self.epoch_limit == -1 and not (self._trainer.has_time_limit or self.data_limits or self.is_done):
+        if self.epoch_limit == -1 and not (self.has_time_limit or self.data_limits or self.is_done):
             raise DataError(f"{what}, and only steps limit the run.", fix=f"{fix}, or set max_epochs.")
         if self._trainer.is_global_zero and not self.is_done:  # else the end of fit says it
             logger.warning("%s: step values are not logged, and intervals in steps wait. If it trains, %s.", what, fix)
@@ -369,7 +377,8 @@ class FitLoop:
         if count >= self.next_validation:
             return True
         # Once per epoch means at its end, also where its length was not known or was wrong.
-        return is_epoch_over and every is not None and trainer.validates_at_epoch_end
+        interval = trainer.val_check_interval
+        return is_epoch_over and every is not None and isinstance(interval, float) and interval == 1.0
 
     def _is_time_to_validate(self, run: FitRun, seconds: float) -> bool:
         """Whether so much time has passed; by rank 0's clock, which every rank asks once per window."""

@@ -35,11 +35,11 @@ class OptimizerOwner(Protocol):
     def model(self) -> nn.Module | None:
         """The module as the strategy set it up."""
 
-    def toggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
+    def _lw_toggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Let only this optimizer's parameters require gradients."""
 
-    def untoggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
-        """Undo `toggle`."""
+    def _lw_untoggle(self, optimizer: Optimizer | ManagedOptimizer) -> None:
+        """Undo `_lw_toggle`."""
 
 
 class ManagedOptimizer:
@@ -169,8 +169,8 @@ class ManagedOptimizer:
 @contextmanager
 def toggled(trainer: OptimizerOwner, optimizer: Optimizer | ManagedOptimizer) -> Iterator[None]:
     """Let only this optimizer's parameters require gradients for a block."""
-    trainer.toggle(optimizer)
+    trainer._lw_toggle(optimizer)
     try:
         yield
     finally:
-        trainer.untoggle(optimizer)
+        trainer._lw_untoggle(optimizer)

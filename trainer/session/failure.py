@@ -53,7 +53,8 @@ def _cause_elsewhere(session: Session, error: BaseException) -> BaseException | 
     watch = session.fabric.watch
     if watch is None:
         return None
-    stop_points = session.trainer.stop_points
+    run = session.trainer.present_run()
+    stop_points = None if run is None else run.stop_points
     if stop_points is not None and stop_points.is_by_signal:
         stopped = isinstance(error, KeyboardInterrupt | StopBySignal)
         return None if stopped else session.trainer.run_signals.stop_error()

@@ -75,7 +75,7 @@ def manage_optimizers(run: Run) -> None:
     """Make the optimizers that the module gets."""
     step, weak = manual.step_given if run.is_automatic else manual.step_in_manual, weakref.proxy(run)
     run.managed = [
-        run.managed_type(optimizer, weakref.proxy(run.trainer.itself), lambda o, closure: step(weak, o, closure))
+        run.managed_type(optimizer, weakref.proxy(run.trainer._lw_itself), lambda o, closure: step(weak, o, closure))
         for optimizer in run.optimizers
     ]
 

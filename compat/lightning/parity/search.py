@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -74,7 +74,7 @@ class SearchCurve(LearningRateCurve):
 
 def choose_batch_sizes(trainer: Trainer) -> None:
     """Let a batch-size search try the sizes that Lightning tries."""
-    trainer.batch_size_rule = try_sizes
+    trainer.behavior = replace(trainer.behavior, batch_size_rule=try_sizes)
 
 
 def try_sizes(search: Search, most: int, trials: Trials) -> int:
@@ -123,7 +123,7 @@ def try_sizes(search: Search, most: int, trials: Trials) -> int:
 
 def train_in_trials(trainer: Trainer) -> None:
     """Let the trials of searches draw, read, validate and end as the training does."""
-    trainer.prepare_trial = partial(_prepare, trainer)
+    trainer.behavior = replace(trainer.behavior, prepare_trial=partial(_prepare, trainer))
 
 
 def _prepare(trainer: Trainer, trial: Trainer) -> None:

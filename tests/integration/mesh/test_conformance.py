@@ -39,7 +39,7 @@ def train(rank: int, size: int, axes: dict[str, Any], **options: Any) -> dict[st
         "seen": module.seen,
         "masks": module.masks,
         "data_rank": trainer.strategy.topology.data_rank,
-        "samples": trainer.samples_of_all_ranks(),
+        "samples": trainer._lw_samples_of_all_ranks(),
     }
 
 
@@ -64,7 +64,7 @@ def test_training_is_that_of_one_process(name: str) -> None:
     everywhere = run_ranks(train, size, axes, connect=False)
     for found in everywhere:
         assert_same_weights(found["weights"], whole(alone))
-        assert found["samples"] == trainer.samples_of_all_ranks()
+        assert found["samples"] == trainer._lw_samples_of_all_ranks()
     assert_same_rows(everywhere[0]["rows"], rows.rows)
     assert not any(found["rows"] for found in everywhere[1:])
     by_share: dict[int, list[Any]] = {}

@@ -106,7 +106,7 @@ def train(rank: int, size: int, strategy: Any, run: Run, data_size: int, path: s
                 "rows": rows.rows,
                 "seen": read.samples,
                 "data_rank": trainer.strategy.topology.data_rank,
-                "samples": trainer.samples_of_all_ranks(),
+                "samples": trainer._lw_samples_of_all_ranks(),
                 "is_scheduled": runner is None or len(runner.schedules) == 1,
             }
         )

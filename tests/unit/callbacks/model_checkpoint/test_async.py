@@ -115,7 +115,7 @@ def test_files_and_books_are_those_of_a_run_that_waits_for_each_save(options: di
         trainer.fit(module, loader(10, 2, shuffle=True), loader(4, seed=3))
         left.append((content(folder), repr(checkpoint.state_dict()), checkpoint.last_model_path))
         assert all(verify(path).sealed for path in folder.iterdir())
-        assert trainer.saves_in_background == (plugin is not None)
+        assert trainer._lw_saving.is_in_background == (plugin is not None)
         folder.rename(tmp_path / f"{plugin is None}")  # paths are a part of the state: both runs use the same
     assert left[0] == left[1]
 

@@ -285,7 +285,7 @@ def test_arguments_come_from_the_environment_where_they_are_not_passed(monkeypat
     trainer = quiet(accumulate_grad_batches=2)
     assert (trainer.max_epochs, trainer.limit_train_batches) == (7, 0.5)
     assert trainer.gradient_clip_algorithm == "value"
-    assert trainer.has_time_limit
+    assert trainer.fit_loop.has_time_limit
     assert quiet(max_epochs=3).max_epochs == 3
 
 
