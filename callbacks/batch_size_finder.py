@@ -116,7 +116,7 @@ class BatchSizeFinder(Callback):
         """Search for fit, unless training is under way already."""
         if trainer.progress.total_batches or trainer.ckpt_path is not None:
             if not self._lw_has_searched and trainer.is_global_zero:
-                _log.info("BatchSizeFinder: training is under way, with the batch size that its data began with.")
+                _log.info("BatchSizeFinder: training has started already, and keeps its batch size.")
             return
         self._lw_search_unless_trial(trainer, "fit", is_set_up=True)
 

@@ -118,7 +118,7 @@ class LearningRateFinder(Callback):
             return
         if trainer.progress.total_batches or trainer.ckpt_path is not None:
             if self.optimal_lr is None and trainer.is_global_zero:
-                _log.info("LearningRateFinder: training is under way, with the learning rate of its optimizer.")
+                _log.info("LearningRateFinder: training has started already, and keeps its learning rate.")
             return
         self.lr_find(trainer, pl_module)
 

@@ -122,11 +122,11 @@ class BatchSizes:
     def warn_unknown(self, batch: Batch) -> None:
         """Say once that a batch of objects weighs 1 in a mean, whatever is in it."""
         if find_opaque(batch):
-            self._warn("a batch of objects does not tell its size, and weighs 1")
+            self._warn("the size of a batch of objects is unknown, and it weighs 1")
 
     def _without_loader(self, batch: Batch, found: int | None) -> int | None:
         if found is None:
-            # As graphs of PyG and DGL, and TensorDict, say it.
+            # As graphs of PyG and DGL, and TensorDict, name it.
             told = getattr(batch, "num_graphs", getattr(batch, "batch_size", None))
             if isinstance(told, tuple) and told:
                 told = told[0]

@@ -186,7 +186,7 @@ def pad_to_buckets(
     """
     _check_sizes(sizes)
     if dim < 1:
-        raise ConfigError(f"Expected dim from 1, got {dim}: dimension 0 is that of the samples.", fix="pass dim=1.")
+        raise ConfigError(f"Expected dim from 1, got {dim}: dimension 0 counts the samples.", fix="pass dim=1.")
     values: Number | dict[Hashable, Number] = dict(value.items()) if isinstance(value, Mapping) else value
     return _PadToBuckets(list(sizes), dim, values, None if keys is None else set(keys), collate)
 

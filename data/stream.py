@@ -170,7 +170,7 @@ class BatchStream:
         return upto if source.ends_at_length else source.at_most(upto)
 
     def count_latest(self) -> int | None:
-        """Return how many samples the sampler chose for the latest batch; None where no sampler says it."""
+        """Return how many samples the sampler chose for the latest batch; None where that is unknown."""
         return self._source.count_latest()
 
     def describe_order(self) -> int | None:

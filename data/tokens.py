@@ -29,6 +29,6 @@ def count_tokens(batch: Batch) -> int:
     shown = f"a tensor of shape {tuple(batch.shape)} and {batch.dtype}" if isinstance(batch, Tensor) else None
     raise ModuleError(
         f"max_tokens needs the number of tokens of each batch, and this batch, {shown or f'a {type(batch).__name__}'}, "
-        "has neither 'input_ids' nor a tensor of integers with two dimensions in front.",
+        "has neither 'input_ids' nor a tensor of integers with at least two dimensions.",
         fix="define count_tokens(self, batch) in the module: it returns an int, from the batch on the host.",
     )

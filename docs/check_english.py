@@ -88,6 +88,9 @@ PHRASES: tuple[tuple[str, str], ...] = (
     (r"roll call|in vain|on the spot|thrown away", "registration, without effect, immediately, discarded"),
     (r"(?:without|worth) a word", "silently, worth reporting"),
     (r"for good|be it", "permanently, even if"),
+    (r"says? it(?! is| has| was| will)", "names it, shows it, records it"),
+    (r"(?:does|do|did) not tell|tells? nothing", "does not show, is unknown"),
+    (r"gets? told|run dry|broken? off", "is notified, is idle, interrupted"),
     (
         r"(?:de|re|un)?(?:author|capital|categor|central|character|custom|emphas|final|formal|general|initial|local"
         r"|material|maxim|memor|minim|modern|neutral|normal|optim|organ|parallel|penal|popular|priorit|quant|random"

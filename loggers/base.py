@@ -278,7 +278,8 @@ class RunLogger(Logger):
         try:
             self.finalize("failed" if is_failure else "finished")
         except Exception as failure:  # of a service, or a disk: the other loggers are to be ended, too
-            warn(f"{type(self).__name__} could not be ended with the process: {type(failure).__name__}: {failure}")
+            kind = type(failure).__name__
+            warn(f"{type(self).__name__} could not be finalized when the process ended: {kind}: {failure}")
 
     def _lw_at(self, step: int | None) -> int:
         self._lw_catch_up()
@@ -371,7 +372,7 @@ def _number(key: str, value: Tree) -> int | float:
         return value
     raise ConfigError(
         f"metric {key!r} is {value!r} of type {type(value).__name__}; a logger takes numbers.",
-        fix=f"log a number under {key!r}; text belongs into log_hyperparams or logger.experiment.",
+        fix=f"log a number under {key!r}; log text with log_text, log_hyperparams or logger.experiment.",
     )
 
 

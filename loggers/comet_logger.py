@@ -78,7 +78,7 @@ class CometLogger(ServiceLogger):
         if wrong:
             raise ConfigError(
                 f"CometLogger got {'; '.join(wrong)}.",
-                fix="beside its own arguments it takes those of comet_ml.ExperimentConfig.",
+                fix="pass arguments of CometLogger or of comet_ml.ExperimentConfig.",
             )
         require_package("comet_ml", package="comet-ml", needed_for="CometLogger", extra="comet")
         super().__init__(

@@ -129,7 +129,7 @@ class FolderLogger(RunLogger):
         why = why_unwritable(folder)
         if why:
             raise ConfigError(
-                f"{type(self).__name__}: no logs can be written to {folder}: {why}.",
+                f"{type(self).__name__}: logs cannot be written to {folder}: {why}.",
                 fix="choose another save_dir of the logger (or default_root_dir), change its permissions, or pass "
                 "logger=False.",
             )

@@ -212,7 +212,7 @@ def read_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             if not isinstance(row, dict):
                 raise DataError(
                     f"line {number} of {os.fspath(path)!r} is not a JSON object: {line[:60]!r}.",
-                    fix="remove the line; each line is one row that stands by itself.",
+                    fix="remove the line; each line is one row.",
                 )
             yield {
                 key: _NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()

@@ -240,7 +240,7 @@ class MLFlowLogger(ServiceLogger):
         if long:
             warn(
                 f"MLFlowLogger: the values of {', '.join(long)} are longer than the {MAX_PARAM_VAL_LENGTH} characters "
-                "that MLflow takes: their beginnings are recorded, and all of them in the artifact hparams.yaml."
+                "that MLflow accepts: their beginnings are recorded, and the full values in the artifact hparams.yaml."
             )
             client.log_text(run_id, to_yaml(self.hparams), "hparams.yaml")
         values = {name: text[:MAX_PARAM_VAL_LENGTH] for name, text in texts.items()}

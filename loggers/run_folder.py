@@ -57,7 +57,7 @@ class RunFolder:
         is_number = isinstance(version, int) and not isinstance(version, bool) and version >= 0
         if not (version is None or is_number or isinstance(version, str)):
             raise ConfigError(
-                f"version={version!r} is of type {type(version).__name__}; expected a number from 0, a text or None.",
+                f"version={version!r} is of type {type(version).__name__}; expected a number from 0, a string or None.",
                 fix="pass version=3 for the folder 'version_3', version='name' for 'name', or leave it out.",
             )
         self.save_dir = text

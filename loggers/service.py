@@ -69,7 +69,7 @@ class ServiceLogger(RunLogger):
             wrong.append(f"log_model={log_model!r}; expected True, False or 'all'")
         if wrong:
             raise ConfigError(
-                f"{type(self).__name__} got {'; '.join(wrong)}.", fix="change or leave out what is named."
+                f"{type(self).__name__} got {'; '.join(wrong)}.", fix="change these arguments, or leave them out."
             )
         super().__init__(prefix or "")
         self.x_axis = x_axis

@@ -81,7 +81,7 @@ class TensorBoardLogger(FolderLogger):
             if option not in _WRITER_OPTIONS:
                 raise ConfigError(
                     f"TensorBoardLogger got an unknown argument {option!r}{nearest(option, _WRITER_OPTIONS)}.",
-                    fix=f"beside its own arguments it takes those of SummaryWriter: {', '.join(_WRITER_OPTIONS)}.",
+                    fix=f"pass arguments of TensorBoardLogger, or of SummaryWriter: {', '.join(_WRITER_OPTIONS)}.",
                 )
         if find_spec("tensorboard") is None:  # looks the package up without importing it
             raise MissingDependency("tensorboard", needed_for="TensorBoardLogger")
@@ -187,7 +187,7 @@ class TensorBoardLogger(FolderLogger):
         self._lw_has_graph = True
         if any(is_sharded(parameter) for parameter in model.parameters()):
             # Tracing takes one process, and running a sharded module takes all of them.
-            _log.warning("log_graph=True: no graph is written of a module that is sharded")
+            _log.warning("log_graph=True: the graph of a sharded module is not written")
             return
         self._lw_trace(model, inputs)
 

@@ -28,7 +28,7 @@ class CheckpointFile:
     Attributes:
         path: A file, or a folder for a sharded one.
         step: Optimizer steps done; None if neither the content nor the name tells.
-        epoch: Epochs done; None if the content does not tell.
+        epoch: Epochs done; None if the content does not record them.
         size_bytes: Of all its files.
         modified: Seconds since 1970.
         roles: "best", "last", ...: what the callbacks that saved it call it.

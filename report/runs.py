@@ -117,7 +117,7 @@ def read_runs(directories: Iterable[str | os.PathLike[str]], *, checkpoints: boo
     if empty:
         raise DataError(
             f"No logged metrics were found in {', '.join(empty)}: no metrics.csv, metrics.jsonl or TensorBoard file.",
-            fix="pass the directory that a logger wrote to (trainer.log_dir says it), or log with CSVLogger, "
+            fix="pass the directory that a logger wrote to (trainer.log_dir), or log with CSVLogger, "
             "TensorBoardLogger or JSONLinesLogger.",
         )
     return runs
@@ -152,7 +152,7 @@ class RunReader:
         if missing or not self._roots:
             raise ConfigError(
                 f"No such directory: {', '.join(missing)}" if missing else "No directory was given.",
-                fix="pass the directory of a run, as trainer.log_dir says it.",
+                fix="pass the directory of a run, such as trainer.log_dir.",
             )
         self._checkpoints = CheckpointReader(self._is_closed) if checkpoints else None
         self._sources: dict[tuple[Path, type], NumberSource] = {}

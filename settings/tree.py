@@ -171,7 +171,7 @@ class Settings:
         """Return what the value at a path may name; None if the user has written it.
 
         What follows from other settings counts as a file's; and everything does if keys in the file have dots, since a
-        path does not tell then from which source its value is.
+        path does not show then from which source its value is.
         """
         if not self.trusts:
             return None

@@ -410,7 +410,7 @@ class Strategy:
         compute_gradients(tensor, *args, **kwargs)
 
     def discard_gradients(self, module: nn.Module | None, optimizer: Optimizer | None = None) -> None:
-        """Discard gradients that wait for the end of a window that was broken off.
+        """Discard gradients that wait for the end of a window that was interrupted.
 
         Args:
             module: What `setup_module` returned; None for all modules.

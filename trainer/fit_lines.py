@@ -81,8 +81,8 @@ def _warn_of_no_step(trainer: Trainer) -> None:
     is_manual = module is not None and not getattr(module, "automatic_optimization", True)
     if is_manual and trainer.optimizers and trainer.progress.total_batches and not trainer.global_step:
         logger.warning(
-            "No optimizer was stepped: automatic_optimization is False, and training_step called step() of none of "
-            "self.optimizers(). If it updates parameters itself, call self.count_step() before."
+            "No optimizer was stepped: automatic_optimization is False, and training_step did not call step() of "
+            "any of self.optimizers(). If it updates parameters itself, call self.count_step() before."
         )
 
 

@@ -290,7 +290,7 @@ class Trials:
                 raise ModuleError(f"{what}.", fix=f"build the loader with batch_size=self.{name}.")
             if not self._has_warned:
                 self._has_warned = True
-                warn(f"{what}. The search finds nothing out: build the loader with batch_size=self.{name}")
+                warn(f"{what}. The search has no effect: build the loader with batch_size=self.{name}")
 
 
 def _fabric_for(subject: Subject) -> Fabric:

@@ -193,7 +193,7 @@ def _kept_attributes(module: nn.Module, shared: tuple[Tree, ...]) -> Iterator[No
             kept.append({**own, **{key: copy.deepcopy(own[key], memo) for key in users}})
         except Exception as error:
             raise ModuleError(
-                f"{type(child).__name__} has attributes that cannot be copied, and a search must put them back: "
+                f"{type(child).__name__} has attributes that cannot be copied, and a search must restore them: "
                 f"{type(error).__name__}: {error}",
                 fix="keep what cannot be copied (open files, locks, results with a graph) out of the module's "
                 "attributes, or define __deepcopy__.",

@@ -151,8 +151,8 @@ class StochasticWeightAveraging(Averaging):
         if self._lw_began_at < 0:
             if epoch > self.swa_start:
                 _log.warning(
-                    "StochasticWeightAveraging begins in epoch %d although it was to begin in epoch %d: the checkpoint "
-                    "has no state of it.",
+                    "StochasticWeightAveraging starts in epoch %d instead of epoch %d: the checkpoint does not have "
+                    "its state.",
                     epoch,
                     self.swa_start,
                 )

@@ -186,7 +186,7 @@ class WeightAveraging(StepAveraging):
             listed = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
             raise ConfigError(
                 f"{type(self).__name__}.should_update led to different numbers of updates: {listed}.",
-                fix="decide by step_idx and epoch_idx, or by what all ranks have alike, never by chance or a clock.",
+                fix="decide by step_idx and epoch_idx, or by values that are equal on all ranks, not at random.",
             )
 
     def _lw_note_step(self, trainer: Trainer, module: nn.Module) -> None:

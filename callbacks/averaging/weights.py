@@ -146,7 +146,7 @@ def check_fit(values: Mapping[str, Tensor | TensorInFile], tensors: Mapping[str,
     if problems:
         raise CheckpointError(
             f"{owner}: the average does not fit the module: {'; '.join(problems)}.",
-            fix="resume with the module that the average was made of, or start without its state.",
+            fix="resume with the module that was averaged, or start without its state.",
         )
 
 

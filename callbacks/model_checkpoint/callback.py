@@ -447,7 +447,7 @@ class ModelCheckpoint(Checkpoint):
             _log.exception("ModelCheckpoint: the checkpoint on %s could not be saved.", type(exception).__name__)
             return
         lost = "" if trainer.at_step_boundary else " The unfinished step is not in it and will be repeated."
-        # The line with which an interrupted fit ends says it, too.
+        # The line with which an interrupted fit ends names it, too.
         extra = ONLY_LOGS if isinstance(exception, KeyboardInterrupt | StopBySignal) else None
         _log.warning("ModelCheckpoint: saved %s on %s.%s", path, type(exception).__name__, lost, extra=extra)
 
@@ -732,7 +732,7 @@ class ModelCheckpoint(Checkpoint):
         if self.save_top_k != 0 and not trainer.ckpt_path and is_used:
             _log.warning("ModelCheckpoint: the folder %s is not empty.", self.dirpath)
         if not self.saves_at_epoch_end and self._every_n_epochs and not trainer.enable_validation:
-            _log.warning("ModelCheckpoint: it saves at the end of validations, and this run has none.")
+            _log.warning("ModelCheckpoint: it saves at the end of validations, and this run does not validate.")
 
     def _lw_described(self) -> str:
         shown = {"monitor": self.monitor, "filename": self.filename}

@@ -193,7 +193,7 @@ def is_inside(path: str, folder: str) -> bool:
 def modified_ns(path: str) -> int:
     """Return the modification time in nanoseconds; of what a link leads to.
 
-    That of a sharded checkpoint is its manifest's: a folder changes, too, when a save into it is broken off.
+    That of a sharded checkpoint is its manifest's: a folder changes, too, when a save into it is interrupted.
 
     Raises:
         FileNotFoundError: Nothing is there, or at a URL a folder whose save did not finish.

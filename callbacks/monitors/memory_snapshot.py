@@ -81,7 +81,7 @@ class MemorySnapshot(Callback):
         except OSError as problem:  # the error that is being handled is the one to see
             _log.warning("MemorySnapshot: %s cannot be written: %s", stem, problem)
             return
-        error.add_note(f"Loopwright: who held the memory stands in {stem}.txt")
+        error.add_note(f"Loopwright: {stem}.txt lists what held the memory")
 
     def _lw_stop(self) -> None:
         if self._lw_is_recording:

@@ -256,7 +256,7 @@ class _Write(threading.Thread):
         assert self._write is not None
         try:
             self._write()
-        except BaseException as error:  # whatever it is, the main thread is to know
+        except BaseException as error:  # whatever it is, the main thread must know
             self._fail(error)
         finally:
             self._write = None  # with it goes the copy

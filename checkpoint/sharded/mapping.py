@@ -89,7 +89,7 @@ def map_file(path: Path, size_bytes: int) -> MappedFile | None:
         return None
     try:
         return MappedFile(torch.from_file(str(path), shared=False, size=size_bytes, dtype=torch.uint8))
-    except RuntimeError:  # torch has no other error for what the system says; reading the file will say it
+    except RuntimeError:  # torch has no other error for what the system says; reading the file will report it
         return None
 
 

@@ -96,7 +96,7 @@ class Trainer(trainer.Trainer):
         check_overrides(self.fabric.accelerator, "accelerator")
         serve_parts(self)
         if isinstance(self.fabric.strategy, ParallelStrategy):
-            rank_zero_only.rank = self.global_rank  # on several nodes, no variable says it before the processes start
+            rank_zero_only.rank = self.global_rank  # on several nodes, no variable has it before the processes start
         serve_overrides(self)
         self.profiler.STEP_ACTION = STEP
         self.state = TrainerState()

@@ -185,8 +185,8 @@ def _check_replicas(loader: Loaders, shard: Shard) -> None:
         replicas = getattr(sampler, "num_replicas", None)
         if replicas is not None and (replicas, getattr(sampler, "rank", None)) != (shard.size, shard.rank):
             log.warning(
-                "%s has num_replicas=%s and rank=%s on rank %d of %d processes: it is left as it is, so samples may be "
-                "read twice or not at all. Without it, batches are distributed over all processes.",
+                "%s has num_replicas=%s and rank=%s on rank %d of %d processes: it is used unchanged, so samples may "
+                "be read twice or not at all. Without it, batches are distributed over all processes.",
                 type(sampler).__name__,
                 replicas,
                 getattr(sampler, "rank", None),

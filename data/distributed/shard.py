@@ -165,7 +165,7 @@ def find_own_state(state: StateDict, shard: Shard, describe: Callable[[], str]) 
 
 
 def needs_same_size(state: StateDict, shard: Shard) -> bool:
-    """Return whether the state tells nothing to another number of processes."""
+    """Return whether the state is of no use to another number of processes."""
     if state["kind"] == "combined":
         return any(needs_same_size(source, shard) for source in state["sources"])
     if state["kind"] == "stateful":

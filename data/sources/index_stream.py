@@ -252,7 +252,7 @@ class IndexStream:
             if index is _END:
                 self._problem = DataError(
                     f"The sampler {type(self.sampler).__name__} ended after {counted(number, 'batch')}; before the "
-                    f"stop it had given {count} in this epoch.",
+                    f"stop it had yielded {count} in this epoch.",
                     fix=_OTHER_ORDER,
                 )
                 return

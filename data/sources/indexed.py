@@ -275,7 +275,7 @@ class IndexedSource(Source):
 
     def _find_data_generators(self) -> StateDict:
         """Return those generators that are drawn from to make samples, not to choose them."""
-        # Samplers often hold the data set, so where a generator was found first does not tell.
+        # Samplers often hold the data set, so where a generator was found first shows nothing.
         found = find_generators(dataset=self.loader.dataset, collate=self.loader.collate_fn).values()
         known = {id(one) for one in found if one is not self.loader.generator}
         return {name: one for name, one in self._find_generators().items() if id(one) in known}

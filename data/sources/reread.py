@@ -184,7 +184,7 @@ class RereadSource(Source):
             if self._ahead is _NOTHING and not self._fetch():
                 raise DataError(
                     f"{type(self.loader).__name__} ended after {counted(number, 'batch')}; before the stop it had "
-                    f"given {count}.",
+                    f"yielded {count}.",
                     fix="resume with the data that the run had, or from a checkpoint made at the end of an epoch.",
                 )
             self._ahead = _NOTHING

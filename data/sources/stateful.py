@@ -28,7 +28,7 @@ def is_stateful(loader: Loaders) -> TypeGuard[StatefulLoader]:
 def has_stateful_data(loader: Loaders) -> TypeGuard[DataLoader[Batch]]:
     """Return whether this is a DataLoader that reads, in this process, a streaming data set which saves its place.
 
-    With workers, each of them has its own data set, whose place the loader does not tell.
+    With workers, each of them has its own data set, whose position the loader does not know.
     """
     return (
         isinstance(loader, DataLoader)
@@ -133,7 +133,7 @@ class StatefulSource(Source):
         while self.position < state["position"]:
             if not self.has_next():
                 raise DataError(
-                    f"{type(self.loader).__name__} ended after {self.position} batches; before the stop it had given "
+                    f"{type(self.loader).__name__} ended after {self.position} batches; before the stop it had yielded "
                     f"{state['position']}.",
                     fix="resume with the data that the run had, or from a checkpoint made at the end of an epoch.",
                 )

@@ -192,7 +192,7 @@ class RecipeData(DataModule):
         if not self._tokenizer.is_fast:
             yield (
                 f"tokenizer: Expected a fast tokenizer (tokenizer.json), got {type(self._tokenizer).__name__}, which "
-                "does not tell which characters a token is from."
+                "does not show which characters a token is from."
             )
         if self._tokenizer.eos_token_id is None:
             yield "tokenizer: Expected an eos_token, got none: the model would not learn where a text ends."

@@ -69,7 +69,7 @@ class ModelLocation:
         return {**self.settings, **dict(self.recipe.get("settings") or {})}
 
     def recorded_base(self) -> Path | None:
-        """Return the base that an adapter was trained on, by its name; None if it does not tell."""
+        """Return the base that an adapter was trained on, by its name; None if it does not name one."""
         if self.kind == "adapter":
             found = read_json(self.path / ADAPTER_CONFIG).get("base_model_name_or_path")
         else:

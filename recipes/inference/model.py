@@ -207,7 +207,7 @@ def _device_problems(name: str) -> Iterator[str]:
 
 
 def num_positions(model: Any) -> int | None:
-    """Return the length of the model's context; None if its configuration does not tell."""
+    """Return the length of the model's context; None if its configuration does not have one."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 

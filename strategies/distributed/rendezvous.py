@@ -456,7 +456,7 @@ def _register(shared: Store, rank: int, size: int, timeout_s: float, *, outlives
         timeout_s: Maximum time to wait.
         outlives: Whether the store may have keys of processes that have ended: torchrun's agent keeps its store when it
             starts processes again, and a program may make its group more than once. The count of restarts does not
-            tell them apart, since it differs between agents.
+            distinguish them, since it differs between agents.
 
     Returns:
         The part of the store that belongs to these processes.

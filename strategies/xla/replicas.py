@@ -333,7 +333,7 @@ class XLAReplicasStrategy(XLAProcessStrategy):
         return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
 
     def discard_gradients(self, module: nn.Module | None, optimizer: Optimizer | None = None) -> None:
-        """Forget what waits for the end of a window which was broken off."""
+        """Forget what waits for the end of a window that was interrupted."""
         self._lw_forwarded, self._lw_sums = [], []
 
     # -- collectives ---------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def _best(trainer: Trainer, verb: str) -> str:
     if not best:
         raise ConfigError(
             f"trainer.{verb}(ckpt_path='best'): ModelCheckpoint has saved nothing yet, nor has an earlier run.",
-            fix="train first, pass a path, or pass the module to evaluate its present weights.",
+            fix="train first, pass a path, or pass the module to evaluate its current weights.",
         )
     return str(best)
 
@@ -122,7 +122,7 @@ def _last(trainer: Trainer) -> str | None:
     others = [path for path in paths if path != found][:_MOST_OTHERS]
     if others and trainer.is_global_zero:
         shown = ", ".join(f"{path} (step {step_in(path)})" for path in others)
-        logger.info("also there: %s", shown, extra=ONLY_LOGS)
+        logger.info("also found: %s", shown, extra=ONLY_LOGS)
     return str(found)
 
 

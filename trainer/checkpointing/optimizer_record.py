@@ -120,7 +120,7 @@ def fit_groups(
         if _are_renamed(saved, own, known):
             return as_it_is  # names were changed, and positions were not
         raise CheckpointError(
-            f"the checkpoint's state of {name} is of other parameter groups: {_tell(saved, own)}.",
+            f"the checkpoint's state of {name} has other parameter groups: {_tell(saved, own)}.",
             fix="let configure_optimizers make the groups of the run that was saved, or start from its weights with "
             "load_from_checkpoint.",
         )

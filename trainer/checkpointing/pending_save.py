@@ -69,5 +69,5 @@ class PendingSave:
         rank, text = next(iter(failures.items()))
         return CheckpointError(
             f"rank {rank} could not write {self._path!r}, which was saved in the background: {text}",
-            fix=f"look at rank {rank}'s message; what was at that path before is whole.",
+            fix=f"look at rank {rank}'s message; an earlier checkpoint at that path is intact.",
         )

@@ -153,8 +153,8 @@ class Saving:
         ]
         if counting:
             raise CheckpointError(
-                "trainer.save_checkpoint was called within a validation, which a resumed run repeats: what "
-                f"{', '.join(counting)} has in its state of it would count twice.",
+                "trainer.save_checkpoint was called within a validation, which a resumed run repeats: the "
+                f"batches in the state of {', '.join(counting)} would count twice.",
                 fix="save in on_validation_epoch_end or on_validation_end; or pass weights_only=True.",
             )
 
@@ -202,7 +202,7 @@ class Saving:
         path = None if of_whole else next((path for path, one in run.module.named_modules() if one is module), None)
         if not of_whole and path is None:
             raise ModuleError(
-                f"Expected a module of {type(run.module).__name__}, got another {type(module).__name__}.",
+                f"Expected {type(run.module).__name__} or a part of it, got another module, a {type(module).__name__}.",
                 fix="pass the module that is trained, or a submodule of it, such as self.model.",
             )
         if trainer.ranks_answer:

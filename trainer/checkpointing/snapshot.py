@@ -291,7 +291,7 @@ def _evaluating(module: nn.Module) -> set[str]:
 
 
 def stream_state(run: FitRun) -> StateDict:
-    """Return where the data are: within a step that an error broke off, where it began, for it will be repeated."""
+    """Return where the data are: within a step that an error interrupted, where it began, for it will be repeated."""
     position = None if run.at_boundary else run.progress.batches_in_epoch
     if run.before_validation is None:
         return run.stream.state_dict(position)
@@ -437,7 +437,7 @@ def restore_callbacks(callbacks: list[Callback], states: StateDict) -> None:
             if isinstance(error, LoopwrightError) or not is_core(type(callback)):
                 raise  # a class of the user's has its own reasons
             raise CheckpointError(
-                f"the checkpoint is altered: {key} expects another state, got {type(error).__name__}: {error}.",
+                f"the checkpoint was altered: {key} cannot load its state: {type(error).__name__}: {error}.",
                 fix="use another checkpoint, or take this entry out of checkpoint['callbacks'].",
             ) from error
 
@@ -480,7 +480,7 @@ def restore_training(run: FitRun, content: Content, path: str) -> Callable[[], N
         states = {**states, "optimizers": [one.state_dict() for one in run.optimizers]}
         states["schedulers"] = [config.scheduler.state_dict() for config in run.schedulers]
     if content.is_foreign and run.schedulers and not states.get("schedulers"):
-        warn(f"{path} has no states of schedules: those of configure_optimizers begin from scratch")
+        warn(f"{path} has no states of schedules: the schedules of configure_optimizers start from scratch")
         states = {**states, "schedulers": [config.scheduler.state_dict() for config in run.schedulers]}
     for what, have in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
         saved = states.get(what, [])
@@ -541,7 +541,7 @@ def restore_frozen(run: Run, content: Content) -> None:
     for path, child in run.module.named_modules():
         child.training = plain_path(path) not in modules
     if changed:
-        logger.info("frozen or not as in the checkpoint: %s", ", ".join(changed))
+        logger.info("requires_grad is set as in the checkpoint for: %s", ", ".join(changed))
 
 
 def parameter_names(run: Run) -> list[list[list[str]] | None]:
@@ -606,8 +606,8 @@ def _report_differences(path: str, found: list[str]) -> None:
     """Report what is configured differently from the run that is resumed: the checkpoint's values are used."""
     if found:
         logger.warning(
-            "%s continues with the optimizers and schedules that it has, and configure_optimizers gives others:\n  %s"
-            "\n  To use a value of yours, write it into checkpoint['optimizer_states'] or ['lr_schedulers'] in the "
+            "%s: its optimizers and schedules continue, and configure_optimizers returns different ones:\n  %s"
+            "\n  To use your value, write it into checkpoint['optimizer_states'] or ['lr_schedulers'] in the "
             "module's on_load_checkpoint(checkpoint).",
             path,
             "\n  ".join(found),

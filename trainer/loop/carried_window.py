@@ -91,15 +91,15 @@ class CarriedWindow:
         """Return what a checkpoint holds of the window: nothing where none is under way. On every rank.
 
         Raises:
-            CheckpointError: An error broke off the part of the window in this epoch, whose gradients are in the sums.
+            CheckpointError: An error interrupted the part of the window in this epoch, whose gradients are in the sums.
         """
         if not self.count:
             return {}
         run, window = self._run, self._run.window_loss
         if not run.at_boundary:
             raise CheckpointError(
-                f"a window with {self.count} micro-batches of an earlier epoch was broken off, so that its gradients "
-                "cannot be saved.",
+                f"a window with {self.count} micro-batches of an earlier epoch was interrupted: its gradients cannot "
+                "be saved.",
                 fix="resume from the last checkpoint that was saved before.",
             )
         own = [_plain(window.count), _plain(window.total), _plain(window.reference)]

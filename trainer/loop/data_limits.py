@@ -57,7 +57,7 @@ class DataLimits:
             if self._max_samples is not None and self._trainer._lw_batch_size_of(moved) is None:
                 raise DataError(
                     f"max_samples={self._max_samples} needs the number of samples of each batch, and a "
-                    f"{type(moved).__name__} does not say it: its tensors disagree about their first dimension.",
+                    f"{type(moved).__name__} does not show it: its tensors differ in their first dimension.",
                     fix="let all tensors of a batch have the samples in dimension 0, or limit steps with max_steps.",
                 )
             return moved

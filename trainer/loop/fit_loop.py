@@ -291,7 +291,7 @@ class FitLoop:
         fix = "call self.count_step() in training_step before updates that no optimizer makes"
         if self.epoch_limit == -1 and not (self.has_time_limit or self.data_limits or self.is_done):
             raise DataError(f"{what}, and only steps limit the run.", fix=f"{fix}, or set max_epochs.")
-        if self._trainer.is_global_zero and not self.is_done:  # else the end of fit says it
+        if self._trainer.is_global_zero and not self.is_done:  # else the end of fit logs it
             logger.warning("%s: step values are not logged, and intervals in steps wait. If it trains, %s.", what, fix)
 
     def _has_epoch_to_close(self, run: FitRun) -> bool:

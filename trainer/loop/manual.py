@@ -180,8 +180,7 @@ def restore_gradients(run: Run, waiting: list[list[Tensor | TensorInFile | None]
     if strategy.traits.owns_optimizers:
         if any(waiting) and strategy.is_global_zero:
             warn(
-                f"{type(strategy).__name__} cannot load gradients: what had been accumulated since the last step is "
-                "left out",
+                f"{type(strategy).__name__} cannot load gradients: those accumulated since the last step are left out",
             )
         return
     for optimizer, gradients in zip(run.optimizers, waiting, strict=True):

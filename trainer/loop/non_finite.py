@@ -67,7 +67,7 @@ class LossWatch:
         Args:
             progress: Counts of the run; the window is not counted yet.
             reason: "nonfinite", "empty" or "refused".
-            is_rank_zero: Whether this rank says it.
+            is_rank_zero: Whether this rank logs it.
         """
         progress.skipped_steps += 1
         if reason == "nonfinite":

@@ -28,7 +28,7 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _column(numbers: list[Any], device: torch.device) -> Tensor:  # Any: Number, told apart by `kinds`
+def _column(numbers: list[Any], device: torch.device) -> Tensor:  # Any: Number, distinguished by `kinds`
     """Return numbers and one-element tensors as one tensor on the device, without reading any of them."""
     dtype = accumulation_dtype(device)
     kinds = set(map(type, numbers))

@@ -226,7 +226,7 @@ def pooled_object(first: ScalarAccumulator, second: ScalarAccumulator | str) -> 
     )
     return ModuleError(
         f"one {kind} object is logged as {first.name!r} in {first.hook} ({first.where}) and {other}: its value "
-        "would be that of both.",
+        "would mix both.",
         fix="make an object for each, such as self.train_acc and self.val_acc, or one per loader in an nn.ModuleList.",
     )
 

@@ -264,12 +264,12 @@ class LogOutput:
             with open(path, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps({"step": step, **row}) + "\n" for row, step, _, _ in rows)
         except (OSError, TypeError) as error:
-            warn(f"{name} did not take {counted(len(rows), 'row')}, nor could they be kept: {error}")
+            warn(f"{name} did not accept {counted(len(rows), 'row')}, and they could not be saved: {error}")
             with suppress(OSError):  # on a full disk the file is there, and empty
                 if not os.path.getsize(path):
                     os.unlink(path)
             return
-        warn(f"{name} did not take {counted(len(rows), 'row')}: they are in {path}, as JSON lines")
+        warn(f"{name} did not accept {counted(len(rows), 'row')}: they are in {path}, as JSON lines")
 
     def files_dir(self, log_dir: str | None) -> str | None:
         """Return the directory on this machine for files beside the logs: `log_dir` unless that is a URL."""

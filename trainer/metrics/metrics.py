@@ -352,7 +352,7 @@ class Metrics:
             self.sized = batch
         if self.size is not None:
             return self.size
-        # The batch does not tell its size. As long as all batches look the same they weigh the same.
+        # The size of the batch is unknown. As long as all batches look the same they weigh the same.
         shapes = shapes_of(batch)
         if accumulator.shapes is None:
             accumulator.shapes = shapes

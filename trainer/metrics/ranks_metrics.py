@@ -40,7 +40,7 @@ class _Share:
     Attributes:
         total: Sum (of value times weight, for a mean), minimum or maximum; 0 for a metric object.
         weight: Weight of a mean.
-        shapes: Sizes of batches that do not tell how much they weigh.
+        shapes: Sizes of batches whose weight is unknown.
         loaders: Whose batches logged it, where there are several loaders.
         path: Where a metric object is in the module; None where it is not, or for other values.
         updates: Updates of a metric object.

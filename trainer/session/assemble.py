@@ -152,7 +152,7 @@ def bind_step(run: Run, name: str, *, several_loaders: bool = False) -> StepFunc
     required = [p.name for p in parameters.values() if p.default is p.empty and p.name in positional]
     if not takes_any and (not positional or len(required) > most):
         raise ModuleError(
-            f"{owner}.{name}({', '.join(positional)}) takes other arguments than the trainer has.",
+            f"{owner}.{name}({', '.join(positional)}) takes other arguments than the trainer passes.",
             fix=f"declare it as {name}(self, batch, batch_idx{', dataloader_idx=0' if most == 3 else ''}).",
         )
     if several_loaders and not takes_any and len(positional) < 3:

@@ -33,7 +33,7 @@ class CompileReport:
         watch: Counts compilations.
         timeline: Measures steps.
         compare: Number of steps that run uncompiled first.
-        is_rank_zero: Whether to say it.
+        is_rank_zero: Whether to log it.
     """
 
     def __init__(self, watch: RecompileWatch, timeline: Timeline, *, compare: int, is_rank_zero: bool) -> None:

@@ -337,7 +337,7 @@ class FitSession(Session):
             stream.load_state_dict(state)
         elif progress.epoch_open and not (content is not None and content.is_foreign):
             raise CheckpointError(
-                f"{path} was taken in the middle of epoch {progress.epochs} and does not say where the data were.",
+                f"{path} was taken within epoch {progress.epochs} and does not record the position in the data.",
                 fix="resume from a checkpoint that was taken at the end of an epoch, or start from its weights with "
                 "load_from_checkpoint.",
             )

@@ -182,7 +182,7 @@ def _put_back_module(trainer: Trainer, module: nn.Module, result: StateDict, dat
     only_here = [name for name in own if name not in weights]
     if only_there or only_here:
         raise ModuleError(
-            "fit has ended, and the module of this process is not like the one that was trained: only there "
+            "fit has ended, and the module of this process differs from the one that was trained: only there "
             f"{only_there}, only here {only_here}.",
             fix="build all layers in __init__ or configure_model, which runs here as well (setup() and other hooks do "
             "not); trainer.save_checkpoint(path) writes what was trained.",

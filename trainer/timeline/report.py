@@ -70,7 +70,7 @@ class TimelineReport:
         bound: What binds a step: "data", "compute", "memory", "communication" or "overhead".
         advice: What to do about each part of a tenth or more, the largest first.
         intensity: Floating-point operations per byte; None unless operations were counted.
-        idle_fraction: In how many steps the device had run dry when the host was done; None on a CPU.
+        idle_fraction: In how many steps the device was idle when the host was done; None on a CPU.
         compiled: What torch.compile cost and gains, as text; None where nothing was compiled.
     """
 
@@ -114,7 +114,7 @@ class TimelineReport:
             return "\n".join([*lines, "  nothing was measured"])
         lines.append(f"Bottleneck: {self.bottleneck} ({fractions[self.bottleneck]:.1%}). Bound by: {self.bound}.")
         if self.idle_fraction is not None:
-            lines.append(f"The device had run dry at the end of {self.idle_fraction:.0%} of the measured steps.")
+            lines.append(f"The device was idle at the end of {self.idle_fraction:.0%} of the measured steps.")
         if self.intensity is not None:
             lines.append(f"Floating-point operations per byte: {self.intensity:.3g}.")
         if self.compiled is not None:

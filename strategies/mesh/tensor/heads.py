@@ -155,7 +155,7 @@ def local_counts(owner: nn.Module, layers: Iterable[str], tp: int) -> dict[str, 
     """Return the attributes that count heads and that the module's forward reads, each as its number on a rank.
 
     Heads of queries are divided where a layer that computes them is split, and heads of keys likewise. A layer whose
-    name does not tell counts as both where no layer's does.
+    name does not show it counts as both where no layer's does.
 
     Args:
         owner: The module that calls the layers.

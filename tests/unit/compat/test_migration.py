@@ -101,7 +101,7 @@ def test_a_run_resumes_from_a_file_without_schedules() -> None:
         max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
-    with pytest.warns(UserWarning, match="begin from scratch"):
+    with pytest.warns(UserWarning, match="start from scratch"):
         trainer.fit(Line(), [torch.ones(1, 2)] * 2, ckpt_path="a.ckpt")
     assert (trainer.current_epoch, trainer.global_step) == (3, 6)
 

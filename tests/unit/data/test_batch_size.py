@@ -157,7 +157,7 @@ def test_means_samples_and_steps_weigh_each_sample_once(make: Callable[[], Any])
 
 
 def test_objects_whose_size_nobody_tells_weigh_1_which_a_warning_says() -> None:
-    with pytest.warns(UserWarning, match="a batch of objects does not tell its size.*pass batch_size="):
+    with pytest.warns(UserWarning, match="the size of a batch of objects is unknown.*pass batch_size="):
         trainer = fit(lambda: [Graph(samples(3)[:4]), Graph(samples(3)[4:])])
     assert float(trainer.callback_metrics["training"]) == (1.5 + 6.5) / 2
 

@@ -823,7 +823,7 @@ class Short:
 def test_fewer_batches_than_before_is_an_error() -> None:
     stream = BatchStream(Short(2))
     stream.load_state_dict(state_of(Plain(), 4))
-    with pytest.raises(DataError, match="ended after 2 batches; before the stop it had given 4"):
+    with pytest.raises(DataError, match="ended after 2 batches; before the stop it had yielded 4"):
         stream.reopen()
 
 

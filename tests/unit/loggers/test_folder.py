@@ -215,7 +215,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_training(
 ) -> None:
     (tmp_path / "file").write_text("a file")
     trainer = quiet(max_epochs=1, logger=kind(tmp_path / "file" / "logs", version=version))
-    with pytest.raises(ConfigError, match=rf"{kind.__name__}: no logs can be written to .*is a file, not a folder"):
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}: logs cannot be written to .*is a file, not a folder"):
         trainer.fit(net(), loader())
     assert trainer.global_step == 0
     assert os.listdir(tmp_path) == ["file"]

@@ -586,7 +586,7 @@ def test_a_logger_that_fails_is_said_once_and_training_goes_on_the_same(tmp_path
         trainer.fit(module, loader())
     failed, kept = (str(one.message) for one in caught)
     assert re.search("RecordingLogger failed.*OSError", failed)
-    assert "did not take 4 rows: they are in" in kept
+    assert "did not accept 4 rows: they are in" in kept
     rows = (tmp_path / "unwritten_rows_RecordingLogger.jsonl").read_text().splitlines()
     assert [json.loads(row)["loss"] for row in rows] == [row["loss"] for _, row in fine.rows]
     assert_same(module, expected)
@@ -849,5 +849,5 @@ def test_a_backward_in_validation_is_explained() -> None:
 
 def test_a_folder_of_logs_that_cannot_be_made_is_named_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="TensorBoardLogger: no logs can be written to .*: .*file is a file, not"):
+    with pytest.raises(ConfigError, match="TensorBoardLogger: logs cannot be written to .*: .*file is a file, not"):
         quiet(default_root_dir=tmp_path / "file", logger=True, enable_checkpointing=True).fit(net(), loader(8))

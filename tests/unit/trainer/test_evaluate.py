@@ -356,7 +356,7 @@ def test_a_step_that_takes_too_much_is_an_error() -> None:
         def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int, more: int) -> None:  # type: ignore[override]
             return None
 
-    with pytest.raises(ModuleError, match="takes other arguments than the trainer has"):
+    with pytest.raises(ModuleError, match="takes other arguments than the trainer passes"):
         quiet().test(net(Greedy), loader())
 
 

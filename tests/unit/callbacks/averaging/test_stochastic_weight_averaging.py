@@ -177,7 +177,7 @@ def test_a_late_beginning_is_said(tmp_path: Path, caplog: Any) -> None:
     assert saver.last_model_path
     swa = StochasticWeightAveraging(0.2, 2)
     fit(swa, ckpt_path=tmp_path / "last.ckpt")
-    assert "begins in epoch 3 although it was to begin in epoch 1" in caplog.text
+    assert "starts in epoch 3 instead of epoch 1" in caplog.text
     assert swa.n_averaged == 4
 
 

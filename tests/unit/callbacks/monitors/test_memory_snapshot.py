@@ -33,7 +33,7 @@ def test_the_files_say_who_held_the_memory(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="can't allocate memory|not enough memory") as caught:
         trainer.fit(module, loader(12, 2))
     stem = tmp_path / "memory" / "out_of_memory_rank0_step2"
-    assert f"who held the memory stands in {stem}.txt" in "".join(caught.value.__notes__)
+    assert f"{stem}.txt lists what held the memory" in "".join(caught.value.__notes__)
     report = json.loads(stem.with_suffix(".json").read_text())
     parameters = 4 * sum(parameter.numel() for parameter in module.parameters())
     assert report["owners"]["parameters"] == parameters

@@ -109,7 +109,7 @@ def test_a_logger_that_is_gone_changes_no_weights_and_its_rows_are_kept(tmp_path
     texts = [str(warning.message) for warning in said]
     assert texts == [
         "Recorder failed, and is tried again while its rows wait: OSError: the service is gone; training continues",
-        f"Recorder did not take 6 rows: they are in {tmp_path / 'unwritten_rows_Recorder.jsonl'}, as JSON lines",
+        f"Recorder did not accept 6 rows: they are in {tmp_path / 'unwritten_rows_Recorder.jsonl'}, as JSON lines",
     ]
     assert len(good.rows) == 8
     kept = [json.loads(line) for line in (tmp_path / "unwritten_rows_Recorder.jsonl").read_text().splitlines()]
