@@ -9,6 +9,7 @@ from fsdp import MODES, NAMES
 from growth import describe_growth
 from language_models.memory import describe_recipes_memory
 from language_models.report import describe_recipes
+from many_ranks.measure import describe_many_ranks
 from memory import expected
 from model_parallel.report import describe_mesh
 from peers_steps import describe_peers
@@ -594,6 +595,7 @@ SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "peers": describe_peers,
     "growth": describe_growth,
     "rank-growth": describe_rank_growth,
+    "many-ranks": describe_many_ranks,
     "reads": _reads,
     "imports": _imports,
     "first-step": _first_steps,

@@ -28,6 +28,7 @@ from language_models.memory import measure_recipes_memory
 from language_models.peers import measure_recipes
 from loading import measure_loading
 from log_queue import time_logging
+from many_ranks.measure import measure_many_ranks
 from memory import measure_memory_of_strategies
 from model_parallel.steps import measure_mesh
 from peers_steps import measure_peers
@@ -111,6 +112,8 @@ def measure(parts: Iterable[str], *, is_quick: bool) -> Iterator[tuple[str, Any,
             numbers = measure_growth(is_quick=is_quick)
         elif part == "rank-growth":
             numbers = measure_rank_growth(is_quick=is_quick)
+        elif part == "many-ranks":
+            numbers = measure_many_ranks(is_quick=is_quick)
         elif part == "reads":
             numbers = count_reads(num_batches=60 if is_quick else 500, log_every=10 if is_quick else 50)
         elif part == "imports":

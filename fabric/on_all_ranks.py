@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -57,10 +57,12 @@ def first_then_rest(strategy: Strategy, *, is_first: bool) -> Iterator[None]:
     Raises:
         Exception: The error of a first rank's block, on every rank.
     """
-    everyone = strategy.gather_objects((is_first, uuid.uuid4().hex))
-    keys = {rank: f"first/{everyone[0][1]}/{rank}" for rank, (goes_first, _) in enumerate(everyone) if goes_first}
+    name = f"first/{strategy.broadcast(uuid.uuid4().hex)}"
+    if is_first:
+        _add(f"{name}/first")
+    _add(f"{name}/here")
     if not is_first:
-        _wait(keys)
+        _wait(name, strategy.world_size)
         _raise_same(strategy, None)
         yield
         return
@@ -69,24 +71,28 @@ def first_then_rest(strategy: Strategy, *, is_first: bool) -> Iterator[None]:
         yield
     except Exception as caught:  # raised below, after all ranks were notified
         error = caught
-    _notify(keys[strategy.global_rank])
-    _wait(keys)
+    _add(f"{name}/done")
+    _wait(name, strategy.world_size)
     _raise_same(strategy, error)
 
 
 # The first ranks' work, such as a download, may take longer than a collective's time-out: the others poll the store.
 
 
-def _notify(key: str) -> None:
+def _add(key: str) -> None:
     store = rendezvous.store()
     if store is not None:
-        store.set(key, "1")
+        store.add(key, 1)
 
 
-def _wait(keys: Mapping[int, str]) -> None:
+def _wait(name: str, size: int) -> None:
+    """Wait until all ranks are here, so that the number of first ones is known, and these are done."""
     store = rendezvous.store()
     pause_s = 0.001
-    while store is not None and not store.check(list(keys.values())):
+    while store is not None:
+        here, first, done = (store.add(f"{name}/{key}", 0) for key in ("here", "first", "done"))
+        if here == size and done == first:
+            return
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

@@ -556,6 +556,11 @@ class Strategy:
         """Return the objects of all ranks in rank order, on every rank; they may differ in kind and size."""
         return [obj]
 
+    def gather_to_first(self, obj: T) -> list[T] | None:
+        """Return the objects of all ranks in rank order, on rank 0; None on the others. On every rank."""
+        everywhere = self.gather_objects(obj)
+        return everywhere if self.is_global_zero else None
+
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks (or with all=False, any rank) decided True."""
         return bool(decision)

@@ -390,6 +390,12 @@ class ParallelStrategy(Strategy):
             return [obj]
         return collectives.gather_objects(obj)
 
+    def gather_to_first(self, obj: T) -> list[T] | None:
+        """Return the objects of all ranks in rank order, on rank 0; None on the others. On every rank."""
+        if not self.is_connected or "xla" in str(dist.get_backend_config()):  # has no gather
+            return super().gather_to_first(obj)
+        return collectives.gather_to_first(obj)
+
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks (or with all=False, any rank) decided True. Reads the device."""
         if not self.is_connected:

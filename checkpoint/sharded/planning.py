@@ -40,9 +40,11 @@ class Planner(DefaultSavePlanner):
             named = ", ".join(sorted(missing)[:5])
             raise CheckpointError(f"the ranks have different sharded tensors; no rank has {named}.", fix=fix)
         try:
-            return super().create_global_plan(all_plans)
+            plans, _ = super().create_global_plan(all_plans)
         except ValueError as error:
             raise CheckpointError(f"the shards of the ranks do not make up full tensors: {error}.", fix=fix) from error
+        # torch sends the metadata to all ranks, a line for each chunk of every rank; the manifest has them already.
+        return plans, Metadata({})
 
 
 def unfit(tensor: DTensor) -> str | None:

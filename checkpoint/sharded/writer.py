@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,6 +40,9 @@ from .target import LocalTarget, RemoteTarget, target_of
 from .tree import PLACEHOLDER_KEY, Split, take_out
 
 __all__ = ["save"]
+
+
+_MOST_SIZED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +276,10 @@ class _Writer(StorageWriter):
         """Refuse to commit unless rank 0 sees what the others have written: they may be on another file system."""
         assert self.target is not None
         backend = self.target.backend
-        if isinstance(backend, RemoteBackend):
-            backend.names()  # drops what the store has in its cache
-        for name, entry in files.items():
+        names = backend.names()  # one listing, which also drops what a remote store has in its cache
+        if unseen := sorted(files.keys() - names):
+            raise OSError(f"{', '.join(unseen[:5])}: not there for rank 0")
+        for name, entry in islice(files.items(), _MOST_SIZED):  # of thousands, each would be a call to the server
             found = backend.size(name)
             if found != entry.size:
                 raise OSError(f"{name} has {found} bytes where {entry.size} were written")

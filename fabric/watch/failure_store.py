@@ -6,9 +6,9 @@ failure/<k>       k-th failure, as JSON: written once, by compare_set, so that a
 seen              how many ranks have read a failure, or that rank 0 is done: then the store may close
 peer/<rank>       a rank's process; machine/<key>/<i> the same for the ranks of one machine
 beat/<rank>       a count that grows each second, and the rank's position
-done/<rank>       the rank ended normally: its last status
+done/<rank>       the rank ended normally: its last status; ended/<k> the k-th rank to do so
 stall/<k>         the k-th status request; stall/<k>/<rank> the answers; stall/<k>/for/<rank> what a neighbor found out
-                  about a rank that cannot answer
+                  about a rank that cannot answer; stall/<k>/report what the reporter has found out
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from .peers import Peer
 from .rank_status import RankStatus
 
 __all__ = ["FailureRecord", "FailureStore", "Store"]
+
+_AT_ONCE = 64
 
 
 class Store(Protocol):
@@ -183,6 +185,12 @@ class FailureStore:
             return None
         return Peer(**json.loads(self.store.get(f"peer/{rank}")))
 
+    def peers_of(self, machine: str) -> list[Peer]:
+        """Return the ranks of a machine that have published their process."""
+        count = int(self.store.add(f"machine/{machine}", 0))
+        keys = [f"machine/{machine}/{place}" for place in range(1, count + 1)]
+        return [Peer(**json.loads(self.store.get(key))) for key in keys if self.store.check([key])]
+
     # --- heartbeats -----------------------------------------------------------------------------------------------
 
     def beat(self, count: int, place: dict[str, object], collectives: int) -> None:
@@ -208,7 +216,14 @@ class FailureStore:
     def write_done(self, status: RankStatus) -> None:
         """Publish that this rank ends normally."""
         self.store.set(f"done/{self._rank}", status.to_json())
+        self.store.set(f"ended/{self.store.add('ended', 1)}", str(self._rank))
         self.notify()
+
+    def ended_ranks(self, most: int) -> list[int]:
+        """Return the first ranks that ended normally."""
+        count = min(int(self.store.add("ended", 0)), most)
+        keys = [key for number in range(1, count + 1) if self.store.check([key := f"ended/{number}"])]
+        return [int(rank) for rank in self.store.multi_get(keys)] if keys else []
 
     def is_done(self, rank: int) -> bool:
         """Return whether a rank ended normally."""
@@ -253,12 +268,36 @@ class FailureStore:
         """Return whether a rank has published its own status."""
         return bool(self.store.check([f"stall/{request}/{rank}"]))
 
+    def reporter(self, request: int) -> int:
+        """Return the lowest rank that has published its own status."""
+        return next((rank for rank in range(self._size) if self.has_status(request, rank)), -1)
+
+    def write_report(self, request: int, text: str) -> None:
+        """Publish what the reporter found out, for the ranks that requested it."""
+        self.store.set(f"stall/{request}/report", text)
+
+    def report(self, request: int) -> str | None:
+        """Return what the reporter found out; None until then."""
+        key = f"stall/{request}/report"
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
     def statuses(self, request: int) -> dict[int, RankStatus]:
-        """Return the statuses so far, including the last ones of ranks that ended, and those published by neighbors."""
-        found = {}
-        for rank in range(self._size):
-            for key in (f"stall/{request}/{rank}", f"done/{rank}", f"stall/{request}/for/{rank}"):
-                if self.store.check([key]):
-                    found[rank] = RankStatus.from_json(self.store.get(key))
-                    break
+        """Return the statuses so far, including the last ones of ranks that ended, and those published by neighbors.
+
+        A report names every rank: this reads a key of each, on the reporter alone.
+        """
+        own = {rank: f"stall/{request}/{rank}" for rank in range(self._size)}
+        found: dict[int, RankStatus] = {}
+        has_all = self.count_statuses(request) >= self._size
+        for first in range(0, self._size, _AT_ONCE):
+            ranks = range(first, min(first + _AT_ONCE, self._size))
+            keys = own if has_all else {rank: key for rank in ranks if (key := self._status_key(request, rank))}
+            ranks_found = [rank for rank in ranks if rank in keys]
+            values = self.store.multi_get([keys[rank] for rank in ranks_found]) if ranks_found else []
+            found.update({rank: RankStatus.from_json(value) for rank, value in zip(ranks_found, values, strict=True)})
         return found
+
+    def _status_key(self, request: int, rank: int) -> str:
+        """Return the key of a rank's status; "" without one."""
+        keys = (f"stall/{request}/{rank}", f"done/{rank}", f"stall/{request}/for/{rank}")
+        return next((key for key in keys if self.store.check([key])), "")

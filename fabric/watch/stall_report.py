@@ -7,6 +7,7 @@ get a copy.
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from .rank_status import LastCollective, RankStatus, progress_of_collectives
 if TYPE_CHECKING:
     pass
 
-__all__ = ["ANSWER_S", "StallReport", "StallReporter"]
+__all__ = ["ANSWER_S", "StallFinding", "StallReport", "StallReporter"]
 
 ANSWER_S = 2.0  # for all ranks to answer
 _NEIGHBOUR_S = 1.0  # after which neighbors are examined
@@ -124,6 +125,29 @@ class StallReport:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True)
+class StallFinding:
+    """What the ranks that requested a report get of it: the whole has a stack for each rank.
+
+    Attributes:
+        summary: See `StallReport.summary`.
+        culprit: See `StallReport.culprit`.
+    """
+
+    summary: str
+    culprit: RankStatus | None
+
+    def to_json(self) -> str:
+        """Return it as text."""
+        return json.dumps([self.summary, None if self.culprit is None else self.culprit.to_json()])
+
+    @classmethod
+    def from_json(cls, text: str) -> StallFinding:
+        """Return it from text."""
+        summary, culprit = json.loads(text)
+        return cls(summary, None if culprit is None else RankStatus.from_json(culprit))
+
+
 def _is_behind(status: RankStatus, furthest: LastCollective) -> bool:
     collective = status.collective
     if collective is None:
@@ -133,11 +157,21 @@ def _is_behind(status: RankStatus, furthest: LastCollective) -> bool:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+    """Return ranks as text; more than two in a row as a range."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    rows: list[list[int]] = []
+    for rank in ranks:
+        if rows and rank == rows[-1][-1] + 1:
+            rows[-1].append(rank)
+        else:
+            rows.append([rank])
+    shown = [f"{row[0]} to {row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows]
+    return "ranks " + ", ".join(shown)
 
 
 class StallReporter:
-    """Collects rank statuses and prints stall reports. Runs on the watch's thread, except `wait_for_report`.
+    """Collects rank statuses and prints stall reports. Runs on the watch's thread, except `wait_for_finding`.
 
     Args:
         failure_store: The keys that the ranks share.
@@ -159,8 +193,8 @@ class StallReporter:
         self._patience = 1
         self._request: _StatusRequest | None = None
         self._requested: set[int] = set()
-        self._reports: dict[int, StallReport] = {}
-        self._has_report = threading.Condition()
+        self._findings: dict[int, StallFinding] = {}
+        self._has_finding = threading.Condition()
 
     @property
     def is_open(self) -> bool:
@@ -193,19 +227,20 @@ class StallReporter:
             return
         self._failure_store.request_status(f"no progress for {waited_s:.0f} s")
 
-    def request_report(self, why: str) -> int:
-        """Request a report that is also delivered to this rank; return its number for `wait_for_report`."""
+    def request_finding(self, why: str) -> int:
+        """Request a report whose result is also delivered to this rank; return its number for `wait_for_finding`."""
         number = self._failure_store.request_status(why)
         self._requested.add(number)
         return number
 
-    def wait_for_report(self, number: int, *, wait_s: float) -> StallReport | None:
-        """Return a requested report; None if it does not arrive in time. Runs on the main thread."""
+    def wait_for_finding(self, number: int, *, wait_s: float) -> StallFinding | None:
+        """Return the result of a requested report; None if it does not arrive in time. Runs on the main thread."""
         ends = time.monotonic() + wait_s
-        with self._has_report:
-            while number not in self._reports and time.monotonic() < ends:
-                self._has_report.wait(0.1)
-            return self._reports.get(number)
+        with self._has_finding:
+            while number not in self._findings and time.monotonic() < ends:
+                self._has_finding.wait(0.1)
+            self._requested.discard(number)
+            return self._findings.get(number)
 
     def answer(self, number: int, why: str, status: RankStatus, now: float) -> None:
         """Write this rank's status."""
@@ -217,6 +252,7 @@ class StallReporter:
         """Examine neighbors that do not answer; then, on the lowest rank that answered, print the report."""
         request = self._request
         if request is None:
+            self._look_for_findings()
             return
         is_complete = self._failure_store.count_statuses(request.number) >= self._size
         if not is_complete and not request.has_looked and now >= request.since + _NEIGHBOUR_S:
@@ -234,18 +270,24 @@ class StallReporter:
         self._finish(request)
 
     def _finish(self, request: _StatusRequest) -> None:
-        statuses = self._failure_store.statuses(request.number)
-        lowest = min((rank for rank, one in statuses.items() if not (one.is_silent or one.has_ended)), default=-1)
-        if lowest != self._rank and request.number not in self._requested:
+        """Print the report on the lowest rank that answered, and publish its result for those that requested it."""
+        if self._failure_store.reporter(request.number) != self._rank:
             return
+        statuses = self._failure_store.statuses(request.number)
         report = StallReport([statuses.get(rank) or self._silent(rank) for rank in range(self._size)])
-        if lowest == self._rank:
-            self.report = report.text(request.why)
-            sys.stderr.write(f"\n{self.report}\n")
-            sys.stderr.flush()
-        with self._has_report:
-            self._reports[request.number] = report
-            self._has_report.notify_all()
+        self._failure_store.write_report(request.number, StallFinding(report.summary(), report.culprit).to_json())
+        self.report = report.text(request.why)
+        sys.stderr.write(f"\n{self.report}\n")
+        sys.stderr.flush()
+
+    def _look_for_findings(self) -> None:
+        for number in list(self._requested):
+            text = self._failure_store.report(number)
+            if text is not None:
+                with self._has_finding:
+                    self._requested.discard(number)
+                    self._findings[number] = StallFinding.from_json(text)
+                    self._has_finding.notify_all()
 
     def _look_at_silent(self, neighbors: Iterable[Peer], request: _StatusRequest) -> None:
         """Make neighbors that cannot answer write their stacks; one rank per machine does so."""

@@ -8,8 +8,8 @@ would leave the others in the next collective; a collective in each step to find
     request    A rank that wants to stop notifies all ranks (one key). Each rank that sees the request publishes its
                position: its *ack*. From then on its main thread does not pass this position until the stop step is
                known.
-    stop step  The last rank to ack detects that it is the last (an atomic counter), and publishes the greatest position
-               of all acks: the stop step.
+    stop step  Acks are combined in groups (store_tree.py); the last rank to ack publishes the greatest position of
+               all: the stop step.
     continue   Each rank continues while its next position is not past the stop step, and stops there.
 
 All ranks stop at the same place: an ack is the rank's position at the moment from which it waits, so no rank is past
@@ -34,10 +34,11 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ...errors import RankFailure
+from ...strategies.distributed.store_tree import StoreTree
 
 if TYPE_CHECKING:
     from .failure_store import Store
@@ -46,6 +47,8 @@ __all__ = ["StopCoordinator"]
 
 _SHIFT = 32
 _END = (1 << _SHIFT) - 1
+_MOST_NAMED = 16
+_NAMING_S = 2.0
 _STRENGTH = {"should_stop": 0, "SIGINT": 2, "SIGTERM": 3}
 
 
@@ -95,8 +98,8 @@ class StopCoordinator:
         self._has_posted = False
         self._stop_step: int | None = None
         self._error: RankFailure | None = None
-        self._missing: list[int] = []
-        self._next_look_s = 0.0
+        self._missing: list[int] | None = None  # looked up only for an error
+        self._wants_missing = False
         self._has_new_generation = False  # whether a request of this generation may have been missed
 
     # --- the main thread ---------------------------------------------------------------------------------------------
@@ -160,7 +163,10 @@ class StopCoordinator:
                 # Woken by `poll`. Bounded, so that a signal's handler gets to run on any platform.
                 self._changed.wait(0.1)
             if time.monotonic() > ends:
-                raise self._no_agreement()
+                # The thread that polls may find out who is missing, and the main thread must not.
+                self._wants_missing = True
+                if self._missing is not None or time.monotonic() > ends + _NAMING_S:
+                    raise self._no_agreement()
 
     def _decide(self, phase: int, batch: int) -> bool | None:
         """Return whether to move there; None while the stop step is unknown. The lock is held."""
@@ -176,7 +182,7 @@ class StopCoordinator:
         return True
 
     def _no_agreement(self) -> RankFailure:
-        missing = ", ".join(map(str, self._missing)) or "unknown"
+        missing = ", ".join(map(str, self._missing or ())) or "unknown"
         return RankFailure(
             "Expected an answer of every rank on where to stop "
             f"({self._requested_reason or 'requested by another rank'}), but some ranks did not answer within "
@@ -225,6 +231,7 @@ class StopCoordinator:
             self._has_new_generation = True
             self._is_requested = self._has_posted = self.has_stopped = False
             self._is_held = self._error is not None
+            self._missing, self._wants_missing = None, False
             self._stop_step = self._requested_reason = self.reason = None
             if unanswered is not None:
                 self._requested_reason = unanswered
@@ -289,11 +296,15 @@ class StopCoordinator:
             return False
         self._post_ack(key)
         if not self._store.check([f"{key}/stop_step"]):
-            self._note_missing(key)
+            if self._wants_missing:
+                missing = self._acks(key).missing(_MOST_NAMED)
+                with self._changed:
+                    self._missing = missing
+                    self._changed.notify_all()
             return True
         stop_step, reason = json.loads(self._store.get(f"{key}/stop_step"))
         with self._changed:
-            self._stop_step, self.reason, self._missing = stop_step, reason, []
+            self._stop_step, self.reason = stop_step, reason
             self._changed.notify_all()
         return False
 
@@ -317,21 +328,18 @@ class StopCoordinator:
                 return
             self._has_posted = True
             ack, reason = self._ack, self._requested_reason
-        self._store.set(f"{key}/ack/{self._rank}", json.dumps([ack, reason]))
-        # The counter comes after the ack: the rank that counts to the end finds all acks there.
-        if self._store.add(f"{key}/acks", 1) < self._size:
-            return
-        acks = [json.loads(self._store.get(f"{key}/ack/{rank}")) for rank in range(self._size)]
-        reasons = [reason for _, reason in acks if reason is not None]
-        reason = max(reasons, key=_strength, default=None)
-        self._store.set(f"{key}/stop_step", json.dumps([max(ack for ack, _ in acks), reason]))
+        stop = self._acks(key).post(self._rank, json.dumps([ack, reason]), _furthest)
+        if stop is not None:
+            self._store.set(f"{key}/stop_step", stop)
 
-    def _note_missing(self, key: str) -> None:
-        """Record the ranks that have not answered, for the error; once per second, since each rank is a key."""
-        now = time.monotonic()
-        if now >= self._next_look_s:
-            self._next_look_s = now + 1.0
-            self._missing = [rank for rank in range(self._size) if not self._store.check([f"{key}/ack/{rank}"])]
+    def _acks(self, key: str) -> StoreTree:
+        return StoreTree(self._store, f"{key}/ack", self._size)
+
+
+def _furthest(acks: Sequence[bytes]) -> str:
+    """Return the ack of several ranks: the greatest position, and the strongest reason."""
+    found = [json.loads(ack) for ack in acks]
+    return json.dumps([max(ack for ack, _ in found), max((reason for _, reason in found), key=_strength)])
 
 
 def _strength(reason: str | None) -> int:

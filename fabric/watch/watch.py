@@ -40,7 +40,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -59,7 +59,7 @@ from .peers import Peer, StackOnSignal
 from .rank_status import RankStatus, count_collectives, last_collective
 from .remote_ranks import RemoteRanks
 from .signal_wakeup import SignalCounter, SignalWakeup
-from .stall_report import ANSWER_S, StallReport, StallReporter
+from .stall_report import ANSWER_S, StallFinding, StallReporter
 from .stop_coordinator import StopCoordinator
 
 __all__ = ["Watch"]
@@ -69,12 +69,14 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
+_MOST_POLLS = 8192  # per second, of all ranks together: one process hosts the store
 _FAST_S = 0.02
 _SECOND_S = 1.0
 _GRACE_S = 3.0  # for a main thread to raise by itself after another rank's failure
 _SLOW_S = 6.0  # for another rank to find out which rank is missing
 _UNWIND_S = 60.0  # for a main thread that was notified to leave the run
 _UNKNOWN_RANK = -1
+_MOST_NAMED = 16
 _LINGER_S = 1.5  # for the others to read a failure from a store that ends with this process
 
 
@@ -343,46 +345,46 @@ class Watch:
                 self._note_notified("other")
         return explained
 
-    def places(self) -> dict[int, dict[str, object]]:
-        """Return the positions of the other ranks, about a second old; runs on the main thread."""
-        return self._of_others(lambda rank: self._failure_store.place_of(rank))
+    def places(self, ranks: Sequence[int]) -> dict[int, dict[str, object]]:
+        """Return the positions of other ranks, about a second old; runs on the main thread."""
+        return self._of_others(ranks, lambda rank: self._failure_store.place_of(rank))
 
-    def ahead(self) -> list[int]:
-        """Return the ranks that a second ago had called more collectives over all ranks than this one has, or ended.
+    def ahead(self, ranks: Sequence[int]) -> list[int]:
+        """Return those ranks that a second ago had called more collectives over all ranks than this one, or ended.
 
         Runs on the main thread, outside of a collective: such a rank will not come to where this one is.
         """
         own = count_collectives()
         found = self._of_others(
-            lambda rank: self._failure_store.collectives_of(rank) > own or self._failure_store.is_done(rank)
+            ranks, lambda rank: self._failure_store.collectives_of(rank) > own or self._failure_store.is_done(rank)
         )
         return [rank for rank, is_ahead in found.items() if is_ahead]
 
-    def _of_others(self, ask: Callable[[int], T]) -> dict[int, T]:
+    def _of_others(self, ranks: Sequence[int], ask: Callable[[int], T]) -> dict[int, T]:
         found: dict[int, T] = {}
 
         def look() -> None:
-            found.update({rank: ask(rank) for rank in range(self._size) if rank != self._rank})
+            found.update({rank: ask(rank) for rank in ranks})
 
         self._run_on_thread(look, wait_s=_SECOND_S)
         return found
 
     def _blame_the_missing(self) -> Failure | None:
         """Request a stall report after a time-out, and store the first missing rank as the failure."""
-        report = self._request_stall_report(
+        finding = self._request_stall_report(
             f"the process group of rank {self._rank} timed out after {self._timeout_s:g} s"
         )
         failure = self.first_failure(0.0)
-        if failure is not None or report is None or report.culprit is None:
+        if failure is not None or finding is None or finding.culprit is None:
             return failure
-        culprit = report.culprit
+        culprit = finding.culprit
         if culprit.has_ended:
             return None  # that is not its own failure
         failure = Failure(
             rank=culprit.rank,
             host=culprit.host,
             pid=culprit.pid,
-            how=f"{report.summary()}, until the process group's time-out of {self._timeout_s:g} s; "
+            how=f"{finding.summary}, until the process group's time-out of {self._timeout_s:g} s; "
             f"rank {culprit.rank} {culprit.doing}",
             place=dict(culprit.place),
             trace="".join(line if line.endswith("\n") else line + "\n" for line in culprit.stack),
@@ -397,12 +399,12 @@ class Watch:
         ended: list[int] = []
 
         def look() -> None:
-            ended.extend(rank for rank in range(self._size) if rank != self._rank and self._failure_store.is_done(rank))
+            ended.extend(self._failure_store.ended_ranks(_MOST_NAMED))
 
         self._run_on_thread(look, wait_s=2.0)
         if not ended:
             return None
-        names = ", ".join(map(str, ended))
+        names = ", ".join(map(str, sorted(ended)))
         one = len(ended) == 1
         return RankFailure(
             f"rank{'' if one else 's'} {names} ended normally, while rank {self._rank} still communicates with "
@@ -411,15 +413,15 @@ class Watch:
             "leaves a loop early.",
         )
 
-    def _request_stall_report(self, why: str) -> StallReport | None:
-        """Return the current status of all ranks; None if the thread cannot collect it."""
+    def _request_stall_report(self, why: str) -> StallFinding | None:
+        """Return which ranks wait for which; None if the thread cannot find out."""
         requested: list[int] = []
 
         def request() -> None:
-            requested.append(self._stall_reporter.request_report(why))
+            requested.append(self._stall_reporter.request_finding(why))
 
         self._run_on_thread(request, wait_s=2.0)
-        return self._stall_reporter.wait_for_report(requested[0], wait_s=2 * ANSWER_S) if requested else None
+        return self._stall_reporter.wait_for_finding(requested[0], wait_s=2 * ANSWER_S) if requested else None
 
     def _note_notified(self, what: str) -> None:
         """Record of what the main thread was notified. The lock is held."""
@@ -467,7 +469,7 @@ class Watch:
                 self._is_known.set()
             while not self._is_stopping:
                 is_busy = self._tick()
-                self._wake.wait(_FAST_S if is_busy else _TICK_S)
+                self._wake.wait(max(_FAST_S if is_busy else _TICK_S, self._size / _MOST_POLLS))
                 self._wake.clear()
             self._end()
         except RuntimeError as error:  # what a store raises whose server is gone

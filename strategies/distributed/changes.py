@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
 
 from ...errors import ModuleError
 from .rendezvous import store
+from .store_tree import StoreTree
 
 __all__ = ["Changes", "agree_on_changes", "params_of_group"]
 
@@ -23,6 +24,7 @@ params_of_group: Callable[[dict[str, list[Tensor]]], list[Tensor]] = itemgetter(
 """Takes the parameters out of a group of an optimizer, in C."""
 
 _PAUSE_S = 0.002
+_MOST_NAMED = 16
 
 
 class Changes:
@@ -104,12 +106,14 @@ def agree_on_changes(what: str, rank: int, size: int, patience: timedelta) -> No
     if shared is None:
         return
     number = shared.add(f"loopwright/changes/of/{rank}", 1)  # ranks that change alike count alike
-    keys = [f"loopwright/changes/{number}/{one}" for one in range(size)]
-    shared.set(keys[rank], "here")
+    place = f"loopwright/changes/{number}"
+    here = StoreTree(shared, place, size)
+    if here.post(rank, "") is not None:
+        shared.set(f"{place}/all", "here")
     end = time.monotonic() + patience.total_seconds()
-    while not shared.check(keys):
+    while not shared.check([f"{place}/all"]):
         if time.monotonic() > end:
-            missing = [one for one, key in enumerate(keys) if not shared.check([key])]
+            missing = here.missing(_MOST_NAMED)
             raise ModuleError(
                 f"The module was changed on rank {rank} after it was set up ({what}), but not on "
                 f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}.",

@@ -7,12 +7,14 @@ over the ranks (one small message), because gloo ends the process without a mess
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from ...errors import ConfigError, RankFailure, nearest
 from ..tree import leaves, map_leaves
@@ -25,6 +27,7 @@ __all__ = [
     "broadcast_tensors",
     "check_divides",
     "gather_objects",
+    "gather_to_first",
     "host_device",
     "op_name",
     "reduce_scatter",
@@ -248,14 +251,35 @@ def _unpacked(leaf: object, device: torch.device) -> object:
 def gather_objects(obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the objects of all ranks of a group in rank order, on every one; tensors are received on the CPU.
 
+    What all ranks have alike, as most of what they compare, is not sent: 16 bytes are. The places of the other ranks
+    then have one object.
+
     Args:
         obj: Any that can be pickled.
         group: None: all ranks.
     """
-    rank = dist.get_rank(group)
-    boxes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(boxes, map_leaves(obj, _packed), group=group)
-    return [obj if index == rank else map_leaves(box, _on_cpu) for index, box in enumerate(boxes)]
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    own = pickle.dumps(map_leaves(obj, _packed))
+    texts: list[Any] = [own] * size
+    # torch's choice for objects; private, from torch 2.4 on.
+    device = torch.device(distributed_c10d._get_object_coll_device(group))
+    if same_everywhere(own, group=group, device=device):
+        other = _unpickled(own) if size > 1 else obj
+        return [obj if index == rank else other for index in range(size)]
+    dist.all_gather_object(texts, own, group=group)
+    return [obj if index == rank else _unpickled(text) for index, text in enumerate(texts)]
+
+
+def gather_to_first(obj: T) -> list[T] | None:
+    """Return the objects of all ranks in rank order, on rank 0; None on the others. See `gather_objects`."""
+    rank = dist.get_rank()
+    texts: list[Any] | None = None if rank else [None] * dist.get_world_size()
+    dist.gather_object(pickle.dumps(map_leaves(obj, _packed)), texts)
+    return None if texts is None else [obj if not index else _unpickled(text) for index, text in enumerate(texts)]
+
+
+def _unpickled(text: bytes) -> Any:
+    return map_leaves(pickle.loads(text), _on_cpu)
 
 
 def _on_cpu(leaf: object) -> object:
@@ -303,9 +327,12 @@ def host_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else device
 
 
-def same_everywhere(fact: str, *, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> bool:
-    """Return whether all ranks passed the same string; communicates 16 bytes on `device` (None: the CPU)."""
-    digest = int.from_bytes(hashlib.blake2b(fact.encode(), digest_size=8).digest(), "big") >> 1
+def same_everywhere(
+    fact: str | bytes, *, group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> bool:
+    """Return whether all ranks passed the same string or bytes; sends 16 bytes on `device` (None: the CPU)."""
+    data = fact.encode() if isinstance(fact, str) else fact
+    digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1
     # The maximum of d and the maximum of -d have equal magnitude exactly if every rank has the same d.
     both = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)

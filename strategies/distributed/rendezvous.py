@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from ...errors import LaunchError, RankFailure
 from .gloo_threads import wait_for_gloo_threads
 from .port_owner import port_owner
+from .store_tree import StoreTree
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
@@ -474,10 +476,9 @@ def _register(shared: Store, rank: int, size: int, timeout_s: float, *, outlives
         if rank == 0 or not outlives:
             _enter(part, rank, size, here)
             is_in = True
-            if part.add("here", 1) == size:
-                part.set("complete", "1")
+            _arrive(part, rank, size, last="all" if outlives else "complete")
         while not is_in or not part.check(["complete"]):
-            if outlives and rank == 0 and part.add("here", 0) == size:
+            if outlives and rank == 0 and part.check(["all"]):
                 part.set("complete", "1")
                 break
             if outlives and rank and shared.check(["part"]) and (name := shared.get("part").decode()) != tried:
@@ -486,7 +487,7 @@ def _register(shared: Store, rank: int, size: int, timeout_s: float, *, outlives
                 tried, part = name, PrefixStore(name, shared)
                 is_in = not part.check(["complete"]) and part.compare_set(f"rank{rank}", "", here).decode() == here
                 if is_in:
-                    part.add("here", 1)
+                    _arrive(part, rank, size, last="all")
             waited_s = time.monotonic() - began
             _look_for_failure(part)
             if waited_s >= timeout_s:
@@ -543,14 +544,26 @@ def _look_for_failure(part: Store) -> None:
         raise _failed_before(json.loads(part.get(FAILURE)))
 
 
-def _missing(shared: Store, size: int) -> list[int]:
-    return [rank for rank in range(size) if not shared.check([f"rank{rank}"])]
+def _arrive(part: Store, rank: int, size: int, *, last: str) -> None:
+    """Count this rank; the last one writes a key."""
+    if _arrivals(part, size).post(rank, "") is not None:
+        part.set(last, "1")
 
 
-def _incomplete(shared: Store, size: int, timeout_s: float) -> LaunchError:
-    missing = _missing(shared, size)
-    present = [rank for rank in range(size) if rank not in missing]
-    hosts = "; ".join(f"rank {rank} on {shared.get(f'rank{rank}').decode()}" for rank in present[:_MOST_NAMED])
+def _arrivals(part: Store, size: int) -> StoreTree:
+    return StoreTree(part, "arrivals", size)
+
+
+def _missing(part: Store, size: int) -> list[int]:
+    """Return the first ranks that are missing, one more than are named."""
+    return _arrivals(part, size).missing(_MOST_NAMED + 1)
+
+
+def _incomplete(part: Store, size: int, timeout_s: float) -> LaunchError:
+    missing = _missing(part, size)
+    others = (rank for rank in range(size) if rank not in missing and part.check([f"rank{rank}"]))
+    present = list(islice(others, _MOST_NAMED + 1))
+    hosts = "; ".join(f"rank {rank} on {part.get(f'rank{rank}').decode()}" for rank in present[:_MOST_NAMED])
     return LaunchError(
         f"Expected {size} ranks within {timeout_s:g} s, but {_listed(missing)} did not connect. Connected: {hosts}"
         f"{' and others' if len(present) > _MOST_NAMED else ''}.",
@@ -561,7 +574,7 @@ def _incomplete(shared: Store, size: int, timeout_s: float) -> LaunchError:
 
 def _listed(ranks: list[int]) -> str:
     names = ", ".join(str(rank) for rank in ranks[:_MOST_NAMED])
-    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    more = " and others" if len(ranks) > _MOST_NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {names}{more}"
 
 

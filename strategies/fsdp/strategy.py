@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..distributed.collectives import all_reduce, host_device
 from ..mesh.axes import REST, MeshAxes
 from ..mesh.groups import MeshGroups
 from ..parallel import DEFAULT_TIMEOUT
@@ -125,7 +126,8 @@ class FSDPStrategy(ShardedStrategy):
     def _lw_make_groups(self) -> MeshGroups:
         """Return the processes as one axis, "shard", or two, "replicate" and "shard"."""
         size, kind = self.world_size, self.device.type
-        num_nodes = len(set(self.gather_objects(self.topology.node_rank)))
+        last = all_reduce(self.topology.node_rank, group=None, reduce_op="max", device=host_device(self.device))
+        num_nodes = 1 + int(last)
         sizes = check_mesh(self.plan, size, num_nodes)
         if isinstance(self.plan.mesh, DeviceMesh):
             return MeshGroups(self.plan.mesh)

@@ -268,11 +268,11 @@ class RanksWindowLoss(WindowLoss):
         """
         form = None if loss is None else "sum" if isinstance(loss, Loss) else "mean"
         weight = float(loss.weight) if isinstance(loss, Loss) else 0.0  # once per run: a host read is cheap
-        seen = self._strategy.gather_objects((form, weight, uuid.uuid4().hex))
-        self._name = seen[0][2]
-        self._take_form([form for form, _, _ in seen])
-        largest = max(weight for _, weight, _ in seen)
-        self._scale = 2.0 ** round(math.log2(largest)) if largest > 0 else 1.0
+        self._name = self._strategy.broadcast(uuid.uuid4().hex)
+        exponent = round(math.log2(weight)) if weight > 0 else None  # alike on most ranks, unlike the weight
+        seen = self._strategy.gather_objects((form, exponent))
+        self._take_form([form for form, _ in seen])
+        self._scale = 2.0 ** max((one for _, one in seen if one is not None), default=0)
 
     def _take_form(self, seen: Sequence[str | None]) -> None:
         """Take the form that all ranks with a loss have.

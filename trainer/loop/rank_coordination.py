@@ -36,6 +36,7 @@ from ...data.sharded_iterable import ShardedIterable
 from ...errors import CheckpointError, ConfigError, DataError, ModuleError
 from ...strategies.distributed.rendezvous import store
 from ...strategies.distributed.shards import has_parts
+from ...strategies.distributed.store_tree import StoreTree
 from .rank_rng import check_copies
 
 if TYPE_CHECKING:
@@ -286,6 +287,7 @@ def one_of_each_share(strategy: Strategy, obj: T) -> list[T]:
 
 _last_meeting: tuple[object, int] = (None, -1)  # the store, and the number of the meeting in it
 _PATIENCE_S = 2.0
+_MOST_NAMED = 16
 
 
 def meet(trainer: TrainerView, what: str) -> None:
@@ -336,8 +338,8 @@ def _wait_for_all(
         has_left: Whether a rank that is at the first place will not come to the second, which is this rank's.
 
     Returns:
-        None when all are here, and without a store; else the missing ranks, and the seconds waited, None where they
-        have left.
+        None when all are here, and without a store; else some of the missing ranks, and the seconds waited, None where
+        they have left.
     """
     global _last_meeting
     shared, watch = store(), trainer.fabric.watch
@@ -346,23 +348,24 @@ def _wait_for_all(
     # Counted within a world: the jobs of a sweep have one each, with processes that are new and this one that is not.
     _last_meeting = (shared, _last_meeting[1] + 1 if shared is _last_meeting[0] else 0)
     place = f"loopwright/meeting/{_last_meeting[1]}"
-    keys = [f"{place}/{rank}" for rank in range(trainer.world_size)]
-    shared.set(keys[trainer.global_rank], "here")
+    here = StoreTree(shared, place, trainer.world_size)
+    if here.post(trainer.global_rank, "") is not None:
+        shared.set(f"{place}/all", "here")
     began = last_look = time.monotonic()
     pause_s = 0.0005
     left_before: set[int] = set()
-    while not shared.check(keys):
+    while not shared.check([f"{place}/all"]):
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
         now = time.monotonic()
         if now - last_look < _PATIENCE_S:
             continue
         last_look = now
-        missing = [rank for rank, key in enumerate(keys) if not shared.check([key])]
+        missing = here.missing(_MOST_NAMED)
         failure = watch.first_failure()
         if failure is not None:
             raise failure.to_error()
-        places, ahead = watch.places(), watch.ahead()
+        places, ahead = watch.places(missing), watch.ahead(missing)
         run = trainer.present_run()
         mine = {} if run is None else run.place()
         left = {rank for rank in missing if rank in ahead or has_left(places.get(rank, {}), mine)}

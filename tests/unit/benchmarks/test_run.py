@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "run.py"
 GROUPS = {
     "one-process": "steps,calls,growth,reads,imports,first-step,saving,logging,memory,compiling,xla",
     "data-and-small-saves": "loading,small-saves,stalls",
-    "ranks": "ranks,launch,rank-growth,fsdp,sharded-saves,deepspeed",
+    "ranks": "ranks,launch,rank-growth,many-ranks,fsdp,sharded-saves,deepspeed",
     "mesh": "mesh",
     "recipes": "recipes,recipes-memory,peers",
 }

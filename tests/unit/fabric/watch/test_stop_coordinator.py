@@ -221,8 +221,18 @@ def test_ranks_that_do_not_answer_are_named() -> None:
     for coordinator in (group[1], group[0]):
         coordinator.request("SIGTERM")
         coordinator.poll()
+    is_over = threading.Event()
+
+    def poll() -> None:
+        while not is_over.wait(0.05):
+            group[0].poll()
+
+    polling = threading.Thread(target=poll)
+    polling.start()
     with pytest.raises(RankFailure, match="missing: 2"):
         group[0].begin()
+    is_over.set()
+    polling.join()
 
 
 # --- every order of events --------------------------------------------------------------------------------------------

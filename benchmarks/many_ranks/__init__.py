@@ -1,0 +1,1 @@
+"""What one rank of many does, counted in one process: its peers are simulated."""
