@@ -176,7 +176,7 @@ def test_missing_ranks_are_named() -> None:
 
 
 def test_long_lists_of_ranks_are_truncated() -> None:
-    assert rendezvous._listed(list(range(40))).endswith("14, 15 and 24 more")
+    assert rendezvous._listed(list(range(40))).endswith("14, 15 and others")
     assert rendezvous._listed([3]) == "rank 3"
 
 
