@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,15 +20,16 @@ from .construction.wrap_policy import choose_units
 from .distributed.changes import params_of_group
 from .distributed.clipping import scale_to_norm, total_norm
 from .distributed.collectives import broadcast_tensors
-from .distributed.shards import gather_full, is_sharded, local, reading_numbers
+from .distributed.shards import is_sharded, local, reading_numbers
 from .fsdp.arguments import OF_PROCESSES, read_arguments
 from .fsdp.fitting import fit_module_state, fit_optimizer_state
-from .fsdp.root import ShardedRoot, root_of, run_empty
+from .fsdp.root import ShardedRoot, root_of
 from .fsdp.sharder import Sharder, parameters_of
 from .fsdp.sharding import ShardingTarget
 from .fsdp.steps import bound, bound_training
 from .mesh.axes import AXES, MeshAxes
 from .mesh.groups import MeshGroups, make_groups
+from .mesh.split import ModuleSplit
 from .parallel import ParallelStrategy
 from .tensor_subclasses import refuse_shards, unpack_subclasses
 
@@ -38,13 +39,11 @@ if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
     from torch.optim import Optimizer
 
-    from ..protocols import StateDict, StepFunction
+    from ..protocols import Batch, StateDict, StepFunction
     from .fsdp.plan import ShardingPlan
     from .mesh.context.options import Context
-    from .mesh.context.parallel import ContextParallel
     from .mesh.layers import TensorSplit
     from .mesh.pipeline.stages import Stages
-    from .mesh.pipeline.window import PipelineRunner
 
 __all__ = ["ShardedStrategy"]
 
@@ -56,8 +55,8 @@ T = TypeVar("T")
 class ShardedStrategy(ParallelStrategy):
     """The base class of strategies with processes along the axes of a mesh, over which parameters are sharded.
 
-    A `Sharder` shards parameters over the axes dp, fsdp and cp. What splits the module itself is there only where its
-    axis has several processes: layers over tp, stages over pp, sequences over cp, experts over ep.
+    A `Sharder` shards parameters over the axes dp, fsdp and cp; a `ModuleSplit` splits the module itself: layers over
+    tp, stages over pp, sequences over cp, experts over ep.
 
     Args:
         axes: Sizes of the axes.
@@ -108,13 +107,8 @@ class ShardedStrategy(ParallelStrategy):
             refusal = ("its mixed_precision= sets the dtypes", "pass reduce_dtype=torch.float32 there")
             self.traits = replace(self.traits, accumulation_refusal=refusal)
         self.axes = axes
-        self.context = context
-        self.verify = verify
-        self._lw_is_to_verify = verify
         self._lw_sharder = Sharder(self)
-        self._lw_tensor = tensor
-        self._lw_stages = stages
-        self._lw_contexts: dict[nn.Module, ContextParallel] = {}  # by the user's modules
+        self._lw_split = ModuleSplit(tensor, stages, context, verify=verify)
         self._lw_groups: MeshGroups | None = None
         self._lw_resolved: tuple[int, MeshAxes, MeshAxes] | None = None  # number of processes, axes, and these resolved
         self._lw_expect(axes)
@@ -125,30 +119,12 @@ class ShardedStrategy(ParallelStrategy):
         """Compare the sizes of the axes with the number of processes; see `Strategy.check_processes`."""
         axes = self.axes.resolve(num_processes)
         self._lw_expect(axes)
-        if self._lw_stages is not None and axes.pp > 1:
-            self._lw_stages.options.num_stages(axes.pp)
+        self._lw_split.check_processes(axes)
 
     def _lw_expect(self, axes: MeshAxes) -> None:
         """Set what follows from the axes; they are resolved when the number of processes is known."""
         self._lw_expected_axes = axes
-        sizes = {name: getattr(axes, name) for name in ("pp", "cp", "tp", "ep")}
-        stages = None if axes.pp == 1 else self._lw_stages
-        refusal = None
-        if axes.cp > 1:
-            what = f"attention in compiled code cannot be replaced by attention over the parts of cp={axes.cp}"
-            refusal = (what, "leave compile= out, or train without cp")
-        elif stages is not None:
-            what = "a step of a pipeline stage leaves the module in the middle"
-            refusal = (what, "leave compile= out, or train without pp")
-        self.traits = replace(
-            self.traits,
-            model_axes={name: size for name, size in sizes.items() if size != 1},
-            has_stages=stages is not None,
-            runs_windows=stages is not None,
-            parts_per_batch=1 if stages is None else stages.options.micro_batches,
-            holds_parameters=stages is not None,  # those of other stages are on other ranks
-            compile_refusal=refusal,
-        )
+        self.traits = self._lw_split.traits(self.traits, axes)
 
     @property
     def resolved_axes(self) -> MeshAxes:
@@ -168,9 +144,10 @@ class ShardedStrategy(ParallelStrategy):
             return found
         axes, rank = self.axes.resolve(found.world_size), found.global_rank  # resolved_axes asks for the topology
         size, copies = axes.world_size // axes.pp, axes.cp * axes.tp
-        first = 0 if self._lw_stages is None else size * self._lw_stages.last_rank(axes.pp)
+        first = size * self._lw_last_stage(axes)
         of_last_stage = range(first, first + size)  # which has the losses
-        logs_parts = axes.cp > 1 and self.context is not None and self.context.batch is not None
+        context = self._lw_split.context
+        logs_parts = axes.cp > 1 and context is not None and context.batch is not None
         return replace(
             found,
             data_rank=axes.data_rank(rank),
@@ -219,7 +196,7 @@ class ShardedStrategy(ParallelStrategy):
         self.precision.reduce_overflow = None
         super().teardown()
         self._lw_groups = None
-        self._lw_contexts = {}
+        self._lw_split.forget()
 
     # -- data ----------------------------------------------------------------------------------------------------
 
@@ -257,19 +234,7 @@ class ShardedStrategy(ParallelStrategy):
             units = [one for _, one in choose_units(module, self.plan.auto_wrap_policy).units]
             if self.plan.activation_checkpointing is not None:
                 choose_checkpointed(module, self.plan.activation_checkpointing, units=units)
-        axes = self._lw_expected_axes
-        if axes.ep > 1:
-            from .mesh.experts.sharding import check_layers
-
-            check_layers(module, axes.ep)
-        if self._lw_tensor is not None and axes.tp > 1:
-            self._lw_tensor.check(module, axes.tp)
-        if axes.cp > 1:
-            from .mesh.context.model import check_model
-
-            check_model(module, self.context, axes.cp)
-        if self._lw_stages is not None and axes.pp > 1:
-            self._lw_stages.check(module, axes.pp, self.precision)
+        self._lw_split.check(module, self._lw_expected_axes, self.precision)
 
     @contextmanager
     def init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -308,57 +273,35 @@ class ShardedStrategy(ParallelStrategy):
         if root is None:
             root = self._lw_shard(module)
         else:
-            self._lw_sharder.take_over(root, self._lw_target(), self._lw_layout)
+            self._lw_sharder.take_over(root, self._lw_target(), self.resolved_axes.layout)
         self._lw_sharder.roots.add(root)
-        if self.resolved_axes.cp > 1 and root.module not in self._lw_contexts:
-            self._lw_share_sequences(root.module)
+        self._lw_split.share_sequences(root.module, self)
         return root
 
     place_module = setup_module
 
     def _lw_shard(self, module: nn.Module) -> ShardedRoot:
-        prepare = self._lw_split(module)
+        prepare = self._lw_prepare(module)
+        plan = replace(
+            self.plan,
+            auto_wrap_policy=self.configure_fsdp_auto_wrap_policy(module),
+            accumulate_dtype=self.accumulate_dtype,
+        )
         root = self._lw_sharder.shard(
             module,
-            replace(
-                self.plan,
-                auto_wrap_policy=self.configure_fsdp_auto_wrap_policy(module),
-                accumulate_dtype=self.accumulate_dtype,
-            ),
+            plan,
             self._lw_target(),
-            layout=self._lw_layout,
+            layout=self.resolved_axes.layout,
             prepare=prepare,
-            meshes=self._lw_meshes_of_experts(module),
+            meshes=self._lw_split.meshes(module, self.groups.expert_shards),
         )
-        if self._lw_tensor is not None:
-            self._lw_tensor.finish(root)
+        self._lw_split.finish(root)
         return root
 
-    def _lw_split(self, module: nn.Module) -> Callable[[list[nn.Module]], None] | None:
+    def _lw_prepare(self, module: nn.Module) -> Callable[[list[nn.Module]], None] | None:
         """Compare the module over ranks and split it; return what is called with each unit before it is sharded."""
         self.check_module(module)
-        axes, groups, prepare = self.resolved_axes, self.groups, None
-        if self._lw_tensor is not None and axes.tp > 1:
-            assert groups.tensor is not None, "it is an axis of every mesh with layers that are split"
-            prepare = self._lw_tensor.begin(module, groups.tensor, is_rank_zero=self.is_global_zero)
-        if groups.experts is not None:
-            from .mesh.experts.sharding import preparing
-
-            prepare = preparing(module, groups.experts, prepare)
-        if self._lw_stages is not None and self.traits.has_stages:
-            from .mesh.experts.sharding import leave_results
-
-            self._lw_stages.split(
-                module,
-                self._lw_stage_group,
-                rank=self.topology.stage,
-                device=self.device,
-                precision=self.precision,
-                # Parts of sequences draw from generators of their own.
-                seeds_blocks=axes.cp == 1,
-            )
-            leave_results(module)
-        return prepare
+        return self._lw_split.begin(module, self)
 
     def _lw_target(self) -> ShardingTarget:
         """Return the processes over which the module is sharded."""
@@ -372,39 +315,6 @@ class ShardedStrategy(ParallelStrategy):
         )
         return ShardingTarget(
             groups.shards, self.device, groups.reduce, groups.stage, is_sharded=is_sharded, seeds_by_name=True
-        )
-
-    @property
-    def _lw_layout(self) -> Mapping[str, int]:
-        """Sizes of the axes along which ranks have other layers, or parts of them."""
-        axes = self.resolved_axes
-        sizes = {"pp": axes.pp, "tp": axes.tp, "ep": axes.ep}
-        return {axis: size for axis, size in sizes.items() if size > 1}
-
-    def _lw_meshes_of_experts(self, module: nn.Module) -> dict[nn.Module, DeviceMesh]:
-        """Return the modules that are units of their own and sharded over other meshes than `mesh`."""
-        mesh = self.groups.expert_shards
-        if mesh is None:
-            return {}
-        from .mesh.experts.sharding import experts_in
-
-        layers = (one.experts for one in experts_in(module).values())
-        return {one: mesh for one in layers if any(True for _ in one.parameters())}  # not those of other stages
-
-    def _lw_share_sequences(self, module: nn.Module) -> None:
-        from .mesh.context.parallel import share_sequences
-
-        assert self.groups.full is not None, "sequences are shared along an axis of it"
-        runner = self._lw_runner(module)
-        self._lw_contexts[module] = share_sequences(
-            module,
-            self.context,
-            self.groups.full["cp"],
-            self.device,
-            verifies=self.verify,
-            same_batch=self.groups.same_batch,
-            tp=self.resolved_axes.tp,
-            stages=None if runner is None else runner.split,
         )
 
     def sync_buffers(self, module: nn.Module) -> None:
@@ -437,22 +347,11 @@ class ShardedStrategy(ParallelStrategy):
         """
         original = self.unwrap(module)
         step: StepFunction = original if name == "forward" else getattr(original, name)
-        if self._lw_tensor is not None:
-            # With stages no rank runs all layers in one step.
-            is_whole = name == "training_step" and not self.traits.has_stages
-            step = self._lw_tensor.bind(step, original, name, self._lw_take_verification if is_whole else None)
-        if self._lw_stages is not None:
-            step = self._lw_stages.bind(step, original, name)
+        step = self._lw_split.bind(step, original, name, has_stages=self.traits.has_stages)
         if isinstance(module, ShardedRoot):
             is_training = name == "training_step" and not module.is_by_parts
             step = (bound_training if is_training else bound)(module, step, self, self._lw_sharder.adopt_changes)
-        context = self._lw_contexts.get(original)
-        return step if context is None else context.bind(step, name)
-
-    def _lw_take_verification(self) -> bool:
-        """Return whether the split module is to be compared now: once, in the first batch of a first run."""
-        is_due, self._lw_is_to_verify = self._lw_is_to_verify, False
-        return is_due
+        return self._lw_split.bind_sequences(step, original, name)
 
     def without_data(self, module: nn.Module) -> NoLoss | None:
         """Refuse: a rank without a batch cannot take part in a training step.
@@ -471,22 +370,17 @@ class ShardedStrategy(ParallelStrategy):
         The units are gathered in the order of this rank's last evaluation step, before its first in the order in which
         the module has them.
         """
-        roots = [module] if module is not None else self._lw_sharder.roots.in_use()
-        # A hand-written loop may have set up modules that it does not evaluate.
-        evaluated = [one for one in roots if isinstance(one, ShardedRoot) and one.evaluated is not None]
-        with self.precision.forward_context():
-            for root in evaluated or roots[:1]:
-                if isinstance(root, ShardedRoot):
-                    run_empty(root)
+        self._lw_sharder.evaluate_without_data(module)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[object]:
         """Return a context in which backward passes add to full gradients on this rank only, if enabled."""
-        is_deferred = enabled and self.world_size > 1 and isinstance(module, ShardedRoot)
-        return _deferring_reduction(cast("ShardedRoot", module)) if is_deferred else nullcontext()
+        if enabled and self.world_size > 1 and isinstance(module, ShardedRoot):
+            return module.without_sync()
+        return nullcontext()
 
     def backward(self, tensor: Tensor, *args: object, **kwargs: object) -> None:
         """Compute gradients of a loss (shape (), already scaled by the precision); average and shard them."""
-        with self._lw_in_backward():
+        with self._lw_split.in_backward():
             try:
                 compute_gradients(tensor, *args, **kwargs)
             except RuntimeError as error:
@@ -494,20 +388,9 @@ class ShardedStrategy(ParallelStrategy):
                 raise
             self._lw_sharder.end_backward()
 
-    def _lw_in_backward(self) -> AbstractContextManager[object]:
-        """Return a context for backward passes, in which activations are computed again as in the forward pass."""
-        around = ExitStack()
-        if self._lw_contexts:  # one for all modules: they replace attention alike
-            around.enter_context(next(iter(self._lw_contexts.values())).in_backward())
-        if self._lw_tensor is not None:
-            around.enter_context(self._lw_tensor.in_backward())
-        return around
-
     def discard_gradients(self, module: nn.Module | None, optimizer: Optimizer | None = None) -> None:
         """Discard gradients that wait for the end of their window; an optimizer's `zero_grad` does not reach them."""
-        for root in self._lw_sharder.roots:
-            if root.has_deferred and module in (None, root):
-                root.discard_gradients(None if optimizer is None else parameters_of(optimizer))
+        self._lw_sharder.discard_gradients(module, optimizer)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> bool:
         """Step the optimizer; see `Strategy.optimizer_step`.
@@ -545,7 +428,7 @@ class ShardedStrategy(ParallelStrategy):
         On every rank: it communicates, once for each axis of the mesh. See `Strategy.clip_gradients_norm`.
         """
         gradients = _gradients(optimizer)
-        runner = self._lw_runner(module)
+        runner = self._lw_split.runner(self.unwrap(module))
         if runner is None:
             norm = total_norm(gradients, norm_type).to(self.device)
         else:
@@ -568,56 +451,38 @@ class ShardedStrategy(ParallelStrategy):
     @property
     def has_last_stage(self) -> bool:
         """Whether steps run to their end on this rank."""
-        return not (self.is_connected and self.traits.has_stages) or self.last_stage_rank == self.topology.stage
+        has_stages = self.is_connected and self.traits.has_stages
+        return not has_stages or self._lw_last_stage(self.resolved_axes) == self.topology.stage
 
-    @property
-    def last_stage_rank(self) -> int:
-        """The place in a pipeline of the rank with the last stage."""
-        return 0 if self._lw_stages is None else self._lw_stages.last_rank(self.resolved_axes.pp)
+    def _lw_last_stage(self, axes: MeshAxes) -> int:
+        """Return the place in a pipeline of the rank with the last stage."""
+        stages = self._lw_split.stages
+        return 0 if stages is None else stages.last_rank(axes.pp)
 
-    @property
-    def _lw_stage_group(self) -> ProcessGroup:
-        group = self.groups.pipeline
-        assert group is not None, "there are stages"
-        return group
-
-    def _lw_runner(self, module: nn.Module | None) -> PipelineRunner | None:
-        """Return what runs the stages of a module; None where there is one stage."""
-        if self._lw_stages is None or module is None:
-            return None
-        from .mesh.pipeline.stages import runner_of
-
-        return runner_of(self.unwrap(module))
-
-    def run_window(
-        self, batches: Sequence[object], step: Callable[..., Any], share: Callable[[Any], Tensor]
-    ) -> Sequence[Any]:
+    def run_window(self, batches: Sequence[Batch], step: StepFunction, share: Callable[[Any], Tensor]) -> Sequence[Any]:
         """Run forward and backward passes of a window's micro-batches through all stages; see `Strategy.run_window`."""
-        assert self._lw_stages is not None, "called only where there are stages"
-        verifies = self._lw_take_verification() and self.resolved_axes.cp == 1
-        return self._lw_stages.run_window(batches, step, share, in_backward=self._lw_in_backward(), verifies=verifies)
+        return self._lw_split.run_window(batches, step, share, has_full_sequences=self.resolved_axes.cp == 1)
 
     def from_last_stage(self, tensor: Tensor) -> Tensor:
         """Return the last stage's tensor, on every rank of its pipeline; see `Strategy.from_last_stage`."""
         if self.traits.has_stages and self.is_connected:
-            dist.broadcast(tensor, group=self._lw_stage_group, group_src=self.last_stage_rank)
+            dist.broadcast(tensor, group=self.groups.pipeline, group_src=self._lw_last_stage(self.resolved_axes))
         return tensor
 
     def of_stages(self, module: nn.Module, facts: dict[str, T]) -> dict[str, T]:
         """Return facts about modules and parameters from the ranks that have these; see `Strategy.of_stages`."""
-        runner = self._lw_runner(module)
+        runner = self._lw_split.runner(self.unwrap(module))
         return facts if runner is None else runner.joined(facts)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
         """Return the shapes that stages exchange, with which a resumed run begins. On every rank: it communicates."""
-        return {} if self._lw_stages is None else self._lw_stages.state_dict()
+        return self._lw_split.shapes()
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Load what `state_dict` returned, now or when the module is set up."""
-        if self._lw_stages is not None:
-            self._lw_stages.load_state_dict(state_dict)
+        self._lw_split.load_shapes(state_dict)
 
     def saves_shards(self, default: str) -> bool:
         """Return whether all ranks write checkpoints, each its local shards; `default` without a choice of the user."""
@@ -625,51 +490,39 @@ class ShardedStrategy(ParallelStrategy):
 
     def arrange_shards(self, state: object) -> Any:
         """Return the state under the names of all stages, with this rank's shards; see `Strategy.arrange_shards`."""
-        if self._lw_stages is None:
+        if self._lw_split.stages is None:
             return state
         axes = self.resolved_axes
         mesh = self.groups.shards if axes.world_size == axes.pp else None
-        return self._lw_stages.arrange_shards(state, mesh, keep=self.is_global_zero)
+        return self._lw_split.stages.arrange_shards(state, mesh, keep=self.is_global_zero)
 
     def gather_state(self, state: object) -> Any:
         """Return a state with full tensors on rank 0's CPU, and None in their place elsewhere. On every rank."""
-        gather = gather_full if self._lw_stages is None else self._lw_stages.gather
-        return gather(state, keep=self.is_global_zero)
+        return self._lw_split.gather(state, keep=self.is_global_zero)
 
     def module_state_dict(self, module: nn.Module) -> StateDict:
         """Return the state of a module, under the user's names; sharded tensors share memory with the parameters.
 
         What other stages have is gathered by `gather_state`.
         """
-        runner = self._lw_runner(module)
-        if runner is None:
-            return super().module_state_dict(self.unwrap(module))
-        from .mesh.pipeline.state import stages_state
-
-        with runner.split.in_parts():
-            return stages_state(runner, super().module_state_dict(self.unwrap(module)))
+        original = self.unwrap(module)
+        with self._lw_split.in_parts(original):
+            return self._lw_split.all_names(original, super().module_state_dict(original))
 
     get_module_state_dict = module_state_dict
 
     def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> LoadedKeys:
         """Load a state of any layout: of full tensors, of tensors in a file, or of sharded ones; see Strategy's."""
-        original, runner = self.unwrap(module), self._lw_runner(module)
-        if runner is not None:
-            from .mesh.pipeline.state import own_module_state
-
-            state = own_module_state(runner.split, state)
-        with nullcontext() if runner is None else runner.split.in_parts():
+        original = self.unwrap(module)
+        state = self._lw_split.own_state(original, state)
+        with self._lw_split.in_parts(original):
             fitted = fit_module_state(super().module_state_dict(original), state)
             return super().load_module_state_dict(original, fitted, strict)
 
     def optimizer_state(self, optimizer: Optimizer, module: nn.Module | None = None) -> StateDict:
         """Return the state of an optimizer; those of the stages are joined by `gather_state`."""
-        state, runner = super().optimizer_state(optimizer, module), self._lw_runner(module)
-        if runner is None:
-            return state
-        from .mesh.pipeline.state import stage_optimizer
-
-        return stage_optimizer(runner, optimizer, state)
+        original = None if module is None else self.unwrap(module)
+        return self._lw_split.with_names(original, optimizer, super().optimizer_state(optimizer, module))
 
     get_optimizer_state = optimizer_state
 
@@ -678,23 +531,10 @@ class ShardedStrategy(ParallelStrategy):
 
         A resumed run is not verified.
         """
-        self._lw_is_to_verify = False
-        runner = self._lw_runner(module)
-        if runner is not None:
-            from .mesh.pipeline.state import own_optimizer_state
-
-            state = own_optimizer_state(runner.split, optimizer, state)
+        original = None if module is None else self.unwrap(module)
+        state = self._lw_split.own_optimizer_state(original, optimizer, state)
         fitted = fit_optimizer_state(optimizer, unpack_subclasses(state, optimizer))
         super().load_optimizer_state(optimizer, fitted, module)
-
-
-@contextmanager
-def _deferring_reduction(root: ShardedRoot) -> Iterator[None]:
-    root.set_sync(False)
-    try:
-        yield
-    finally:
-        root.set_sync(True)
 
 
 def _largest_on_all_ranks(tensor: Tensor) -> None:

@@ -315,8 +315,16 @@ class ShardedRoot(nn.Module):
             return None
         return output if loss is None or loss_tensor(output) is loss else replace_loss(output, loss)
 
-    def set_sync(self, enabled: bool) -> None:
-        """Let backward passes average gradients, or defer the reduction and add to full gradients on this rank."""
+    @contextmanager
+    def without_sync(self) -> Iterator[None]:
+        """Return a context in which backward passes defer the reduction and add to full gradients on this rank."""
+        self._set_sync(False)
+        try:
+            yield
+        finally:
+            self._set_sync(True)
+
+    def _set_sync(self, enabled: bool) -> None:
         self.is_synchronized = enabled
         self.has_deferred = self.has_deferred or not enabled
         for unit in units_of(self):

@@ -16,7 +16,7 @@ from ..distributed.collectives import broadcast_tensors
 from ..distributed.live_objects import LiveObjects
 from ..distributed.shards import is_sharded
 from .fitting import fit_state_of
-from .root import ShardedRoot
+from .root import ShardedRoot, run_empty
 from .sharding import ShardingTarget, shard
 from .steps import explain
 
@@ -168,6 +168,16 @@ class Sharder:
         root.replicate(one for one in new.values() if not is_sharded(one))
         root.settle()
 
+    def evaluate_without_data(self, module: nn.Module | None) -> None:
+        """Gather the units of an evaluation step for which this rank has no batch, as its last one did."""
+        roots = [module] if module is not None else self.roots.in_use()
+        # A hand-written loop may have set up modules that it does not evaluate.
+        evaluated = [one for one in roots if isinstance(one, ShardedRoot) and one.evaluated is not None]
+        with self._strategy.precision.forward_context():
+            for root in evaluated or roots[:1]:
+                if isinstance(root, ShardedRoot):
+                    run_empty(root)
+
     # -- optimizers ----------------------------------------------------------------------------------------------
 
     def replace_parameters(self, optimizer: Optimizer) -> None:
@@ -231,6 +241,12 @@ class Sharder:
             gradients.average_gradients(replicated, self._target.reduce_group)
         for root in self.roots:
             root.average_gradients(parameters)
+
+    def discard_gradients(self, module: nn.Module | None, optimizer: Optimizer | None) -> None:
+        """Discard gradients that wait for the end of their window; see `Strategy.discard_gradients`."""
+        for root in self.roots:
+            if root.has_deferred and module in (None, root):
+                root.discard_gradients(None if optimizer is None else parameters_of(optimizer))
 
     def end_backward(self) -> None:
         """Average what a backward pass leaves to be averaged. On every rank: it communicates."""

@@ -78,6 +78,12 @@ class MeshAxes:
         """Number of processes over which a gradient is averaged. Only of resolved axes."""
         return self.dp * self.fsdp * self.cp
 
+    @property
+    def layout(self) -> dict[str, int]:
+        """Sizes of the axes along which ranks have other layers, or parts of them. Only of resolved axes."""
+        sizes = {"pp": self.pp, "tp": self.tp, "ep": self.ep}
+        return {axis: size for axis, size in sizes.items() if size > 1}
+
     def resolve(self, world_size: int) -> MeshAxes:
         """Return the axes for a number of processes, with a size in place of -1.
 

@@ -125,7 +125,7 @@ class ModelParallelStrategy(ShardedStrategy):
                 )
         return super()._lw_shard(module)
 
-    def _lw_split(self, module: nn.Module) -> None:
+    def _lw_prepare(self, module: nn.Module) -> None:
         self.check_module(module)
         fill_shards(module, self.device)
         if self.resolved_axes.tp > 1:

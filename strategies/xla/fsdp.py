@@ -1,4 +1,4 @@
-"""Sharded training by XLA: `XLAStrategy` with each parameter sharded over the devices.
+"""Sharded training by XLA: as with `XLAStrategy`, and each parameter sharded over the devices.
 
 The recipe is that of torch_xla's SpmdFullyShardedDataParallel (FSDPv2), in place: parameters are marked as sharded,
 outputs of units as sharded along the batch, and gradients pass a barrier. So XLA's compiler gathers parameters before a
@@ -25,7 +25,8 @@ from ..construction.activation_checkpointing import (
 )
 from ..construction.wrap_policy import check_policy, choose_units
 from ..tree import leaves
-from .strategy import XLAStrategy
+from .process import XLAProcessStrategy
+from .sharding import Spec, replicated
 
 if TYPE_CHECKING:
     from ...accelerators import Accelerator
@@ -40,7 +41,7 @@ _STATE_DICT_TYPES = (None, "full", "sharded")
 _MARK = "_loopwright_xla_unit"
 
 
-class XLAFSDPStrategy(XLAStrategy):
+class XLAFSDPStrategy(XLAProcessStrategy):
     """One process that trains on all XLA devices of this host, which share one copy of the parameters.
 
     Each parameter, its gradient and its optimizer state are sharded over the devices along the longest dimension; one
@@ -66,7 +67,7 @@ class XLAFSDPStrategy(XLAStrategy):
     """
 
     strategy_name = "xla_fsdp"
-    traits = replace(XLAStrategy.traits, holds_parameters=True)
+    traits = replace(XLAProcessStrategy.traits, has_several_devices=True, holds_parameters=True)
     data_axis = "fsdp"
 
     def __init__(
@@ -88,8 +89,8 @@ class XLAFSDPStrategy(XLAStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(
-            accelerator, parallel_devices, checkpoint_io, precision_plugin, debug, sync_module_states,
-            cluster_environment=cluster_environment, precision=precision,
+            accelerator, checkpoint_io, precision_plugin, debug=debug, precision=precision,
+            parallel_devices=parallel_devices, cluster_environment=cluster_environment,
         )  # fmt: skip
         problems = check_policy("auto_wrap_policy", auto_wrap_policy)
         given = (activation_checkpointing_policy, activation_checkpointing)
@@ -111,6 +112,7 @@ class XLAFSDPStrategy(XLAStrategy):
         self.auto_wrap_policy = auto_wrap_policy
         self.activation_checkpointing_policy = policy
         self.sequential_save = sequential_save
+        self.sync_module_states = sync_module_states
 
     def check_layers(self, module: nn.Module) -> None:
         """Refuse a module in which a policy chooses nothing; see `Strategy.check_layers`."""
@@ -140,11 +142,11 @@ class XLAFSDPStrategy(XLAStrategy):
                     setattr(unit, _MARK, True)
         return module
 
-    def spec_of(self, parameter: Tensor) -> tuple[str | None, ...]:
+    def spec_of(self, parameter: Tensor) -> Spec:
         """Return the mesh's axis for each dimension of a parameter: the longest is sharded."""
         shape = list(parameter.shape)
         if not shape or max(shape) < self.num_devices:
-            return (None,) * len(shape)
+            return replicated(parameter)
         longest = shape.index(max(shape))
         return tuple(self.data_axis if dim == longest else None for dim in range(len(shape)))
 
@@ -152,7 +154,7 @@ class XLAFSDPStrategy(XLAStrategy):
         lib = import_xla()._XLAC
         for _, leaf in leaves(output):
             if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] % self.num_devices == 0:
-                spec = (self.data_axis, *(None,) * (leaf.ndim - 1))
+                spec = (self.data_axis, *replicated(leaf)[1:])
                 lib._xla_mark_sharding(leaf, self.mesh.get_op_sharding(spec))
 
 

@@ -7,7 +7,7 @@ never waits for it, and no tensor is read here.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import ConfigError, LaunchError, ModuleError
-from ...protocols import Batch, CheckpointPlugin, StateDict, StepOutput
+from ...protocols import Batch, CheckpointPlugin, Cluster, StateDict, StepOutput
 from ..base import Strategy
 from ..parallel import ParallelStrategy
 from ..skip_init import SkipInit
 from ..traits import Traits
 from ..tree import leaves, map_leaves
+from .sharding import BatchSharding, Spec, copy_shards, replicated, send_state, send_tensors
 from .slowdowns import StepWatch
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def of_xla(traits: Traits) -> Traits:
 
 
 class XLAProcessStrategy(ParallelStrategy):
-    """One process that computes by XLA; a subclass defines its devices.
+    """One process that computes by XLA: on one device, or, with a `data_axis`, on all devices of this host.
 
     A graph ends in three places only: after an optimizer step (in manual optimization after the training step, so that
     several optimizers share a graph), before a further micro-batch of one optimizer step, and after a step without
@@ -58,13 +59,19 @@ class XLAProcessStrategy(ParallelStrategy):
         debug: Whether torch_xla reports what it compiles and why, with the lines of the program (PT_XLA_DEBUG,
             XLA_IR_DEBUG, XLA_HLO_DEBUG). Best set before the first import of torch_xla.
         precision: Another name for `precision_plugin`.
+        cluster_environment: None where one process has all devices.
         options: Further arguments of ParallelStrategy.
+
+    Raises:
+        ConfigError: `cluster_environment` was given, but one process has all devices.
     """
 
     traits = of_xla(Strategy.traits)
     start_method: str | None = None
     exchanges_in_backward: bool = False
     """Whether a backward pass executes graphs, to average gradients over ranks."""
+    data_axis: str | None = None
+    """Name of the mesh axis that batches are sharded over; None: this process has one device."""
 
     def __init__(
         self,
@@ -74,15 +81,23 @@ class XLAProcessStrategy(ParallelStrategy):
         *,
         debug: bool = False,
         precision: Precision | None = None,
+        cluster_environment: Cluster | None = None,
         **options: Any,  # Any: see above
     ) -> None:
         super().__init__(
             accelerator=accelerator,
+            cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             precision=precision,
             **options,
         )
+        if self.data_axis is not None and cluster_environment is not None:
+            raise ConfigError(
+                f"Expected cluster_environment=None for {type(self).__name__}, which uses one process for all devices "
+                f"of a host, got {cluster_environment!r}.",
+                fix="remove cluster_environment=.",
+            )
         if "start_method" not in options:
             self.start_method = None
         self.debug = debug
@@ -94,13 +109,45 @@ class XLAProcessStrategy(ParallelStrategy):
         # Graphs that mark_step has executed.
         self._lw_num_graphs = 0
         self._lw_variables: dict[str, str | None] = {}
+        self._lw_mesh: Any = None
+        self._lw_batch_sharding: BatchSharding | None = None
 
-    # -- processes -----------------------------------------------------------------------------------------------
+    # -- devices -------------------------------------------------------------------------------------------------
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices that this process computes on, which a batch is sharded over."""
+        return [self.device] if self.data_axis is None else list(self.parallel_devices or [self.device])
 
     @property
     def num_devices(self) -> int:
         """Number of XLA devices that this process computes on."""
-        return 1
+        return len(self.devices)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of tensors; a virtual device that represents all devices if there are several."""
+        return super().device if self.data_axis is None else torch.device("xla", 0)
+
+    @device.setter
+    def device(self, device: torch.device) -> None:
+        if self.data_axis is not None:
+            raise ConfigError(
+                f"{type(self).__name__} uses all devices, so its device cannot be set to {device}.",
+                fix="use SingleDeviceXLAStrategy(device).",
+            )
+        self._lw_device = device
+
+    @property
+    def mesh(self) -> Any:
+        """torch_xla's Mesh of the devices, with one axis, `data_axis`."""
+        if self._lw_mesh is None:
+            spmd = import_xla("torch_xla.distributed.spmd")
+            self._lw_mesh = spmd.Mesh(list(range(self.num_devices)), (self.num_devices,), (self.data_axis,))
+            spmd.set_global_mesh(self._lw_mesh)
+        return self._lw_mesh
+
+    # -- processes -----------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
         """Start XLA's runtime. Called once."""
@@ -121,7 +168,8 @@ class XLAProcessStrategy(ParallelStrategy):
             wanted = max(self.num_devices, self._lw_last_index() + 1, int(os.environ.get("CPU_NUM_DEVICES") or 1))
             os.environ["CPU_NUM_DEVICES"] = str(wanted)
         xla = import_xla(needed_for=type(self).__name__)
-        self.before_devices()
+        if self.num_devices > 1:
+            self._lw_switch_spmd_on()
         count = int(import_xla("torch_xla.runtime").global_runtime_device_count())
         if count <= self._lw_last_index():
             raise ConfigError(
@@ -154,11 +202,30 @@ class XLAProcessStrategy(ParallelStrategy):
                     "`import torch_xla; torch_xla.device()` (for several devices, train on XLA first).",
                 ) from error
 
-    def before_devices(self) -> None:
-        """Choose the mode of the runtime, before its devices are requested."""
+    def _lw_switch_spmd_on(self) -> None:
+        """Let one process use all devices, until it ends.
+
+        Raises:
+            ConfigError: The runtime has another number of devices.
+        """
+        runtime = import_xla("torch_xla.runtime")
+        if is_runtime_started():
+            self._lw_check_count()  # before SPMD is switched on
+        if not runtime.is_spmd():
+            runtime.use_spmd()
+        self._lw_check_count()
+
+    def _lw_check_count(self) -> None:
+        count = int(import_xla("torch_xla.runtime").global_runtime_device_count())
+        if count != self.num_devices:
+            raise ConfigError(
+                f"Expected {count} devices, all of XLA's runtime in this process, for {type(self).__name__}, got "
+                f"{self.num_devices}.",
+                fix=f"pass devices={count}; on a CPU CPU_NUM_DEVICES sets the number, before the runtime starts.",
+            )
 
     def _lw_last_index(self) -> int:
-        return self.device.index or 0
+        return max(self.device.index or 0, self.num_devices - 1)
 
     def _lw_seed(self) -> None:
         """Seed XLA's generator from torch's: the same seed gives the same dropout."""
@@ -236,6 +303,22 @@ class XLAProcessStrategy(ParallelStrategy):
 
     def place_parameters(self, module: nn.Module) -> None:
         """Set the sharding of the module's tensors, on the device already, over several devices."""
+        if self.num_devices > 1:
+            for parameter in module.parameters():
+                self.mark(parameter, self.spec_of(parameter))
+            for buffer in module.buffers():
+                self.mark(buffer, replicated(buffer))
+
+    def spec_of(self, parameter: Tensor) -> Spec:
+        """Return the mesh's axis for each dimension of a parameter; None for a dimension that is not sharded."""
+        return replicated(parameter)
+
+    def mark(self, tensor: Tensor, spec: Spec) -> None:
+        """Set the sharding of a tensor, unless it has one."""
+        lib = import_xla()._XLAC
+        if not lib._get_xla_sharding_spec(tensor):
+            # torch_xla's mark_sharding, without the object that it returns.
+            lib._xla_mark_sharding(tensor, self.mesh.get_op_sharding(spec))
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer, with its existing state on its parameters' device."""
@@ -262,9 +345,26 @@ class XLAProcessStrategy(ParallelStrategy):
         found: Iterable[Batch] = parallel_loader.MpDeviceLoader(loader, self.device, **options)
         return found
 
-    def input_sharding(self) -> object:
-        """Return the sharding of batches over several devices; None for one."""
-        return None
+    def input_sharding(self) -> BatchSharding | None:
+        """Return the sharding of batches over several devices, along their first dimension; None for one."""
+        if self.num_devices == 1:
+            return None
+        if self._lw_batch_sharding is None:
+            self._lw_batch_sharding = BatchSharding(self.mesh, self.data_axis, self.num_devices)
+        return self._lw_batch_sharding
+
+    def place_batch(self, batch: Batch) -> Batch:
+        """Return a batch whose host tensors were sent to the devices, a shard to each, without waiting.
+
+        Called by Fabric before it moves the rest.
+        """
+        sharding = self.input_sharding()
+        found = {id(leaf): leaf for _, leaf in leaves(batch) if type(leaf) is Tensor and leaf.device.type == "cpu"}
+        if sharding is None or not found:
+            return batch
+        sent = send_tensors([*found.values()], [sharding.xla_spec(one) for one in found.values()], self.device)
+        on_device = dict(zip(found, sent, strict=True))
+        return map_leaves(batch, lambda leaf: on_device.get(id(leaf), leaf))
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -345,14 +445,18 @@ class XLAProcessStrategy(ParallelStrategy):
         return map_leaves(state, lambda leaf: copies.get(id(leaf), leaf))
 
     def copy_to_host(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return full tensors on the host, in one transfer; waits for the device."""
-        copies: list[Tensor] = import_xla()._XLAC._xla_get_cpu_tensors(tensors)
-        return copies
+        """Return full tensors on the host, in one transfer and their shards one by one; waits for the device."""
+        copies = {} if self.data_axis is None else copy_shards(tensors)
+        rest = [tensor for tensor in tensors if id(tensor) not in copies]
+        copies.update(zip(map(id, rest), import_xla()._XLAC._xla_get_cpu_tensors(rest), strict=True))
+        return [copies[id(tensor)] for tensor in tensors]
 
     def load_module_state_dict(
         self, module: nn.Module, state: StateDict, strict: bool = True
     ) -> Any:  # Any: torch's result
-        """Load a state of host tensors; see `Strategy`."""
+        """Load a state of host tensors; see `Strategy`. Each device gets its shard of a parameter only."""
+        if self.num_devices > 1:
+            state = send_state(self.unwrap(module), state, self.spec_of, self.mesh, self.device)
         result = super().load_module_state_dict(module, state, strict)
         self.place_parameters(self.unwrap(module))
         self.mark_step()
@@ -365,18 +469,18 @@ class XLAProcessStrategy(ParallelStrategy):
         self.mark_step()
 
     def place_optimizer(self, optimizer: Optimizer) -> None:
-        """Set the sharding of the optimizer's loaded state over several devices."""
+        """Set the sharding of the optimizer's loaded state over several devices: that of its parameters."""
+        if self.num_devices == 1:
+            return
+        for parameter, state in optimizer.state.items():
+            for value in state.values():
+                is_like = isinstance(value, Tensor) and value.shape == parameter.shape
+                if is_like and value.device == parameter.device:
+                    self.mark(value, self.spec_of(parameter))
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self.data_axis is None else f"{type(self).__name__}(devices={self.num_devices})"
 
 
 def _is_on_xla(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.device.type == "xla"
-
-
-def state_like_parameters(optimizer: Optimizer) -> Sequence[tuple[Tensor, Tensor]]:
-    """Return (parameter, tensor) for each tensor of the state that has its parameter's shape, on its device."""
-    return [
-        (parameter, value)
-        for parameter, state in optimizer.state.items()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.shape == parameter.shape and value.device == parameter.device
-    ]
