@@ -20,6 +20,10 @@ Indices: TypeAlias = object  # what a sampler yields: the index of a sample, or 
 Loaders: TypeAlias = object  # one loader, or loaders nested in lists, tuples and dicts
 StorageOptions: TypeAlias = Mapping[str, object]  # arguments of an fsspec file system: credentials, endpoints
 TrustedClasses: TypeAlias = Iterable[type[object] | ModuleType]  # a module is trusted with all of its classes
+Devices: TypeAlias = int | str | Sequence[int]
+"""Devices of this node: their number, "auto", -1 for all, or indices as a list or text."""
+ReduceOp: TypeAlias = "str | torch.distributed.ReduceOp | torch.distributed.ReduceOp.RedOpType"
+"""How tensors are reduced: "mean" ("avg"), "sum", "min", "max", "product", or torch's own."""
 MapLocation: TypeAlias = (
     "Callable[[torch.types.Storage, str], torch.types.Storage] | torch.device | str | dict[str, str] | None"
 )

@@ -6,13 +6,12 @@ their own, which storage.py reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from ..protocols import MapLocation, StateDict, StorageOptions
+from ..protocols import Advance, MapLocation, StateDict, StorageOptions
 from .file.remote import Remote, as_local
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ class FolderReader(Protocol):
         storage_options: StorageOptions | None = None,
         /,
         *,
-        advance: Callable[[int], object] | None = None,
+        advance: Advance | None = None,
     ) -> Verified:
         """Compare the folder with its checksums; see `verified.verify`."""
         ...

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
 from ..errors import CheckpointError, nearest
-from ..protocols import StorageOptions
+from ..protocols import Advance, StorageOptions
 from .file.archive import LOCAL_SIGNATURE, ArchiveRecord, Damaged, payloads
 from .file.digest import FORMAT, FORMAT_VERSION, Verification, compare_checksums, has_digest
 from .file.remote import Remote, as_local
@@ -55,7 +55,7 @@ class Verified:
 
 
 def verify(
-    path: str | Path, storage_options: StorageOptions | None = None, *, advance: Callable[[int], object] | None = None
+    path: str | Path, storage_options: StorageOptions | None = None, *, advance: Advance | None = None
 ) -> Verified:
     """Read a checkpoint once and compare it with its checksums; nothing in it is executed.
 
@@ -88,7 +88,7 @@ def is_folder_checkpoint(path: str | Path, storage_options: StorageOptions | Non
     return found is not None and found.name == "sharded"
 
 
-def verify_as(path: Path, shown: str, advance: Callable[[int], object] | None = None) -> Verified:
+def verify_as(path: Path, shown: str, advance: Advance | None = None) -> Verified:
     """Verify a local file that messages call `shown`; see `verify`."""
     try:
         mode = os.stat(path).st_mode
@@ -150,7 +150,7 @@ def cannot_read(shown: str, error: OSError) -> CheckpointError:
     )
 
 
-def _verify_file(file: IO[bytes], size: int, shown: str, advance: Callable[[int], object] | None) -> Verified:
+def _verify_file(file: IO[bytes], size: int, shown: str, advance: Advance | None) -> Verified:
     file.seek(0)
     begin = file.read(64)
     if begin[:4] != LOCAL_SIGNATURE:

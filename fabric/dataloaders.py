@@ -20,6 +20,7 @@ from ..data.sources.stateful import is_stateful
 from ..data.stream import BatchStream
 from ..data.tree import is_collection
 from ..errors import ConfigError, DataError, ModuleError, nearest
+from ..protocols import StateDict, Tree
 from ..strategies.optional import evaluation_of
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class FabricDataLoader:
             return 0
         return self._stream.remaining(upto)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the position and the state needed to restore it. Call it on all ranks."""
         if self._has_own_state:
             own: dict[str, Any] = self.loader.state_dict()  # type: ignore[attr-defined]  # see `load_state_dict`
@@ -194,7 +195,7 @@ class FabricDataLoader:
             state = merge_states(strategy.topology.reports(strategy.gather_objects(state)))
         return {"num_passes": self._num_passes, "stream": state}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state returned by `state_dict`; the next training pass continues there.
 
         A state of the user's loader itself, as Lightning Fabric saves it, is loaded by that loader.
@@ -327,7 +328,7 @@ class EvaluationPass:
 # -- results ---------------------------------------------------------------------------------------------------------
 
 
-def gather_samples(fabric: Fabric, data: object) -> object:
+def gather_samples(fabric: Fabric, data: Tree) -> Any:
     """Return the data of all processes in rank order; see `Fabric.gather_for_metrics`."""
     if fabric._evaluation is not None:
         fabric._evaluation.num_gathers += 1
@@ -358,7 +359,7 @@ def _merge(parts: list[Any]) -> Any:
     return list(parts)
 
 
-def _has_tensor(data: object) -> bool:
+def _has_tensor(data: Tree) -> bool:
     if isinstance(data, dict):
         return any(map(_has_tensor, data.values()))
     if isinstance(data, (list, tuple)):

@@ -8,7 +8,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +40,12 @@ from .seed import choose_rank_states, merge_rank_states, seed_everything
 from .state import bare, collect_state, put_back, put_back_state
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch.distributed import ProcessGroup
 
-    from ..protocols import CheckpointPlugin, Cluster
+    from ..accelerators import Accelerator
+    from ..protocols import Batch, CheckpointPlugin, Cluster, Devices, ReduceOp, StateDict, StepFunction, Tree
     from .accumulation import Accumulation, Reader, Window
     from .dataloaders import EvaluationPass
     from .watch import Watch
@@ -51,6 +54,8 @@ if TYPE_CHECKING:
 __all__ = ["Fabric"]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Fabric:
@@ -79,12 +84,12 @@ class Fabric:
     def __init__(
         self,
         *,
-        accelerator: object = "auto",  # object, here and below: checked by resolve
-        strategy: object = "auto",
-        devices: object = "auto",
-        num_nodes: object = 1,
-        precision: object = None,
-        plugins: object = None,
+        accelerator: str | Accelerator = "auto",
+        strategy: str | Strategy = "auto",
+        devices: Devices = "auto",
+        num_nodes: int = 1,
+        precision: str | int | None = None,
+        plugins: object = None,  # object, here and below: one or several, of classes of the user's
         callbacks: object = None,
         loggers: object = None,
         matmul_precision: str | None = None,
@@ -339,7 +344,7 @@ class Fabric:
             )
         self.launcher.launch(self._setup_environment)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         # For spawned processes, which do not start others.
         return {**self.__dict__, "launcher": InProcessLauncher(), "_reader": None, "_evaluation": None}
 
@@ -359,7 +364,7 @@ class Fabric:
         *optimizers: Optimizer,
         scheduler: Any = None,  # Any: any schedule of torch's or the user's
         move_to_device: bool = True,
-        compile: bool | Mapping[str, Any] = False,
+        compile: bool | Mapping[str, object] = False,
         _reapply_compile: bool = True,
     ) -> Any:  # Any: one object, or a tuple of as many as were given
         """Prepare a module and its optimizers for this precision and strategy.
@@ -593,7 +598,7 @@ class Fabric:
 
         return lambda *args, **kwargs: demand_scaled_backward(run(*args, **kwargs), self)
 
-    def bind_step(self, module: nn.Module, name: str) -> Callable[..., Any]:
+    def bind_step(self, module: nn.Module, name: str) -> StepFunction:
         """Return a function that runs `module.<name>` in this precision and under the strategy's hooks.
 
         In full precision on one device it is the module's own method.
@@ -608,11 +613,11 @@ class Fabric:
             return step
         return _in_precision(step, precision, converts_output=precision.converts_output)
 
-    def init_tensor(self) -> AbstractContextManager[Any]:
+    def init_tensor(self) -> AbstractContextManager[object]:
         """Return a context that creates tensors on the device and in the precision's dtype."""
         return _both(self.device, self.precision.tensor_init_context())
 
-    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[object]:
         """Return a context that creates module parameters on the device and in the precision's dtype.
 
         Args:
@@ -654,7 +659,7 @@ class Fabric:
         is_plain = getattr(backward, "__func__", None) is Strategy.backward
         return compute_gradients if is_plain else backward
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> bool:
         """Step the optimizer.
 
         Returns:
@@ -717,16 +722,17 @@ class Fabric:
             module, optimizer, max_norm, norm_type, error_if_nonfinite and not self.precision.has_scaler
         )
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[object]:
         """Return the context of forward passes in this precision."""
         return self.precision.forward_context()
 
-    def to_device(self, obj: object) -> Any:  # Any: a module, tensor, or any structure of tensors
+    def to_device(self, obj: T) -> T:
         """Return the module (moved in place) or the data on the device, without a copy if it is already there."""
         if isinstance(obj, nn.Module):
             self.strategy.module_to_device(obj)
             return obj
-        return self.move_batch(obj, self.device)
+        moved: T = self.move_batch(obj, self.device)
+        return moved
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which backward passes do not reduce gradients over ranks, for accumulation.
@@ -828,12 +834,12 @@ class Fabric:
         self._require_launch("barrier")
         self.strategy.barrier(name)
 
-    def broadcast(self, obj: object, src: int = 0) -> Any:
+    def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank `src`, of any picklable type."""
         self._require_launch("broadcast")
         return self.strategy.broadcast(obj, src)
 
-    def all_gather(self, data: object, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: Tree, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Any:
         """Return the data of all ranks: tensors and numbers are stacked along a new first dimension (`world_size`).
 
         On a single device the data itself is returned.
@@ -846,7 +852,7 @@ class Fabric:
         self._require_launch("all_gather")
         return self.strategy.all_gather(data, group=group, sync_grads=sync_grads)
 
-    def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def all_reduce(self, data: Tree, group: ProcessGroup | str | None = None, reduce_op: ReduceOp = "mean") -> Any:
         """Return data reduced over ranks; on a single device the data itself.
 
         Args:
@@ -859,7 +865,7 @@ class Fabric:
 
     reduce = all_reduce
 
-    def reduce_scatter(self, data: object, group: ProcessGroup | str | None = None, reduce_op: object = "mean") -> Any:
+    def reduce_scatter(self, data: T, group: ProcessGroup | str | None = None, reduce_op: ReduceOp = "mean") -> T:
         """Return this rank's part of data reduced over ranks: of `n` ranks, rank `i` has the i-th n-th of dimension 0.
 
         No gradient flows back. On a single device the data itself is returned.
@@ -874,9 +880,10 @@ class Fabric:
             ConfigError: The operation is unknown, or dimension 0 is not a multiple of the number of ranks.
         """
         self._require_launch("reduce_scatter")
-        return self.strategy.reduce_scatter(data, group=group, reduce_op=reduce_op)
+        scattered: T = self.strategy.reduce_scatter(data, group=group, reduce_op=reduce_op)
+        return scattered
 
-    def gather_for_metrics(self, data: object, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(self, data: T, use_gather_object: bool = False) -> T:
         """Return the data of all ranks, concatenated along the first dimension in rank order, for exact metrics.
 
         Ranks may have different numbers of samples, or none; there is no padding. Within an evaluation over a loader of
@@ -896,7 +903,8 @@ class Fabric:
             return data
         from .dataloaders import gather_samples
 
-        return gather_samples(self, data)
+        gathered: T = gather_samples(self, data)
+        return gathered
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Return a context whose block runs on rank 0 first, then on all others.
@@ -918,8 +926,8 @@ class Fabric:
 
     def save(
         self,
-        path: Any,  # Any: a string, a path object, or a URL
-        state: Mapping[str, Any],
+        path: str | Path,
+        state: Mapping[str, object],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Write a checkpoint and wait for it on all ranks. Called on all ranks.
@@ -972,7 +980,7 @@ class Fabric:
                 "are accumulated are not saved, so a resumed run lacks them: save after optimizer.step()."
             )
 
-    def write_content(self, content: dict[str, Any], path: Any) -> None:
+    def write_content(self, content: StateDict, path: str | Path) -> None:
         """Write what `save` has collected; a subclass may change it first.
 
         Args:
@@ -982,8 +990,13 @@ class Fabric:
         self.checkpoint_io.save_checkpoint(content, path)
 
     def load(
-        self, path: Any, state: dict[str, Any] | None = None, strict: bool = True, *, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+        self,
+        path: str | Path,
+        state: StateDict | None = None,
+        strict: bool = True,
+        *,
+        weights_only: bool | None = None,
+    ) -> StateDict:
         """Read a checkpoint, after waiting for background saves. Called on all ranks.
 
         Both formats load under every strategy and on any number of ranks. If the strategy shards, each rank reads only
@@ -1009,12 +1022,11 @@ class Fabric:
         content = choose_rank_states(dict(self._read(path, weights_only)), self.global_rank)
         if state is None:
             return content
-        rest: dict[str, Any] = self._run_on_all_ranks(
+        return self._run_on_all_ranks(
             lambda: put_back_state(self.strategy, content, state, strict=strict, where=str(path))
         )
-        return rest
 
-    def load_raw(self, path: Any, obj: Any, strict: bool = True, *, weights_only: bool | None = None) -> None:
+    def load_raw(self, path: str | Path, obj: Any, strict: bool = True, *, weights_only: bool | None = None) -> None:
         """Load a file with the bare state of one module, optimizer or other `Stateful` object.
 
         Called on all ranks; an error on one is raised on all.
@@ -1043,7 +1055,7 @@ class Fabric:
 
         self._run_on_all_ranks(load)
 
-    def _read(self, path: Any, weights_only: bool | None) -> Any:
+    def _read(self, path: str | Path, weights_only: bool | None) -> Any:
         from ..checkpoint.reading import Ranks, read_on_all_ranks  # not imported where no file is read
 
         return read_on_all_ranks(
@@ -1054,7 +1066,7 @@ class Fabric:
             by_parts=self.strategy.traits.shards_parameters,
         )
 
-    def _run_on_all_ranks(self, function: Callable[[], object]) -> Any:
+    def _run_on_all_ranks(self, function: Callable[[], T]) -> T:
         """Call the function on every rank; an error on one is raised on all."""
         if self.world_size == 1:
             return function()
@@ -1093,7 +1105,7 @@ class Fabric:
                 continue
             method(*args, **_accepted(method, kwargs))
 
-    def log(self, name: str, value: Any, step: int | None = None) -> None:
+    def log(self, name: str, value: float | Tensor, step: int | None = None) -> None:
         """Log one number to every logger, on rank 0; see `log_dict`."""
         self.log_dict({name: value}, step)
 
@@ -1133,7 +1145,7 @@ class Fabric:
         for logger in self.loggers:
             self._log_to(logger, numbers, step)
 
-    def _log_to(self, logger: Any, numbers: dict[str, Any], step: int | None) -> None:
+    def _log_to(self, logger: Any, numbers: dict[str, float], step: int | None) -> None:
         logger.log_metrics(numbers, step)
 
     @staticmethod
@@ -1177,7 +1189,7 @@ def _both(one: AbstractContextManager[object] | torch.device, other: AbstractCon
         yield
 
 
-def _move_placed(place: Callable[[object], object], batch: object, device: torch.device) -> object:
+def _move_placed(place: Callable[[object], object], batch: Batch, device: torch.device) -> object:
     """Return a batch on the device, for a strategy that moves tensors itself."""
     return move_to_device(place(batch), device)
 

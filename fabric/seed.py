@@ -15,6 +15,7 @@ from ..console import show_logs
 from ..data.rng import KINDS, RngStream, capture_rng, derive_key, kinds_that_moved, restore_rng, seed_global_generators
 from ..errors import CheckpointError, ConfigError
 from ..messages import warn
+from ..protocols import StateDict
 
 __all__ = [
     "choose_rank_states",
@@ -99,7 +100,7 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
     seed_global_generators(f"worker {base} {worker_id} {rank}".encode())
 
 
-def rng_state(include_cuda: bool = True) -> dict[str, Any]:
+def rng_state(include_cuda: bool = True) -> StateDict:
     """Return the state of all generators of this process as tensors and plain values, ready for a checkpoint.
 
     `Fabric.save` keeps the states of all ranks, and `Fabric.load` returns each rank its own.
@@ -119,7 +120,7 @@ def rng_state(include_cuda: bool = True) -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: StateDict) -> None:
     """Restore a state of `rng_state` bitwise. Device generators that are not in the state are unchanged.
 
     Raises:
@@ -154,9 +155,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 # -- of several ranks, in a checkpoint of Fabric -----------------------------------------------------------------------
 
 
-def merge_rank_states(
-    content: dict[str, Any], gather: Callable[[dict[str, Any]], list[dict[str, Any]]]
-) -> dict[str, Any]:
+def merge_rank_states(content: StateDict, gather: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> StateDict:
     """Return the content with the states of all ranks in each result of `rng_state`. Called on all ranks.
 
     A merged state is that of rank 0, with those of all ranks under "ranks".
@@ -177,7 +176,7 @@ def merge_rank_states(
     return merged
 
 
-def choose_rank_states(content: dict[str, Any], rank: int) -> dict[str, Any]:
+def choose_rank_states(content: StateDict, rank: int) -> StateDict:
     """Return the content with the state of one rank in place of each merged state.
 
     A rank that did not exist when they were saved continues like rank 0 with the generators that were alike on all

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ArgumentTypeError, ConfigError, MissingEntry
-from ..protocols import Stateful
+from ..protocols import StateDict, Stateful
 from ..strategies import Strategy
 from ..strategies.base import plain_names
 
@@ -46,9 +46,7 @@ def collect_state(
     return content
 
 
-def put_back_state(
-    strategy: Strategy, content: dict[str, Any], state: dict[str, Any], *, strict: bool, where: str
-) -> dict[str, Any]:
+def put_back_state(strategy: Strategy, content: StateDict, state: StateDict, *, strict: bool, where: str) -> StateDict:
     """Load objects in place from the content of a checkpoint, and replace the plain values of `state`.
 
     Args:

@@ -18,6 +18,7 @@ from ..data.move import apply_to_collection
 from ..errors import ConfigError, ModuleError, nearest
 from ..lazy import is_core
 from ..messages import warn
+from ..protocols import StateDict, StepOutput
 
 if TYPE_CHECKING:
     from .accumulation import Window
@@ -213,7 +214,7 @@ class FabricModule(nn.Module):
         return call
 
 
-def demand_scaled_backward(output: object, fabric: Fabric) -> object:
+def demand_scaled_backward(output: StepOutput, fabric: Fabric) -> object:
     """Return a forward's output with hooks that raise an error if a backward pass does not use Fabric's loss scale."""
 
     def check(gradient: Tensor) -> None:
@@ -314,11 +315,11 @@ class FabricOptimizer:
         if strategy.traits.shards_parameters:  # the optimizer has no access to gradients that are not reduced yet
             strategy.discard_gradients(None, self._without_fabric)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the optimizer's state."""
         return self._fabric.strategy.optimizer_state(self._without_fabric)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state returned by `state_dict`."""
         self._fabric.strategy.load_optimizer_state(self._without_fabric, state_dict)
 
@@ -393,12 +394,12 @@ class FabricScheduler:
         own["_seen"] = seen
         self._without_fabric.step(*args, **kwargs)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the schedule's state."""
         state: dict[str, Any] = self._without_fabric.state_dict()
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state returned by `state_dict`."""
         self._without_fabric.load_state_dict(state_dict)
 

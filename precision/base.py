@@ -19,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.overrides import has_torch_function_unary
 
 from ..deferred_compiler import step_uncompiled
-from ..protocols import AnyBatch, StateDict
+from ..protocols import AnyBatch, StateDict, Tree
 from ..tree import map_tree
 
 __all__ = [
@@ -222,7 +222,7 @@ def cast_floats(data: AnyBatch, dtype: torch.dtype) -> AnyBatch:
     return map_tree(data, _is_float, lambda tensor: tensor.to(dtype))
 
 
-def _is_float(leaf: object) -> bool:
+def _is_float(leaf: Tree) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 

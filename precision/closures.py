@@ -13,6 +13,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from ..protocols import StepFunction
+
 __all__ = ["ClosureUse", "read_closure_use", "reads_gradients_first"]
 
 
@@ -86,7 +88,7 @@ def _use_in(optimizer: Optimizer, steps: Iterator[Callable[..., Any]]) -> Closur
 
 
 @cache
-def _read(step: Callable[..., Any]) -> ClosureUse | str:
+def _read(step: StepFunction) -> ClosureUse | str:
     """Return the use, or to which `step` the closure is only handed on: "super", or an attribute of the optimizer."""
     [function] = ast.parse(textwrap.dedent(inspect.getsource(step))).body
     if not isinstance(function, ast.FunctionDef):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..accelerators import Accelerator
-    from ..protocols import CheckpointPlugin, StateDict, StepFunction
+    from ..protocols import CheckpointPlugin, ReduceOp, StateDict, StepFunction, Tree
 
 __all__ = [
     "Given",
@@ -488,13 +488,13 @@ class Strategy:
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: object, group: ProcessGroup | str | None = None, reduce_op: str = "mean") -> Any:
+    def all_reduce(self, tensor: Tree, group: ProcessGroup | str | None = None, reduce_op: ReduceOp = "mean") -> Any:
         """Return a tensor (or collection) reduced over ranks, with "mean", "sum", "min" or "max"."""
         return tensor
 
     reduce = all_reduce
 
-    def reduce_scatter(self, tensor: Any, group: ProcessGroup | str | None = None, reduce_op: Any = "mean") -> Any:
+    def reduce_scatter(self, tensor: Any, group: ProcessGroup | str | None = None, reduce_op: ReduceOp = "mean") -> Any:
         """Return this rank's chunk of a reduction over ranks: rank `i` gets chunk `i` of dimension 0.
 
         Nothing is changed in place, and no gradient flows back. With one rank that is the tensor itself.
@@ -511,7 +511,7 @@ class Strategy:
         from .tree import map_leaves
 
         if isinstance(group, str):  # reduce_scatter(tensor, "sum")
-            group, reduce_op = None, group
+            reduce_op, group = group, None
         op_name(reduce_op)
         size, rank = self.world_size, self.global_rank
         check_divides(tensor, size)
@@ -524,7 +524,7 @@ class Strategy:
         reduced = self.all_reduce(tensor, reduce_op=reduce_op)
         return map_leaves(reduced, lambda leaf: leaf.chunk(size)[rank].clone() if isinstance(leaf, Tensor) else leaf)
 
-    def all_gather(self, tensor: object, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, tensor: Tree, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Any:
         """Return tensors of all ranks stacked along a new first dimension; with one rank, the tensor itself.
 
         Args:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ..accelerators import Accelerator
     from ..precision import Precision
-    from ..protocols import CheckpointPlugin, StepFunction
+    from ..protocols import CheckpointPlugin, ReduceOp, StepFunction, Tree
 
 __all__ = ["DataParallelStrategy"]
 
@@ -101,7 +101,7 @@ class DataParallelStrategy(ParallelStrategy):
 
     # -- collectives of one process ------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: object, group: ProcessGroup | str | None = None, reduce_op: object = "mean") -> Any:
+    def all_reduce(self, tensor: Tree, group: ProcessGroup | str | None = None, reduce_op: ReduceOp = "mean") -> Any:
         """Return the mean (or sum, min, max, product) of each tensor's elements, one per device.
 
         The mean of integers is a float64.
@@ -110,7 +110,7 @@ class DataParallelStrategy(ParallelStrategy):
             reduce_op = group
         op = op_name(reduce_op)
 
-        def reduced(leaf: object) -> object:
+        def reduced(leaf: Tree) -> object:
             if not isinstance(leaf, Tensor) or not leaf.ndim:
                 return leaf
             if op == "mean":
@@ -127,7 +127,7 @@ class DataParallelStrategy(ParallelStrategy):
 # -- splitting ---------------------------------------------------------------------------------------------------------
 
 
-def _batch_size(data: object) -> int | None:
+def _batch_size(data: Tree) -> int | None:
     """Return the size that the first dimensions of all tensors share; None where they differ or there are none."""
     sizes = {leaf.shape[0] for _, leaf in leaves(data) if isinstance(leaf, Tensor) and leaf.ndim}
     return sizes.pop() if len(sizes) == 1 else None
@@ -139,7 +139,7 @@ def _sizes(size: int, count: int) -> list[int]:
     return [min(step, size - start) for start in range(0, size, step)]
 
 
-def _split(data: object, size: int, count: int) -> list[Any]:
+def _split(data: Tree, size: int, count: int) -> list[Any]:
     parts = []
     start = 0
     for length in _sizes(size, count):
@@ -149,7 +149,7 @@ def _split(data: object, size: int, count: int) -> list[Any]:
     return parts
 
 
-def _slice_of(leaf: object, part: slice) -> object:
+def _slice_of(leaf: Tree, part: slice) -> object:
     return leaf[part] if isinstance(leaf, Tensor) and leaf.ndim else leaf
 
 
@@ -174,7 +174,7 @@ def _on_devices(module: nn.Module, name: str, devices: Sequence[torch.device], p
     return [_moved(output, devices[0]) for output in outputs]
 
 
-def _moved(data: object, device: torch.device) -> Any:
+def _moved(data: Tree, device: torch.device) -> Any:
     return map_leaves(data, lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf)
 
 

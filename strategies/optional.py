@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from ..protocols import StateDict, Stateful
+from ..protocols import AnyBatch, Batch, StateDict, Stateful, StepFunction
 from .traits import MemoryShares, TrainerConfig
 
 if TYPE_CHECKING:
@@ -308,7 +308,7 @@ def every_weight(strategy: Strategy, module: nn.Module) -> StateDict:
 class PlacesBatches(Protocol):
     """Moves batches to devices by itself."""
 
-    def place_batch(self, batch: Any) -> Any:
+    def place_batch(self, batch: AnyBatch) -> Any:
         """Return a batch whose tensors are on their devices already; Fabric moves the others."""
         ...
 
@@ -317,9 +317,7 @@ class PlacesBatches(Protocol):
 class RunsWindows(Protocol):
     """Takes over the inside of accumulation windows, as a pipeline does."""
 
-    def run_window(
-        self, batches: Sequence[object], step: Callable[..., Any], share: Callable[[Any], Tensor]
-    ) -> Sequence[Any]:
+    def run_window(self, batches: Sequence[Batch], step: StepFunction, share: Callable[[Any], Tensor]) -> Sequence[Any]:
         """Run forward and backward of all micro-batches of an accumulation window.
 
         The Trainer zeroes gradients before the call, and scales, clips and steps after it.

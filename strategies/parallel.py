@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ..accelerators import Accelerator
     from ..precision import Precision
-    from ..protocols import CheckpointPlugin, Cluster
+    from ..protocols import CheckpointPlugin, Cluster, ReduceOp, Tree
 
 __all__ = ["DEFAULT_TIMEOUT", "ParallelStrategy", "ProcessGroupStrategy"]
 
@@ -302,7 +302,7 @@ class ParallelStrategy(Strategy):
 
     # -- collectives; on every rank, in the same order -------------------------------------------------------------
 
-    def all_reduce(self, tensor: object, group: ProcessGroup | str | None = None, reduce_op: object = "mean") -> Any:
+    def all_reduce(self, tensor: Tree, group: ProcessGroup | str | None = None, reduce_op: ReduceOp = "mean") -> Any:
         """Return a tensor, number, or structure of them, reduced over ranks; nothing is changed in place.
 
         Args:
@@ -314,7 +314,7 @@ class ParallelStrategy(Strategy):
             RankFailure: On the CPU: shapes, dtypes or structure differ; lists the difference of each rank.
         """
         if isinstance(group, str):  # all_reduce(tensor, "sum")
-            group, reduce_op = None, group
+            reduce_op, group = group, None
         if not self.is_connected:
             return tensor
         return collectives.all_reduce(
@@ -324,7 +324,7 @@ class ParallelStrategy(Strategy):
     reduce = all_reduce
 
     def reduce_scatter(
-        self, tensor: object, group: ProcessGroup | str | None = None, reduce_op: object = "mean"
+        self, tensor: Tree, group: ProcessGroup | str | None = None, reduce_op: ReduceOp = "mean"
     ) -> Any:
         """Return this rank's chunk of a reduction over ranks; see `Strategy.reduce_scatter`.
 
@@ -333,7 +333,7 @@ class ParallelStrategy(Strategy):
             RankFailure: On the CPU: shapes, dtypes or structure differ; lists the difference of each rank.
         """
         if isinstance(group, str):  # reduce_scatter(tensor, "sum")
-            group, reduce_op = None, group
+            reduce_op, group = group, None
         if not self.is_connected:
             collectives.op_name(reduce_op)
             collectives.check_divides(tensor, 1)
@@ -342,7 +342,7 @@ class ParallelStrategy(Strategy):
             tensor, group=group or self._lw_tensor_group, reduce_op=reduce_op, device=self.device
         )
 
-    def all_gather(self, tensor: object, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, tensor: Tree, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Any:
         """Return a tensor, number, or structure of them, of all ranks, stacked along a new first dimension.
 
         Args:

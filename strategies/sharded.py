@@ -20,7 +20,7 @@ from .construction.wrap_policy import choose_units
 from .distributed.changes import params_of_group
 from .distributed.clipping import scale_to_norm, total_norm
 from .distributed.collectives import broadcast_tensors
-from .distributed.shards import is_sharded, local, reading_numbers
+from .distributed.shards import gather_full, is_sharded, local, reading_numbers
 from .fsdp.arguments import OF_PROCESSES, read_arguments
 from .fsdp.fitting import fit_module_state, fit_optimizer_state
 from .fsdp.root import ShardedRoot, root_of
@@ -478,11 +478,13 @@ class ShardedStrategy(ParallelStrategy):
 
     def state_dict(self) -> StateDict:
         """Return the shapes that stages exchange, with which a resumed run begins. On every rank: it communicates."""
-        return self._lw_split.shapes()
+        stages = self._lw_split.stages
+        return {} if stages is None else stages.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Load what `state_dict` returned, now or when the module is set up."""
-        self._lw_split.load_shapes(state_dict)
+        if self._lw_split.stages is not None:
+            self._lw_split.stages.load_state_dict(state_dict)
 
     def saves_shards(self, default: str) -> bool:
         """Return whether all ranks write checkpoints, each its local shards; `default` without a choice of the user."""
@@ -498,7 +500,8 @@ class ShardedStrategy(ParallelStrategy):
 
     def gather_state(self, state: object) -> Any:
         """Return a state with full tensors on rank 0's CPU, and None in their place elsewhere. On every rank."""
-        return self._lw_split.gather(state, keep=self.is_global_zero)
+        gather = gather_full if self._lw_split.stages is None else self._lw_split.stages.gather
+        return gather(state, keep=self.is_global_zero)
 
     def module_state_dict(self, module: nn.Module) -> StateDict:
         """Return the state of a module, under the user's names; sharded tensors share memory with the parameters.

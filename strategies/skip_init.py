@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch.overrides import TorchFunctionMode
+
+from ..protocols import Kwargs
 
 __all__ = ["SkipInit"]
 
@@ -22,7 +23,7 @@ class SkipInit(TorchFunctionMode):
         func: Callable[..., object],
         types: Sequence[type],
         args: Sequence[object] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Kwargs | None = None,
     ) -> object:
         """Return the tensor that an init function was given, or call any other function."""
         kwargs = kwargs or {}

@@ -7,12 +7,14 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ..protocols import Tree
+
 __all__ = ["leaves", "map_leaves"]
 
 # Any in this file: data of any structure.
 
 
-def leaves(data: object, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(data: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield path and value of each leaf, which is everything that is not a container, in a fixed order."""
     if isinstance(data, Mapping):
         for key, value in data.items():
@@ -27,7 +29,7 @@ def leaves(data: object, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, data
 
 
-def map_leaves(data: object, function: Callable[[Any], object]) -> Any:
+def map_leaves(data: Tree, function: Callable[[Any], object]) -> Any:
     """Return the structure with `function` applied to everything that is not a container, in the order of `leaves`.
 
     Containers keep their type and what they hold beside their items.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 
-from ...protocols import MapLocation, StateDict, StorageOptions
+from ...protocols import Advance, MapLocation, StateDict, StorageOptions
 from ..file.remote import as_local
 from ..verified import Verified, verify_as
 from . import folder
@@ -52,7 +51,7 @@ def remove(path: str | Path, storage_options: StorageOptions | None = None) -> N
 
 
 def verify(
-    path: str | Path, storage_options: StorageOptions | None = None, *, advance: Callable[[int], object] | None = None
+    path: str | Path, storage_options: StorageOptions | None = None, *, advance: Advance | None = None
 ) -> Verified:
     """Compare the files that a load reads with their checksums; see `verified.verify`."""
     found = [verify_as(file, str(file), advance) for file in checkpoint_files(_local(path))]

@@ -9,14 +9,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...errors import CheckpointError
-from ...protocols import StateDict
+from ...protocols import Advance, StateDict
 from ..content import OWN_KEY, PARAM_NAMES
 from ..file import disk
 from ..file.remote import as_local
@@ -35,9 +35,7 @@ _LAYOUT_VERSION = 0.2
 _NOT_FOR_CLIENTS = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "loops", OWN_KEY)
 
 
-def write_universal(
-    tree: Mapping[str, object], path: str | Path, *, advance: Callable[[int], object] | None = None
-) -> None:
+def write_universal(tree: Mapping[str, object], path: str | Path, *, advance: Advance | None = None) -> None:
     """Write a checkpoint as a folder that DeepSpeed loads with `{"checkpoint": {"load_universal": True}}`.
 
     Args:

@@ -18,6 +18,7 @@ from io import FileIO
 from typing import IO
 
 from ...messages import counted
+from ...protocols import Advance
 from .archive import END, ArchiveRecord, Damaged, Directory, payloads, read_directory
 
 __all__ = [
@@ -83,7 +84,7 @@ def append_digest(archive: FileIO) -> int:
     return new_size
 
 
-def compare_checksums(file: IO[bytes], size: int, advance: Callable[[int], object] | None = None) -> Verification:
+def compare_checksums(file: IO[bytes], size: int, advance: Advance | None = None) -> Verification:
     """Read a file of `size` bytes once, from its beginning to its end, and compare it with its checksums.
 
     Args:
@@ -151,7 +152,7 @@ def _frame_digest(
     return digest
 
 
-def _crc(file: IO[bytes], size: int, buffer: memoryview, advance: Callable[[int], object] | None) -> int:
+def _crc(file: IO[bytes], size: int, buffer: memoryview, advance: Advance | None) -> int:
     crc = 0
     while size > 0:
         count = file.readinto(buffer[: min(size, len(buffer))])  # type: ignore[attr-defined]  # typeshed's IO lacks it

@@ -7,7 +7,7 @@ under `loopwright.tied`, as JSON from each to the first, and are put back when L
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...protocols import StorageOptions
+from ...protocols import Advance, StorageOptions
 from ..sharded.shard_file import NAMES, StoredPart, encode_header, write_tensor
 from ..tensors import AnyTensor, StoredTensor, is_tensor, memory_key, read_tensor
 from .streamed import FileSink, write_atomically
@@ -77,7 +77,7 @@ def write_weights(
     weights: Mapping[str, AnyTensor],
     path: str | Path,
     *,
-    advance: Callable[[int], object] | None = None,
+    advance: Advance | None = None,
     storage_options: StorageOptions | None = None,
 ) -> None:
     """Write tensors as a safetensors file, one at a time in memory; the file appears when it is complete.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...protocols import MapLocation, StateDict, StorageOptions
+from ...protocols import Advance, MapLocation, StateDict, StorageOptions
 from .. import storage, verified
 from ..tensors import AnyTensor, StoredTensor
 from .backends import LocalBackend, RemoteBackend, backend_of
@@ -164,7 +164,7 @@ def _open(backend: Backend, shown: str) -> ShardFiles:
 
 
 def verify(
-    path: str | Path, storage_options: StorageOptions | None = None, *, advance: Callable[[int], object] | None = None
+    path: str | Path, storage_options: StorageOptions | None = None, *, advance: Advance | None = None
 ) -> verified.Verified:
     """Read every byte of a checkpoint folder once and compare it with its checksum; nothing is executed.
 
@@ -213,7 +213,7 @@ def _verify_files(
     storage_options: StorageOptions | None,
     only: set[str] | None = None,
     num_sharing: int = 1,
-    advance: Callable[[int], object] | None = None,
+    advance: Advance | None = None,
 ) -> int:
     """Compare files with their checksums; return the number of entries in the state file, if it is among them.
 

@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import IO, TypeVar
 
+from ...protocols import Advance
 from ..file.digest import crc32
 from .backends import LocalBackend, RemoteBackend
 from .manifest import FILE_DIGEST_SIZE, Chunk, Manifest, digest_of
@@ -101,7 +102,7 @@ class ShardFiles:
         return problems
 
     def content_problems(
-        self, only: set[str] | None = None, *, num_sharing: int = 1, advance: Callable[[int], object] | None = None
+        self, only: set[str] | None = None, *, num_sharing: int = 1, advance: Advance | None = None
     ) -> list[str]:
         """Return which chunks do not match their checksum, and which files cannot be read: all bytes are read once.
 
@@ -168,7 +169,7 @@ class ShardFiles:
         if part:
             yield part
 
-    def _compare(self, items: list[_Item], advance: Callable[[int], object] | None) -> list[str]:
+    def _compare(self, items: list[_Item], advance: Advance | None) -> list[str]:
         """Return what is wrong with chunks of one file, in the order of the file."""
         name = items[0][1].file
         problems = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from ... import __version__
 from ...errors import CheckpointError, ConfigError
-from ...protocols import StateDict
+from ...protocols import Advance, StateDict
 from ...strategies.base import plain_name
 from .. import content
 from ..content import LIGHTNING_VERSION_KEY, OWN_KEY, Content
@@ -49,9 +49,7 @@ def guess_format(path: str | Path) -> str:
     return _SUFFIXES[suffix]
 
 
-def write_as(
-    opened: Opened, path: str | Path, to: str, *, num_shards: int = 1, advance: Callable[[int], object] | None = None
-) -> None:
+def write_as(opened: Opened, path: str | Path, to: str, *, num_shards: int = 1, advance: Advance | None = None) -> None:
     """Write a checkpoint in another format; an existing one is replaced when the new one is complete.
 
     Args:

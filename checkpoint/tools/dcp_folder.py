@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...protocols import StateDict, Tree
+from ...protocols import Advance, StateDict, Tree
 from ..file.archive import Damaged
 from ..file.digest import compare_checksums
 from ..file.record_names import TooMuch, require_bounded
@@ -215,7 +215,7 @@ class DcpFolder:
             reason = str(error).partition("\n")[0][:200]
             raise self.damaged(f"the chunk of {name!r} at {offset} cannot be read: {reason}") from error
 
-    def check(self, advance: Callable[[int], object] | None = None) -> list[str]:
+    def check(self, advance: Advance | None = None) -> list[str]:
         """Read every record and compare it with its checksums, where it has any; return what is wrong.
 
         Args:

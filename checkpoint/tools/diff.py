@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...messages import counted
-from ...protocols import Tree
+from ...protocols import Advance, Tree
 from ...strategies.base import plain_name
 from ..plain import Untrusted
 from ..tensors import flatten, is_tensor, read_tensor, size_bytes
@@ -62,7 +62,7 @@ def compare(
     tolerance: Tolerance,
     *,
     num_values: int = 3,
-    advance: Callable[[int], object] | None = None,
+    advance: Advance | None = None,
 ) -> Iterator[Difference]:
     """Yield what differs, in the order of the first; the order of keys counts for nothing.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from ...errors import CheckpointError
 from ...messages import counted
+from ...protocols import Advance
 from .. import storage
 from ..deepspeed.folder import read_folder
 from ..file.remote import as_local
@@ -20,7 +20,7 @@ __all__ = ["check"]
 _MAX_NAMED = 5
 
 
-def check(path: str | Path, advance: Callable[[int], object] | None = None) -> str:
+def check(path: str | Path, advance: Advance | None = None) -> str:
     """Read a checkpoint once, compare it with its checksums, and return in words what was compared.
 
     Args:
@@ -48,7 +48,7 @@ def check(path: str | Path, advance: Callable[[int], object] | None = None) -> s
     return f"{result.entries} records match their checksums, {result.size_bytes:,} bytes (no digest: headers have none)"
 
 
-def _check_dcp(path: Path, advance: Callable[[int], object] | None) -> str:
+def _check_dcp(path: Path, advance: Advance | None) -> str:
     folder = DcpFolder(path)
     problems = folder.check(advance)
     if (path / LIGHTNING_EXTRA).is_file():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...protocols import StateDict
+from ...protocols import Advance, StateDict
 from .. import storage
 from ..plain import require_plain
 from ..sharded.backends import state_entry
@@ -22,9 +21,7 @@ from ..tensors import AnyTensor, Key, map_tensors, memory_key, read_slice, read_
 __all__ = ["save_split"]
 
 
-def save_split(
-    checkpoint: StateDict, path: str | Path, *, num_shards: int, advance: Callable[[int], object] | None = None
-) -> None:
+def save_split(checkpoint: StateDict, path: str | Path, *, num_shards: int, advance: Advance | None = None) -> None:
     """Write a checkpoint as a folder, its tensors split along their first dimension into a number of files.
 
     Weights and optimizer states of one dimension or more are split; the rest stands in the state file. One shard is

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store, TCPStore
 
-    from ...protocols import Cluster
+    from ...protocols import Cluster, StateDict
 
 __all__ = ["START_METHODS", "ProcessLauncher"]
 
@@ -122,7 +122,7 @@ class ProcessLauncher(InProcessLauncher):
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signum)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         # It is pickled with its Fabric; the processes are children of this process only.
         return {**self.__dict__, "_processes": {}, "_server": None}
 

@@ -6,7 +6,7 @@ that read values of a tensor. Both belong to a `DeferredInit`, which decides whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import ModuleError
+from ...protocols import StepFunction
 from .operator_replay import (
     CPU,
     META,
@@ -161,7 +162,7 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: StepFunction,
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Kwargs | None = None,

@@ -18,7 +18,8 @@ from ...deferred_compiler import defer_compiler, without_compiler
 from ..distributed.changes import Changes
 
 if TYPE_CHECKING:
-    from ...protocols import StepFunction
+    from ...protocols import AnyOutput, StepFunction, StepOutput
+    from ..autograd import Context
     from .comm_hooks import CommHook
 
 __all__ = [
@@ -96,13 +97,13 @@ class _Zero(torch.autograd.Function):
     """0, connected to parameters. Unlike `0 * p.sum()` it stays 0 where a parameter is infinite or NaN."""
 
     @staticmethod
-    def forward(ctx: Any, sparse: frozenset[int], *parameters: Tensor) -> Tensor:
+    def forward(ctx: Context, sparse: frozenset[int], *parameters: Tensor) -> Tensor:
         ctx.parameters = parameters
         ctx.sparse = sparse
         return torch.zeros((), device=parameters[0].device)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return None, *(_zeros(one, is_sparse=id(one) in ctx.sparse) for one in ctx.parameters)
 
 
@@ -221,7 +222,7 @@ def inside_a_replica() -> bool:
     return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
 
 
-def loss_tensor(output: object) -> Tensor | None:
+def loss_tensor(output: StepOutput) -> Tensor | None:
     """Return the tensor that `backward` will be called on, from a training step's output; None where there is none."""
     if output is None or isinstance(output, Tensor):
         return output
@@ -234,7 +235,7 @@ def loss_tensor(output: object) -> Tensor | None:
     return None
 
 
-def replace_loss(output: Any, loss: Tensor) -> object:
+def replace_loss(output: AnyOutput, loss: Tensor) -> object:
     """Return the output with `loss_tensor(output)` replaced by another tensor."""
     if isinstance(output, Tensor):
         return loss

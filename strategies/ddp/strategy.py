@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from ...accelerators import Accelerator
     from ...precision import Precision
-    from ...protocols import CheckpointPlugin, Cluster, StateDict, StepFunction
+    from ...protocols import CheckpointPlugin, Cluster, StateDict, StepFunction, StepOutput
 
 __all__ = ["DDPStrategy"]
 
@@ -454,7 +454,7 @@ def _no_step() -> None:
     return None
 
 
-def _with_loss(output: object, loss: Tensor) -> object:
+def _with_loss(output: StepOutput, loss: Tensor) -> object:
     """Return the user's output with the loss tensor that came through torch's wrapper."""
     return output if loss_tensor(output) is loss else replace_loss(output, loss)
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ...accelerators import Accelerator
     from ...precision import Precision
-    from ...protocols import CheckpointPlugin, Cluster
+    from ...protocols import CheckpointPlugin, Cluster, StateDict
     from .engine_types import Engine, State
 
 __all__ = ["DeepSpeedStrategy"]
@@ -211,7 +211,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         self._lw_plan: dict[str, Any] = {}  # Any: the Trainer's plan
         self._lw_has_set_rank = self._lw_has_configured_activations = self._lw_has_own_optimizer = False
 
-    def __getstate__(self) -> dict[str, Any]:  # Any: attributes
+    def __getstate__(self) -> StateDict:  # Any: attributes
         return {**self.__dict__, "last_root": None}
 
     def memory_shares(self, num_processes: int, num_nodes: int) -> MemoryShares:

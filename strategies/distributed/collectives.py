@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,11 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ...errors import ConfigError, RankFailure, nearest
+from ...protocols import ReduceOp, Tree
 from ..tree import leaves, map_leaves
+
+if TYPE_CHECKING:
+    from ..autograd import Context
 
 __all__ = [
     "all_gather",
@@ -49,7 +53,7 @@ _OPS = {
 }
 
 
-def op_name(reduce_op: object) -> str:
+def op_name(reduce_op: ReduceOp) -> str:
     """Return "mean", "sum", "min", "max" or "product" for a name in any case, a `torch.distributed.ReduceOp`, or None.
 
     Raises:
@@ -69,7 +73,7 @@ def op_name(reduce_op: object) -> str:
     )
 
 
-def all_reduce(data: object, *, group: dist.ProcessGroup | None, reduce_op: object, device: torch.device) -> Any:
+def all_reduce(data: Tree, *, group: dist.ProcessGroup | None, reduce_op: ReduceOp, device: torch.device) -> Any:
     """Return the data with every tensor and number reduced over the ranks; nothing is changed in place.
 
     Args:
@@ -122,7 +126,7 @@ def _narrowed(result: Tensor, dtype: torch.dtype, op: str, size: int) -> Tensor:
     return result.to(dtype)
 
 
-def reduce_scatter(data: object, *, group: dist.ProcessGroup | None, reduce_op: object, device: torch.device) -> object:
+def reduce_scatter(data: Tree, *, group: dist.ProcessGroup | None, reduce_op: ReduceOp, device: torch.device) -> object:
     """Return this rank's chunk of a reduction: dimension 0 is split into one chunk per rank, in rank order.
 
     Args:
@@ -143,7 +147,7 @@ def reduce_scatter(data: object, *, group: dist.ProcessGroup | None, reduce_op: 
     # torch 2.9 to 2.12 have only the earlier name, which is deprecated in 2.13.
     reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-    def scatter(leaf: object) -> object:
+    def scatter(leaf: Tree) -> object:
         if not isinstance(leaf, Tensor):
             return leaf
         full = _widened(leaf, op)
@@ -154,7 +158,7 @@ def reduce_scatter(data: object, *, group: dist.ProcessGroup | None, reduce_op: 
     return map_leaves(data, scatter)
 
 
-def check_divides(data: object, size: int) -> None:
+def check_divides(data: Tree, size: int) -> None:
     """Check that dimension 0 of all tensors is divisible by the number of ranks.
 
     Raises:
@@ -173,7 +177,7 @@ def check_divides(data: object, size: int) -> None:
         )
 
 
-def all_gather(data: object, *, group: dist.ProcessGroup | None, sync_grads: bool, device: torch.device) -> Any:
+def all_gather(data: Tree, *, group: dist.ProcessGroup | None, sync_grads: bool, device: torch.device) -> Any:
     """Return the data with every tensor and number of all ranks stacked along a new first dimension, in rank order.
 
     Args:
@@ -189,7 +193,7 @@ def all_gather(data: object, *, group: dist.ProcessGroup | None, sync_grads: boo
     data = _to_tensors(data, device)
     _check("all_gather", data, group)
 
-    def gather(leaf: object) -> object:
+    def gather(leaf: Tree) -> object:
         if not isinstance(leaf, Tensor):
             return leaf
         if sync_grads and leaf.requires_grad and torch.is_grad_enabled():
@@ -211,12 +215,12 @@ class _AllGather(torch.autograd.Function):
     """Stack the tensors of all ranks; backward sums over the ranks and returns the gradient of this rank's tensor."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Context, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         return _gathered(tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.contiguous().clone()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient[dist.get_rank(ctx.group)], None
@@ -240,11 +244,11 @@ class _Elsewhere:
         self.tensor = tensor.detach().cpu()
 
 
-def _packed(leaf: object) -> object:
+def _packed(leaf: Tree) -> object:
     return _Elsewhere(leaf) if isinstance(leaf, Tensor) and leaf.device.type != "cpu" else leaf
 
 
-def _unpacked(leaf: object, device: torch.device) -> object:
+def _unpacked(leaf: Tree, device: torch.device) -> object:
     return leaf.tensor.to(device) if isinstance(leaf, _Elsewhere) else leaf
 
 
@@ -282,7 +286,7 @@ def _unpickled(text: bytes) -> Any:
     return map_leaves(pickle.loads(text), _on_cpu)
 
 
-def _on_cpu(leaf: object) -> object:
+def _on_cpu(leaf: Tree) -> object:
     return leaf.tensor if isinstance(leaf, _Elsewhere) else leaf
 
 
@@ -340,7 +344,7 @@ def same_everywhere(
     return bool(largest == -smallest)
 
 
-def _check(call: str, data: object, group: dist.ProcessGroup | None) -> None:
+def _check(call: str, data: Tree, group: dist.ProcessGroup | None) -> None:
     """Compare the calls of the ranks if their tensors are on the CPU, where gloo would end the process."""
     described = [(path, leaf) for path, leaf in leaves(data) if isinstance(leaf, Tensor)]
     if not all(leaf.device.type == "cpu" for _, leaf in described):
@@ -356,8 +360,8 @@ def _check(call: str, data: object, group: dist.ProcessGroup | None) -> None:
     )
 
 
-def _to_tensors(data: object, device: torch.device) -> object:
-    def convert(leaf: object) -> object:
+def _to_tensors(data: Tree, device: torch.device) -> object:
+    def convert(leaf: Tree) -> object:
         if isinstance(leaf, bool | int | float | complex):
             return torch.tensor(leaf, device=device)
         # NumPy arrays; NumPy may not be installed.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
 
-    from ...protocols import TensorInFile
+    from ...protocols import TensorInFile, Tree
 
 __all__ = [
     "FULL_STATE",
@@ -103,12 +103,12 @@ def all_parameters(module: nn.Module) -> Iterator[Tensor]:
         )
 
 
-def has_shards(tree: object) -> bool:
+def has_shards(tree: Tree) -> bool:
     """Return whether there is a sharded tensor in a structure of dicts, lists and tuples."""
     return "torch.distributed.tensor" in sys.modules and any(is_sharded(value) for _, value in leaves(tree))
 
 
-def has_parts(tree: object) -> bool:
+def has_parts(tree: Tree) -> bool:
     """Return whether other ranks are needed to read a structure: it has shards, or objects that an engine gathers."""
     return has_shards(tree) or any(getattr(value, "is_part", False) is True for _, value in leaves(tree))
 
@@ -267,7 +267,7 @@ def _gather_axis(part: Tensor, dim: int, size: int, group: ProcessGroup) -> Tens
     return gathered[:size].movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
-def gather_full(tree: object, *, keep: bool) -> object:
+def gather_full(tree: Tree, *, keep: bool) -> object:
     """Return a structure with full CPU tensors instead of sharded ones. Call it on every rank: it communicates.
 
     One full tensor at a time is in device memory. Tensors that share memory (tied weights) still do in the result.
@@ -292,7 +292,7 @@ def gather_full(tree: object, *, keep: bool) -> object:
     return map_leaves(tree, gather)
 
 
-def read_full(tree: object) -> Any:
+def read_full(tree: Tree) -> Any:
     """Return a structure whose tensors in files are read in full; sharded tensors are left unchanged."""
     return map_leaves(tree, lambda value: value.read() if _is_stored(value) else value)
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 
 from ...errors import ModuleError
+from ...protocols import StepOutput
 from ..ddp.replica import NOTHING, ReplicaCall, loss_tensor, replace_loss
 from ..distributed.changes import Changes
 from ..distributed.shards import is_sharded
@@ -174,7 +175,7 @@ class ShardedRoot(nn.Module):
             root._handles.append(handle)
             return state._pre_forward(root, args, kwargs)
 
-        def end(module: nn.Module, args: tuple[object, ...], output: object) -> object:
+        def end(module: nn.Module, args: tuple[object, ...], output: StepOutput) -> object:
             root = reference()
             assert root is not None
             root._handles.pop().remove()
@@ -282,7 +283,7 @@ class ShardedRoot(nn.Module):
         for state in passed:
             end_backward(state)
 
-    def _note_backward_from(self, output: object) -> None:
+    def _note_backward_from(self, output: StepOutput) -> None:
         """Note a backward pass that begins at this output, also on a rank where it reaches no replicated parameter."""
         results = [one for _, one in leaves(output) if isinstance(one, Tensor) and one.requires_grad]
         if results and not self.is_by_parts:
@@ -393,7 +394,7 @@ def _version(parameter: Tensor) -> int:
     return parameter._version + (parameter._local_tensor._version if is_sharded(parameter) else 0)
 
 
-def _reshard_after(root: ShardedRoot, args: object, output: object) -> None:
+def _reshard_after(root: ShardedRoot, args: object, output: StepOutput) -> None:
     root._handles.pop().remove()
     reshard(root)
 

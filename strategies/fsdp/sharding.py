@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 
 from ...errors import ModuleError
 from ...messages import counted
+from ...protocols import StateDict
 from ..construction.activation_checkpointing import apply_activation_checkpointing
 from ..construction.materialize import (
     check_materializable,
@@ -180,7 +181,7 @@ def _replicate(root: ShardedRoot, names: set[str], kept: set[str]) -> None:
     root.replicate(one for name, one in own if name in names or (name not in kept and id(one) not in taken))
 
 
-def _take_full(owner: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _take_full(owner: nn.Module, state: StateDict, prefix: str, *_: object) -> None:
     """Let `load_state_dict` take full tensors, which are the same on all ranks. Does not communicate."""
     for name, parameter in owner._parameters.items():
         value = state.get(prefix + name)

@@ -16,7 +16,7 @@ from ..distributed.shards import FULL_STATE, is_sharded
 from .root import STORAGE_OF, ShardedRoot, reshard
 
 if TYPE_CHECKING:
-    from ...protocols import StepFunction
+    from ...protocols import StepFunction, StepOutput
     from ..parallel import ParallelStrategy
 
 __all__ = ["bound", "bound_training", "explain"]
@@ -56,7 +56,7 @@ def bound_training(
     return run
 
 
-def _check_loss(output: object, strategy: str) -> None:
+def _check_loss(output: StepOutput, strategy: str) -> None:
     loss = loss_tensor(output)
     if loss is None or not loss.requires_grad:
         raise ModuleError(

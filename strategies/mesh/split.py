@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-from ..distributed.shards import gather_full
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ModuleSplit"]
 
-# Any in this file: what steps return, and entries of states. Each split is imported where its axis has several ranks.
+# Any in this file: what steps return. Each split is imported where its axis has several ranks.
 
 
 class ModuleSplit:
@@ -219,18 +217,13 @@ class ModuleSplit:
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def gather(self, state: object, *, keep: bool) -> Any:
-        """Return a state with full tensors of all stages on rank 0, which keeps them. On every rank."""
-        gather = gather_full if self.stages is None else self.stages.gather
-        return gather(state, keep=keep)
-
     def in_parts(self, module: nn.Module) -> AbstractContextManager[object]:
         """Return a context in which the state of the user's module is that of this rank's stages."""
         runner = self.runner(module)
         return nullcontext() if runner is None else runner.split.in_parts()
 
     def all_names(self, module: nn.Module, state: StateDict) -> StateDict:
-        """Return a module's state under the names of all stages; what other stages have is gathered by `gather`."""
+        """Return a module's state under the names of all stages; what other stages have is gathered later."""
         runner = self.runner(module)
         if runner is None:
             return state
@@ -248,7 +241,7 @@ class ModuleSplit:
         return own_module_state(runner.split, state)
 
     def with_names(self, module: nn.Module | None, optimizer: Optimizer, state: StateDict) -> StateDict:
-        """Return an optimizer's state with names, by which `gather` joins those of the stages."""
+        """Return an optimizer's state with names, by which those of the stages are joined."""
         runner = self.runner(module)
         if runner is None:
             return state
@@ -265,12 +258,3 @@ class ModuleSplit:
         from .pipeline.state import own_optimizer_state
 
         return own_optimizer_state(runner.split, optimizer, state)
-
-    def shapes(self) -> StateDict:
-        """Return the shapes that stages exchange, with which a resumed run begins. On every rank: it communicates."""
-        return {} if self.stages is None else self.stages.state_dict()
-
-    def load_shapes(self, state: Mapping[str, object]) -> None:
-        """Load what `shapes` returned, now or when the module is set up."""
-        if self.stages is not None:
-            self.stages.load_state_dict(state)

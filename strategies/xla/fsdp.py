@@ -31,7 +31,7 @@ from .sharding import Spec, replicated
 if TYPE_CHECKING:
     from ...accelerators import Accelerator
     from ...precision import Precision
-    from ...protocols import CheckpointPlugin, Cluster
+    from ...protocols import CheckpointPlugin, Cluster, StepOutput
 
 __all__ = ["XLAFSDPStrategy"]
 
@@ -150,7 +150,7 @@ class XLAFSDPStrategy(XLAProcessStrategy):
         longest = shape.index(max(shape))
         return tuple(self.data_axis if dim == longest else None for dim in range(len(shape)))
 
-    def _lw_shard_output(self, unit: nn.Module, args: object, output: object) -> None:
+    def _lw_shard_output(self, unit: nn.Module, args: object, output: StepOutput) -> None:
         lib = import_xla()._XLAC
         for _, leaf in leaves(output):
             if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] % self.num_devices == 0:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import ConfigError, LaunchError, ModuleError
-from ...protocols import Batch, CheckpointPlugin, Cluster, StateDict, StepOutput
+from ...protocols import Batch, CheckpointPlugin, Cluster, StateDict, StepOutput, Tree
 from ..base import Strategy
 from ..parallel import ParallelStrategy
 from ..skip_init import SkipInit
@@ -482,5 +482,5 @@ class XLAProcessStrategy(ParallelStrategy):
         return super().__repr__() if self.data_axis is None else f"{type(self).__name__}(devices={self.num_devices})"
 
 
-def _is_on_xla(leaf: object) -> bool:
+def _is_on_xla(leaf: Tree) -> bool:
     return isinstance(leaf, Tensor) and leaf.device.type == "xla"

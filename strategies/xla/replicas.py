@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import LaunchError
-from ...protocols import CheckpointPlugin, Cluster, StateDict, StepOutput
+from ...protocols import CheckpointPlugin, Cluster, ReduceOp, StateDict, StepOutput, Tree
 from ..base import NoLoss, Strategy
 from ..ddp.replica import loss_tensor, replace_loss
 from ..distributed.collectives import op_name
@@ -30,6 +30,7 @@ from .collectives import Collectives, HostCollectives, RuntimeCollectives, gathe
 from .process import EVALUATIONS, Step, XLAProcessStrategy, of_xla
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
     from ...accelerators import Accelerator
@@ -353,15 +354,15 @@ class XLAReplicasStrategy(XLAProcessStrategy):
 
     reduce_scatter = Strategy.reduce_scatter  # by all_reduce: XLA's own would need a graph that differs by rank
 
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def all_reduce(self, tensor: Tree, group: ProcessGroup | str | None = None, reduce_op: ReduceOp = "mean") -> Any:
         """Return a tensor, number, or structure of them, reduced over ranks; see `ParallelStrategy`."""
         if isinstance(group, str):  # all_reduce(tensor, "sum")
-            group, reduce_op = None, group
+            reduce_op, group = group, None
         if not self._lw_communicates:
             return tensor
         op = op_name(reduce_op)
 
-        def reduced(leaf: object) -> object:
+        def reduced(leaf: Tree) -> object:
             if not _is_of_device(leaf):
                 found = super(XLAReplicasStrategy, self).all_reduce(_on_host(leaf), group, op)
                 return found.to(self.device) if isinstance(found, Tensor) and not isinstance(leaf, Tensor) else found
@@ -373,14 +374,14 @@ class XLAReplicasStrategy(XLAProcessStrategy):
 
     reduce = all_reduce
 
-    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, tensor: Tree, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Any:
         """Return a tensor, number, or structure of them, of all ranks, stacked; see `ParallelStrategy`."""
         if isinstance(group, bool):  # all_gather(tensor, True)
-            group, sync_grads = None, group
+            sync_grads, group = group, None
         if not self._lw_communicates:
             return tensor
 
-        def gathered(leaf: object) -> object:
+        def gathered(leaf: Tree) -> object:
             if not _is_of_device(leaf):
                 found = super(XLAReplicasStrategy, self).all_gather(_on_host(leaf), group, sync_grads)
                 return found.to(self.device) if isinstance(found, Tensor) and not isinstance(leaf, Tensor) else found
@@ -409,10 +410,10 @@ class XLAReplicasStrategy(XLAProcessStrategy):
     get_optimizer_state = optimizer_state
 
 
-def _is_of_device(leaf: object) -> TypeGuard[Tensor]:
+def _is_of_device(leaf: Tree) -> TypeGuard[Tensor]:
     return isinstance(leaf, Tensor) and leaf.device.type == "xla"
 
 
-def _on_host(leaf: object) -> object:
+def _on_host(leaf: Tree) -> object:
     """Return a number as a tensor of the host, so that it does not wait for the device."""
     return torch.tensor(leaf) if isinstance(leaf, bool | int | float | complex) else leaf

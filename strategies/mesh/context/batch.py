@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ....errors import ModuleError
+from ....protocols import AnyBatch, AnyOutput, Batch, StepOutput
 from .inputs import local_length
 from .parts import SequenceParts
 
@@ -19,7 +20,7 @@ __all__ = ["split_batch", "whole_loss"]
 # Any in this file: batches and outputs of the user's step.
 
 
-def split_batch(batch: Any, dimensions: Mapping[str | int, int], parts: SequenceParts) -> tuple[Any, Tensor, int]:
+def split_batch(batch: AnyBatch, dimensions: Mapping[str | int, int], parts: SequenceParts) -> tuple[Any, Tensor, int]:
     """Return a batch of this rank's parts of sequences, the first tensor that was split, and a part's length.
 
     Raises:
@@ -55,7 +56,7 @@ def split_batch(batch: Any, dimensions: Mapping[str | int, int], parts: Sequence
     return _replace(batch, cut), found[first], length
 
 
-def whole_loss(output: Any, parts: SequenceParts) -> Any:
+def whole_loss(output: AnyOutput, parts: SequenceParts) -> Any:
     """Return a training step's output with the loss of full sequences: sums and weights of the parts added.
 
     Raises:
@@ -87,13 +88,13 @@ def _add(total: Tensor, weight: Tensor | float, parts: SequenceParts) -> tuple[T
     return both[0].to(total.dtype), both[1].detach()
 
 
-def _is_loss(output: object) -> bool:
+def _is_loss(output: StepOutput) -> bool:
     if not dataclasses.is_dataclass(output) or isinstance(output, type):
         return False
     return {"sum", "weight"} <= {field.name for field in dataclasses.fields(output)}
 
 
-def _entry(batch: Any, key: str | int) -> Any:
+def _entry(batch: AnyBatch, key: str | int) -> Any:
     if isinstance(batch, Mapping):
         return batch.get(key)
     if isinstance(batch, list | tuple) and isinstance(key, int):
@@ -101,7 +102,7 @@ def _entry(batch: Any, key: str | int) -> Any:
     return None
 
 
-def _entries(batch: Any) -> list[tuple[Any, Any]]:
+def _entries(batch: AnyBatch) -> list[tuple[Any, Any]]:
     return list(batch.items()) if isinstance(batch, Mapping) else list(enumerate(batch))
 
 
@@ -113,7 +114,7 @@ def _has_dimension(value: object, dim: int) -> bool:
     return isinstance(value, Tensor) and value.ndim > dim
 
 
-def _replace(batch: Any, cut: Mapping[Any, Tensor]) -> Any:
+def _replace(batch: AnyBatch, cut: Mapping[Any, Tensor]) -> Any:
     if isinstance(batch, Mapping):
         changed = copy.copy(batch)
         changed.update(cut)  # type: ignore[attr-defined]  # a batch that can be copied can be changed
@@ -122,7 +123,7 @@ def _replace(batch: Any, cut: Mapping[Any, Tensor]) -> Any:
     return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
 
 
-def _describe(batch: object) -> str:
+def _describe(batch: Batch) -> str:
     if isinstance(batch, Mapping):
         return f"a {type(batch).__name__} with {', '.join(f'{key!r} {_shape(value)}' for key, value in batch.items())}"
     if isinstance(batch, list | tuple):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import ModuleError
+from ....protocols import AnyTree, Args, Kwargs, StepOutput
 from ...distributed.shards import is_sharded
 from ...tree import leaves, map_leaves
 from .parts import SequenceParts
@@ -55,7 +56,7 @@ class CallArguments:
     takes: frozenset[str]
 
     @classmethod
-    def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallArguments:
+    def of(cls, model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> CallArguments:
         """Return the arguments of a call `model(*args, **kwargs)`."""
         parameters = inspect.signature(model.forward).parameters.values()
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -66,7 +67,7 @@ class CallArguments:
         given = [*names[: len(args)], *(f"args[{index}]" for index in range(extra))]
         return cls(given, {**dict(zip(given, args, strict=True)), **kwargs}, extra, takes)
 
-    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def call(self) -> tuple[Args, Kwargs]:
         """Return positional and keyword arguments."""
         positional = tuple(self.values[name] for name in self.names)
         return positional, {name: value for name, value in self.values.items() if name not in self.names}
@@ -134,10 +135,10 @@ class CallArguments:
             self.values["use_cache"] = False  # keys of one part would be no cache of the sequence
 
 
-def gather_outputs(output: object, dim: int, parts: SequenceParts) -> Any:
+def gather_outputs(output: StepOutput, dim: int, parts: SequenceParts) -> Any:
     """Return a model's output, checked already, with its tensors gathered along the sequence."""
 
-    def gather(leaf: Any) -> Any:
+    def gather(leaf: AnyTree) -> Any:
         if not is_sharded(leaf):
             return parts.gather(leaf, dim) if isinstance(leaf, Tensor) else leaf
         # Logits in parts of the vocabulary.
@@ -147,7 +148,7 @@ def gather_outputs(output: object, dim: int, parts: SequenceParts) -> Any:
     return map_leaves(output, gather)
 
 
-def check_outputs(output: object, dim: int, length: int, parts: SequenceParts, model: str) -> None:
+def check_outputs(output: StepOutput, dim: int, length: int, parts: SequenceParts, model: str) -> None:
     """Compare the shapes of a model's outputs with the part of the sequence that it ran on.
 
     Raises:

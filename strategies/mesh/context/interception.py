@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ....errors import ModuleError
+from ....protocols import Args, Kwargs, StepFunction
 
 __all__ = ["Interception"]
 
@@ -64,9 +65,7 @@ class Interception(TorchFunctionMode):
         if self._depth == 0:
             super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: StepFunction, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Run a function of torch, or what replaces it. torch calls this with the mode switched off."""
         kwargs = {} if kwargs is None else kwargs
         if func in _BACKWARD:
@@ -120,7 +119,7 @@ class Interception(TorchFunctionMode):
         finally:
             self.is_inside = before
 
-    def _check_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_loss(self, args: Args, kwargs: Kwargs) -> None:
         """Refuse targets that were shifted by slicing a part: the token at each cut would be lost."""
         assert self.local_tokens is not None
         rows, length = self.local_tokens

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ....protocols import StepFunction
+    from ....protocols import AnyOutput, Args, Kwargs, StepFunction
     from ..pipeline.split import StageSplit
 
 __all__ = ["ContextParallel", "share_sequences"]
@@ -137,7 +137,7 @@ class ContextParallel:
             check_kernels(self._module, self._parts.size)
         self._is_running, self._is_training, self._calls, self._is_cut = True, is_training, 0, False
 
-    def _run(self, step: StepFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, step: StepFunction, args: Args, kwargs: Kwargs) -> Any:
         dimensions = self._options.batch
         if dimensions is None or not args:
             return step(*args, **kwargs)
@@ -151,7 +151,7 @@ class ContextParallel:
 
     # -- hooks on the model --------------------------------------------------------------------------------------
 
-    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """Return the arguments of this rank's part. Called before the model's forward."""
         if not self._is_running or self._interception.is_inside:
             return None
@@ -177,7 +177,7 @@ class ContextParallel:
             self._call.enter_context(own_numbers(self._parts.rank, self._device))
         return part.call()
 
-    def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _leave(self, model: nn.Module, args: Args, output: AnyOutput) -> Any:
         """Return the output of full sequences. Called after the model's forward, where that did not fail."""
         if not self._is_running or not self._interception.is_inside:
             return None

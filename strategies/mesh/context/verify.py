@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ....errors import ModuleError
+from ....protocols import StepOutput
 from ...distributed.shards import is_sharded
 from ...fsdp.root import groups_of
 from ...tree import leaves
@@ -159,7 +160,7 @@ def _part(tensor: Tensor, parts: SequenceParts) -> Tensor:
     return parts.split(tensor, _SEQUENCE).clone() if is_divisible else tensor.clone()
 
 
-def _tensors(output: object) -> list[Tensor]:
+def _tensors(output: StepOutput) -> list[Tensor]:
     found = [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor)]
     return [leaf.to_local() if is_sharded(leaf) else leaf for leaf in found]  # logits in parts of the vocabulary
 

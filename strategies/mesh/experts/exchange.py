@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from ...autograd import Context
+
 __all__ = ["exchange", "shared"]
 
 # Any in this file: torch.autograd.Function's context.
@@ -24,12 +26,12 @@ class _AllToAll(torch.autograd.Function):
     """Rows to other ranks; the gradients of those that came go back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    def forward(ctx: Context, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
         ctx.arguments = sent, received, group
         return _all_to_all(rows, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         sent, received, group = ctx.arguments
         # Another exchange, so that gradients can be differentiated again.
         return _AllToAll.apply(gradients[0], received, sent, group), None, None, None  # type: ignore[no-untyped-call]
@@ -39,12 +41,12 @@ class _Shared(torch.autograd.Function):
     """A weight that the tokens of several ranks use; its gradient is divided by their number."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, num_ranks: int) -> Tensor:
+    def forward(ctx: Context, weight: Tensor, num_ranks: int) -> Tensor:
         ctx.num_ranks = num_ranks
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0] / ctx.num_ranks, None
 
 

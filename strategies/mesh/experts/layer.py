@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ....errors import ConfigError
+from ....protocols import StateDict
 from .permute import permute
 from .weights import ExpertWeights
 
@@ -126,7 +126,7 @@ class Experts(nn.Module):
         self.balance_loss = (share.to(mean.dtype) * mean).sum() * self.num_experts
         self.tokens_per_expert = counts
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         # Neither a tensor with a graph nor a process group can be copied or pickled.
         return {**self.__dict__, "balance_loss": None, "tokens_per_expert": None, "add_parts": None}
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ...autograd import Context
+
 
 __all__ = ["permute"]
 
@@ -14,12 +18,12 @@ __all__ = ["permute"]
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+    def forward(ctx: Context, rows: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(order)
         return rows[order]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
         (order,) = ctx.saved_tensors
         # Contiguous, also for a gradient such as that of a sum, which has strides of 0: grouped_mm takes no other.
         return gradients[0].contiguous()[order.argsort()], None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ....errors import ModuleError
+from ....protocols import Args, Kwargs
 from ...tree import leaves, map_leaves
 from .shared_values import absent, absent_output, choose, described_output, fill, further_tensors, join, no_copy
 
@@ -211,9 +212,7 @@ class BlockCall:
                 first.register_hook(at.refuse_gradient)
         return output
 
-    def _take(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], received: tuple[Tensor, ...]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _take(self, args: Args, kwargs: Kwargs, received: tuple[Tensor, ...]) -> tuple[Args, Kwargs]:
         """Return the arguments with what the stage before has sent."""
         own = further_tensors(args, kwargs, _input_of(args, kwargs, self.name))
         key, others = (self.index, len(own)), received[1:]
@@ -235,7 +234,7 @@ class BlockCall:
                 fill(own[number], value, self.name)
         return _replace_input(args, kwargs, taken[0])
 
-    def _passed_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    def _passed_on(self, args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
         """Return what this block, the first one of the next stage, needs; all of its tensors if it has not replied."""
         hidden = _input_of(args, kwargs, self.name)
         own = further_tensors(args, kwargs, hidden)
@@ -265,7 +264,7 @@ def _in_checkpoint(name: str) -> ModuleError:
     )
 
 
-def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
+def _input_of(args: Args, kwargs: Kwargs, name: str) -> Tensor:
     """Return the hidden state in a block's arguments: the first tensor."""
     if args and isinstance(args[0], Tensor):
         return args[0]
@@ -284,9 +283,7 @@ def _absent(hidden: Tensor, *, is_first: bool) -> Tensor:
     return torch.full_like(hidden, torch.nan) if is_first and hidden.is_floating_point() else hidden
 
 
-def _replace_input(
-    args: tuple[Any, ...], kwargs: dict[str, Any], received: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _replace_input(args: Args, kwargs: Kwargs, received: Tensor) -> tuple[Args, Kwargs]:
     """Return arguments with another hidden state; they have one."""
     if args and isinstance(args[0], Tensor):
         return (received, *args[1:]), kwargs

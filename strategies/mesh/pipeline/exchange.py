@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....errors import ModuleError
+from ....protocols import AnyTree
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -80,7 +81,7 @@ class Exchange:
         dist.recv(content, group=self.group, group_src=rank)
         return tensor, note
 
-    def send_object(self, data: Any, rank: int) -> None:
+    def send_object(self, data: AnyTree, rank: int) -> None:
         """Send an object that can be pickled."""
         dist.send_object_list([data], group=self.group, group_dst=rank, device=self.device)
 

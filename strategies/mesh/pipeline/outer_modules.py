@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ....errors import ModuleError
+from ....protocols import Args, Kwargs
 from ...tree import leaves, map_leaves
 from .call_order import called_before
 
@@ -163,7 +164,7 @@ class OuterCall:
                 return at.states.run_once(self.module, lambda: nn.Module._call_impl(self.module, *args, **kwargs))
         return self._shaped(args, kwargs)
 
-    def _shaped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _shaped(self, args: Args, kwargs: Kwargs) -> Any:
         """Return NaN in the shapes of what the module would return."""
         key = _shapes_of(args, kwargs)
         known = None if key is None else self.results.get(key)
@@ -175,7 +176,7 @@ class OuterCall:
                 self.results[key] = known
         return map_leaves(known, _nan)
 
-    def _output_of_twin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _output_of_twin(self, args: Args, kwargs: Kwargs) -> Any:
         mode, twin = self.mode, self.twin
         assert mode is not None
         assert twin is not None
@@ -214,7 +215,7 @@ def _nan(value: Any) -> Any:
     return torch.full(value.shape, torch.nan, dtype=value.dtype, device=value.device)
 
 
-def _shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _shapes_of(args: Args, kwargs: Kwargs) -> object:
     """Return what the shapes of a module's results follow from; None where its arguments do not say.
 
     Under autocast the dtypes of results follow from those of autocast, too.

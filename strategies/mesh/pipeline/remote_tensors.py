@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import ModuleError
+from ....protocols import StepFunction
 from ...tree import leaves
 
 __all__ = ["READABLE", "RemoteTensor"]
@@ -69,7 +70,7 @@ class RemoteTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+        cls, func: StepFunction, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Answer questions about shape and dtype; refuse to compute.
 

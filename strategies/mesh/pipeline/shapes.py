@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ....errors import ModuleError
+from ....protocols import Batch
 from ...tree import leaves
 
 __all__ = ["StageShapes", "changed_in_place", "check_shapes", "described", "plain_shapes", "read_shapes", "shapes_of",
@@ -31,7 +32,7 @@ class StageShapes:
     returned: tuple[Tensor, ...]
 
 
-def shapes_of(batch: object) -> str:
+def shapes_of(batch: Batch) -> str:
     """Return what shapes within a step follow from, as far as they do not depend on values."""
     found = [(f"[{index}]", value) for index, value in enumerate(batch)] if _is_flat(batch) else leaves(batch)
     return "; ".join(
@@ -39,12 +40,12 @@ def shapes_of(batch: object) -> str:
     )
 
 
-def _is_flat(batch: object) -> TypeGuard[Sequence[Tensor]]:
+def _is_flat(batch: Batch) -> TypeGuard[Sequence[Tensor]]:
     """Return whether a batch is a plain list or tuple of tensors: `leaves` takes longer to say the same."""
     return batch.__class__ in (list, tuple) and all(value.__class__ is Tensor for value in batch)
 
 
-def versions_of(batch: object) -> list[int]:
+def versions_of(batch: Batch) -> list[int]:
     """Return how often each tensor of a batch was changed in place."""
     tensors = (value for _, value in leaves(batch) if isinstance(value, Tensor))
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -8,14 +8,18 @@ back.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ....errors import ModuleError
+from ....protocols import AnyOutput, Args, Kwargs
 from ...tree import leaves, map_leaves
 from .remote_tensors import RemoteTensor
+
+if TYPE_CHECKING:
+    from ...autograd import Context
 
 __all__ = ["absent", "absent_output", "choose", "described_output", "fill", "further_tensors", "join", "no_copy"]
 
@@ -24,7 +28,7 @@ __all__ = ["absent", "absent_output", "choose", "described_output", "fill", "fur
 _MOST_DIMS = 8
 
 
-def further_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> list[Tensor]:
+def further_tensors(args: Args, kwargs: Kwargs, hidden: Tensor) -> list[Tensor]:
     """Return the tensors in a block's arguments behind its hidden state, which is the first of them."""
     found = [one for _, one in leaves((args, kwargs)) if isinstance(one, Tensor)]
     first = next((number for number, one in enumerate(found) if one is hidden), 0)
@@ -91,11 +95,11 @@ class _Join(torch.autograd.Function):
     """The same tensors, whose gradients are 0 where a stage uses one and not another: each is sent back."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Context, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(one.view_as(one) for one in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, ...]:
         return tuple(one.contiguous() for one in gradients)  # gloo sends no others
 
 
@@ -132,7 +136,7 @@ class _Missing:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
 
 
-def described_output(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+def described_output(output: AnyOutput, args: Args, kwargs: Kwargs, name: str) -> Any:
     """Return an output of a block with what stands for its values, for stages that do not run it.
 
     Raises:
@@ -155,7 +159,7 @@ def described_output(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     return map_leaves(output, describe)
 
 
-def absent_output(described: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> Any:
+def absent_output(described: Any, args: Args, kwargs: Kwargs, hidden: Tensor) -> Any:
     """Return NaN in the shapes of what a block of another stage returns, on the device of the hidden state."""
     inputs = [one for _, one in leaves((args, kwargs))]
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ....errors import ModuleError
+from ....protocols import StepFunction
 from ...distributed.shards import FULL_STATE
 from .attributes import StageStates
 from .block_calls import BlockCall, ChildCall, Cut, Position
@@ -96,7 +97,7 @@ class StageSplit:
         return self.stages[-1] == self.plan.num_stages - 1
 
     def run(
-        self, stage: int, received: tuple[Tensor, ...] | None, step: Callable[..., Any], *args: Any, **kwargs: Any
+        self, stage: int, received: tuple[Tensor, ...] | None, step: StepFunction, *args: Any, **kwargs: Any
     ) -> Any:
         """Run one stage of a step.
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ....precision import Precision
-    from ....protocols import StateDict, StepFunction
+    from ....protocols import Batch, StateDict, StepFunction
     from ...fsdp.root import ShardedRoot
 
 __all__ = ["Stages", "runner_of"]
@@ -107,8 +107,8 @@ class Stages:
 
     def run_window(
         self,
-        batches: Sequence[object],
-        step: Callable[..., Any],
+        batches: Sequence[Batch],
+        step: StepFunction,
         share: Callable[[Any], Tensor],
         *,
         in_backward: AbstractContextManager[object],

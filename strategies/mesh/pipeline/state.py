@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from ....protocols import StateDict
+    from ....protocols import AnyTree, StateDict
     from .split import StageSplit
     from .window import PipelineRunner
 
@@ -60,7 +60,7 @@ class StageOptimizer(dict[str, Any]):
     runner: PipelineRunner
 
 
-def runner_in(tree: Any) -> PipelineRunner | None:
+def runner_in(tree: AnyTree) -> PipelineRunner | None:
     """Return the runner of the placeholders in a structure; None where there are none. The same on all ranks."""
     if isinstance(tree, StagePart | StageOptimizer):
         return tree.runner
@@ -75,7 +75,7 @@ def stages_state(runner: PipelineRunner, own: StateDict) -> StateDict:
     return {**state, **{name: value for name, value in own.items() if name not in state}}
 
 
-def own_module_state(split: StageSplit, state: Mapping[str, Any]) -> dict[str, Any]:
+def own_module_state(split: StageSplit, state: Mapping[str, Any]) -> StateDict:
     """Return this rank's part of a module's state."""
     here = split.rank
     return {
@@ -97,7 +97,7 @@ def stage_optimizer(runner: PipelineRunner, optimizer: Optimizer, own: StateDict
     return state
 
 
-def own_optimizer_state(split: StageSplit, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+def own_optimizer_state(split: StageSplit, optimizer: Optimizer, state: Mapping[str, Any]) -> StateDict:
     """Return this rank's part of an optimizer's state, by names; one without names is returned as it is."""
     saved = state["param_groups"]
     if not all(_NAMES in group for group in saved) or len(saved) != len(optimizer.param_groups):
@@ -118,7 +118,7 @@ def own_optimizer_state(split: StageSplit, optimizer: Optimizer, state: Mapping[
     return {**state, "state": entries, "param_groups": groups}
 
 
-def gather_stages(runner: PipelineRunner, tree: Any, *, keep: bool) -> Any:
+def gather_stages(runner: PipelineRunner, tree: AnyTree, *, keep: bool) -> Any:
     """Return a checkpoint with full tensors of all stages on global rank 0's CPU. On every rank: it communicates.
 
     Args:
@@ -129,7 +129,7 @@ def gather_stages(runner: PipelineRunner, tree: Any, *, keep: bool) -> Any:
     return _Gathering(runner, tree, keep=keep).gather(tree, ())
 
 
-def _states_in(tree: Any, path: tuple[object, ...]) -> Iterator[tuple[object, ...]]:
+def _states_in(tree: AnyTree, path: tuple[object, ...]) -> Iterator[tuple[object, ...]]:
     if isinstance(tree, Mapping):
         if any(isinstance(value, StagePart) for value in tree.values()):
             yield path
@@ -149,7 +149,7 @@ class _Gathering:
         keep: See `gather_stages`.
     """
 
-    def __init__(self, runner: PipelineRunner, tree: Any, *, keep: bool) -> None:
+    def __init__(self, runner: PipelineRunner, tree: AnyTree, *, keep: bool) -> None:
         self.split = runner.split
         self.group = runner.group
         self.keep = keep
@@ -162,7 +162,7 @@ class _Gathering:
         self._is_in_line = dist.get_process_group_ranks(runner.group)[0] == 0
         self._full: dict[tuple[object, ...], Tensor] = {}
 
-    def gather(self, tree: Any, path: tuple[object, ...]) -> Any:
+    def gather(self, tree: AnyTree, path: tuple[object, ...]) -> Any:
         """Return a part of the checkpoint."""
         if isinstance(tree, StageOptimizer):
             return self._optimizer(tree)
@@ -183,7 +183,7 @@ class _Gathering:
         """Return the objects of the ranks of the pipeline."""
         return gather_objects(value, self.group)
 
-    def module_state(self, tree: Mapping[str, Any], path: tuple[object, ...]) -> dict[str, Any]:
+    def module_state(self, tree: Mapping[str, Any], path: tuple[object, ...]) -> StateDict:
         """Return the state of a module from those of its stages."""
         owners, extra = self.split.owners, self.extra_states(tree)
         return {
@@ -195,7 +195,7 @@ class _Gathering:
             for key, value in tree.items()
         }
 
-    def extra_states(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+    def extra_states(self, tree: Mapping[str, Any]) -> StateDict:
         """Return what modules return from `get_extra_state`, from the ranks that run them: others have it, too."""
         names = [name for name in self.split.state_names if name not in self.split.owners and name in tree]
         if not names:  # the same on all ranks
@@ -260,7 +260,7 @@ class _Gathering:
         return {"state": {numbers[name]: one for name, one in states.items()}, "param_groups": merged, **rest}
 
 
-def arrange_shards(runner: PipelineRunner, tree: Any, mesh: DeviceMesh | None, *, keep: bool) -> Any:
+def arrange_shards(runner: PipelineRunner, tree: AnyTree, mesh: DeviceMesh | None, *, keep: bool) -> Any:
     """Return a checkpoint with the names of all stages, in the same structure on all ranks. On every rank.
 
     A sharded tensor stays on the ranks of the first stage that has it, and is `RemoteShards` on the others. Plain
@@ -278,11 +278,11 @@ def arrange_shards(runner: PipelineRunner, tree: Any, mesh: DeviceMesh | None, *
 class _Arranging(_Gathering):
     """One such arrangement: every rank of the pipeline walks through the same structure."""
 
-    def __init__(self, runner: PipelineRunner, tree: Any, mesh: DeviceMesh | None, *, keep: bool) -> None:
+    def __init__(self, runner: PipelineRunner, tree: AnyTree, mesh: DeviceMesh | None, *, keep: bool) -> None:
         super().__init__(runner, tree, keep=keep)
         self._mesh = mesh
 
-    def module_state(self, tree: Mapping[str, Any], path: tuple[object, ...]) -> dict[str, Any]:
+    def module_state(self, tree: Mapping[str, Any], path: tuple[object, ...]) -> StateDict:
         """Return the state of a module; parameters that stages share are one tensor under several names."""
         owner_of = {name: ranks[0] for name, ranks in self.split.owners.items() if name in tree}
         own = {name: self.description(tree[name]) for name, rank in owner_of.items() if rank == self.split.rank}
@@ -332,7 +332,7 @@ def _names_of(split: StageSplit) -> dict[int, str]:
     return {id(one): first.get(name, name) for name, one in split.module.named_parameters()}
 
 
-def _as(tree: Any, kept: dict[object, Any]) -> Any:
+def _as(tree: AnyTree, kept: dict[object, Any]) -> Any:
     changed = copy.copy(tree)
     changed.clear()
     changed.update(kept)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from ....protocols import AnyTree, Args, Kwargs
 from ...tree import map_leaves
 from .block_calls import BlockCall, Cut
 from .outer_modules import OuterCall
@@ -86,12 +87,12 @@ class UnsplitRun:
 
     # -- calls of the step's modules -------------------------------------------------------------------------------
 
-    def child(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def child(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """Run the module that is split."""
         self._serve_first()
         return nn.Module._call_impl(module, *args, **kwargs)
 
-    def block(self, call: BlockCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def block(self, call: BlockCall, args: Args, kwargs: Kwargs) -> Any:
         """Run a block where its parameters are."""
         self._serve_first()
         numbers = self._numbers
@@ -105,7 +106,7 @@ class UnsplitRun:
         numbers.seed(2 * call.index + 1)
         return output
 
-    def outer(self, call: OuterCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def outer(self, call: OuterCall, args: Args, kwargs: Kwargs) -> Any:
         """Run a module beside the blocks where its parameters are."""
         self._serve_first()
         if call.is_own:
@@ -117,7 +118,7 @@ class UnsplitRun:
 
     # -- the rank with the last stage ------------------------------------------------------------------------------
 
-    def _request(self, rank: int, call: BlockCall | OuterCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _request(self, rank: int, call: BlockCall | OuterCall, args: Args, kwargs: Kwargs) -> Any:
         if self._is_serving:
             raise CannotRunError(f"{call.name} is called within a module of another stage")
         self._send((call.name, args, kwargs), rank)
@@ -161,7 +162,7 @@ class UnsplitRun:
         finally:
             self._is_serving = False
 
-    def _answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _answer(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         module = self._split.module.get_submodule(name)
         before = _attributes(module, name)
         try:
@@ -174,7 +175,7 @@ class UnsplitRun:
 
     # -- structures of tensors -------------------------------------------------------------------------------------
 
-    def _send(self, data: Any, rank: int) -> None:
+    def _send(self, data: AnyTree, rank: int) -> None:
         tensors: list[Tensor] = []
 
         def take(value: Any) -> Any:
@@ -197,7 +198,7 @@ class UnsplitRun:
         received = self._exchange.receive_object(rank)
         return map_leaves(received, lambda one: self._exchange.receive(rank) if isinstance(one, _Slot) else one)
 
-    def _send_object(self, data: Any, rank: int) -> None:
+    def _send_object(self, data: AnyTree, rank: int) -> None:
         self._exchange.send_object(data, rank)
 
 

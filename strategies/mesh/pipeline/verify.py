@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ....errors import ModuleError
+from ....protocols import AnyBatch, AnyOutput, Args, Kwargs
 from ...tree import leaves, map_leaves
 from .attributes import unchanged
 from .unsplit_run import CannotRunError, UnsplitRun
@@ -40,7 +41,7 @@ def verify_first(
     exchange: Exchange,
     numbers: StepNumbers,
     step: Callable[[Any], Any],
-    batch: Any,
+    batch: AnyBatch,
 ) -> StageComparison:
     """Run a micro-batch through the unsplit model. On every rank of the pipeline: it communicates.
 
@@ -85,19 +86,19 @@ class StageComparison:
         self._attributes: list[str] = []
         self._tolerance = 0.0
 
-    def expect_arguments(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def expect_arguments(self, name: str, args: Args, kwargs: Kwargs) -> None:
         """Take the arguments that a block has in the unsplit model."""
         if name in self._arguments:  # a second call is another error
             return
         found = self._arguments[name] = {label: _summary(value) for label, value in _named(args, kwargs)}
         self._tolerance = max([self._tolerance, *(_tolerance_of(one) for one in found.values())])
 
-    def expect_loss(self, output: Any, attributes: list[str]) -> None:
+    def expect_loss(self, output: AnyOutput, attributes: list[str]) -> None:
         """Take what the step returned in the unsplit model."""
         self._loss = {path: _summary(value) for path, value in leaves(_loss_in(output))}
         self._attributes = attributes
 
-    def check_arguments(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check_arguments(self, name: str, args: Args, kwargs: Kwargs) -> None:
         """Compare the arguments of a block in a stage.
 
         Raises:
@@ -139,7 +140,7 @@ class StageComparison:
         )
 
 
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _named(args: Args, kwargs: Kwargs) -> Iterator[tuple[str, Any]]:
     for number, value in enumerate(args):
         for path, leaf in leaves(value):
             yield f"argument {number}{path}", leaf
@@ -148,7 +149,7 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str,
             yield f"argument {key}{path}", leaf
 
 
-def _loss_in(output: Any) -> Any:
+def _loss_in(output: AnyOutput) -> Any:
     """Return the loss in what a step returned, without graphs."""
     if isinstance(output, Mapping):
         if "loss_sum" in output and "weight" in output:

@@ -37,7 +37,7 @@ from .verify import verify_first
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ....protocols import StepFunction
+    from ....protocols import AnyBatch, StateDict, StepFunction
     from .split import StageSplit
     from .verify import StageComparison
 
@@ -211,7 +211,7 @@ class PipelineRunner:
             if split.owner_of(name) == rank
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the shapes that stages exchange, by those of batches. On every rank: it communicates.
 
         With them, a resumed run begins in the order of the schedule; with the counts of windows it draws the masks of a
@@ -245,7 +245,7 @@ class PipelineRunner:
     # -- windows -------------------------------------------------------------------------------------------------
 
     def run_window(
-        self, batches: Sequence[Any], step: Callable[..., Any], share: Callable[[Any], Tensor], *, verifies: bool
+        self, batches: Sequence[AnyBatch], step: StepFunction, share: Callable[[Any], Tensor], *, verifies: bool
     ) -> Sequence[Any]:
         """Run forward and backward passes of all micro-batches; see `Strategy.run_window`.
 

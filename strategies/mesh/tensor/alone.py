@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ....protocols import AnyOutput
 from ...tree import leaves, map_leaves
 from .apply import is_of_plan
 from .layouts import gather, local_of, split
@@ -129,7 +130,7 @@ def _of_plan(module: nn.Module, hooks: Any) -> Any:
     return OrderedDict((key, hook) for key, hook in hooks.items() if is_of_plan(module, key, hook))
 
 
-def floats(output: Any) -> list[Tensor]:
+def floats(output: AnyOutput) -> list[Tensor]:
     """Return the floating-point tensors in an output; a tensor of any dtype where it is the output."""
     if isinstance(output, Tensor):
         return [output]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ....errors import ModuleError
+from ....protocols import AnyOutput
 from ...construction.activation_checkpointing import replay_in
 from .layouts import once, unviewed
 from .loss import PlainLoss, losses_in_parts
@@ -120,7 +121,7 @@ def _enter_once(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return map_first(args, kwargs, once)
 
 
-def _leave_once(module: nn.Module, args: Any, output: Any) -> Any:
+def _leave_once(module: nn.Module, args: Any, output: AnyOutput) -> Any:
     return map_output(output, lambda x: unviewed(once(x), module))
 
 
@@ -186,7 +187,7 @@ class _Localized:
     def before(self, module: nn.Module, args: Any) -> None:
         module.__dict__[_STACK].append(swap_in(_owners(module), self.mesh))
 
-    def finally_(self, module: nn.Module, args: Any, output: Any) -> None:
+    def finally_(self, module: nn.Module, args: Any, output: AnyOutput) -> None:
         stack = module.__dict__[_STACK]
         if stack:
             put_back(stack.pop())

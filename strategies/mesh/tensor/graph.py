@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ....protocols import AnyTree
 from .copies import copy_with, make_arguments
 from .styles import is_linear
+
+if TYPE_CHECKING:
+    from ...autograd import Context
 
 __all__ = ["LinearGroup", "linear_groups"]
 
@@ -71,7 +75,7 @@ def _edges(module: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, set[str
     made: dict[Any, str] = {}
     kept: list[Tensor] = []  # so that no other node gets the id of one
 
-    def before(layer: nn.Module, inputs: Any) -> None:
+    def before(layer: nn.Module, inputs: AnyTree) -> None:
         seen: set[Any] = set()
         todo: list[tuple[Any, bool]] = [(inputs[0].grad_fn, False)]
         while todo:
@@ -85,7 +89,7 @@ def _edges(module: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, set[str
             blocks = is_dirty or not node.name().startswith(_PASSES)
             todo += [(further, blocks) for further, _ in node.next_functions]
 
-    def after(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    def after(layer: nn.Module, inputs: AnyTree, output: Tensor) -> Tensor:
         marked: Tensor = _Mark.apply(output)  # type: ignore[no-untyped-call]
         made[marked.grad_fn] = names[layer]
         kept.append(marked)
@@ -103,11 +107,11 @@ class _Mark(torch.autograd.Function):
     """Its own node for each layer's output."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Context, gradient: Tensor) -> Tensor:
         return gradient
 
 
@@ -115,11 +119,11 @@ class _Attention(torch.autograd.Function):
     """Attention as one node, with the shape of its result."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Context, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return query.new_empty(*query.shape[:-1], value.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Context, gradient: Tensor) -> Any:
         raise AssertionError("only the graph is read")
 
 

@@ -15,10 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ....errors import ModuleError
+from ....protocols import Args
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
+
+    from ...autograd import Context
 
 __all__ = ["convert", "enter", "gather", "local_of", "once", "reduce", "split", "unviewed"]
 
@@ -127,11 +130,11 @@ class _Conversion(torch.autograd.Function):
         return whole.movedim(0, dim).contiguous()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Context, inputs: Args, output: Tensor) -> None:
         ctx.arguments = inputs[1:]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         mesh, have, want, gradient = ctx.arguments
         of_sum = isinstance(have, Partial)
         back = convert(
@@ -158,12 +161,12 @@ def once(tensor: Tensor) -> Tensor:
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, is_gradient: bool = False) -> Tensor:
+    def forward(ctx: Context, tensor: Tensor, is_gradient: bool = False) -> Tensor:
         ctx.is_gradient = is_gradient
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
         if ctx.is_gradient:
             raise ModuleError(
                 "Expected first derivatives only through layers that compute with DTensors over tp, got a second one: "

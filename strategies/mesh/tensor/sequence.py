@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from ....protocols import AnyOutput
 from .layouts import convert, split, unviewed
 from .style import map_first, map_output
 from .styles import Rowwise
@@ -117,7 +118,7 @@ class OnSequence:
         """Change the input."""
         return map_first(args, kwargs, lambda x: self._changed(x, self.change[0]))
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def after(self, module: nn.Module, args: Any, output: AnyOutput) -> Any:
         """Change the output."""
         return map_output(output, lambda x: unviewed(self._changed(x, self.change[1]), module))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ....protocols import AnyOutput, AnyTree
 from ...tree import leaves
 from .copies import copy_with, make_arguments
 from .graph import LinearGroup
@@ -91,7 +92,7 @@ def _simulate(
     ranks = [_rank(module, group, tp, rank, values) for rank in range(tp)]
     for copied in ranks[1:]:
 
-        def stop(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        def stop(layer: nn.Module, inputs: AnyTree, output: Tensor) -> None:
             partial.append(output)
             raise _Stop
 
@@ -105,7 +106,7 @@ def _simulate(
 
     sums: list[Tensor] = []
 
-    def total(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    def total(layer: nn.Module, inputs: AnyTree, output: Tensor) -> Tensor:
         result = sum(partial, start=output)
         sums.append(result if bias is None else result + bias)
         return sums[0]
@@ -189,7 +190,7 @@ def _weight(module: nn.Module, name: str) -> Tensor:
     return module.get_parameter(f"{name}.weight")
 
 
-def _gradients(module: nn.Module, output: Any, x: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
+def _gradients(module: nn.Module, output: AnyOutput, x: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
     found, named = _outputs(output), dict(module.named_parameters())
     gradients = torch.autograd.grad(_score(found), [x, *named.values()], allow_unused=True)
     result = dict(found)
@@ -197,7 +198,7 @@ def _gradients(module: nn.Module, output: Any, x: Tensor) -> tuple[dict[str, Ten
     return result, gradients[0]
 
 
-def _outputs(output: Any) -> dict[str, Tensor]:
+def _outputs(output: AnyOutput) -> dict[str, Tensor]:
     tensors = [one for _, one in leaves(output) if isinstance(one, Tensor) and one.is_floating_point()]
     return {f"output {at}": one for at, one in enumerate(tensors)}
 

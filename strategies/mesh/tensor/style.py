@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ....errors import ConfigError
+from ....protocols import AnyOutput
 from ...construction.activation_checkpointing import replay_in
 from .layouts import unviewed
 from .parameters import Swapped, distribute, put_back, swap_in
@@ -68,7 +69,7 @@ class Style(ParallelStyle):
         frame.swapped += swap_in([(module, name) for name in module._parameters], mesh)
         return args, kwargs
 
-    def leave(self, frame: Frame, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    def leave(self, frame: Frame, module: nn.Module, output: AnyOutput, mesh: DeviceMesh) -> Any:
         """Return the output of a call."""
         return output
 
@@ -108,13 +109,13 @@ class Around:
         module.__dict__.setdefault(_FRAMES, []).append(frame)
         return self.style.enter(frame, module, args, kwargs, self.mesh)
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def after(self, module: nn.Module, args: Any, output: AnyOutput) -> Any:
         """End a call with an output."""
         frame = module.__dict__[_FRAMES][-1]
         frame.restore(module)
         return map_output(self.style.leave(frame, module, output, self.mesh), lambda x: unviewed(x, module))
 
-    def finally_(self, module: nn.Module, args: Any, output: Any) -> None:
+    def finally_(self, module: nn.Module, args: Any, output: AnyOutput) -> None:
         """End a call, also one that failed."""
         frames = module.__dict__.get(_FRAMES)
         if frames:
@@ -145,7 +146,7 @@ def map_first(args: Any, kwargs: Any, function: Any) -> Any:
     return args, kwargs
 
 
-def map_output(output: Any, function: Any) -> Any:
+def map_output(output: AnyOutput, function: Any) -> Any:
     """Return a module's output with a function applied to it, or to the first tensor in a tuple or mapping."""
     if isinstance(output, Tensor):
         return function(output)

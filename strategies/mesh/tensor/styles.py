@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ....protocols import AnyOutput
 from .layouts import convert, enter, gather, once
 from .parameters import PARTIAL, replace_parameter, swap_in
 from .style import Frame, Style, map_first
@@ -61,7 +62,7 @@ class Colwise(Style):
             return args, kwargs
         return map_first(args, kwargs, lambda x: convert(x, mesh, Replicate(), Replicate(), gradient=Partial()))
 
-    def leave(self, frame: Frame, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    def leave(self, frame: Frame, module: nn.Module, output: AnyOutput, mesh: DeviceMesh) -> Any:
         """Return this rank's part, a DTensor of it, or all of them."""
         if self.keeps_dtensor:
             return DTensor.from_local(once(output), mesh, [Shard(output.ndim - 1)], run_check=False)
@@ -105,7 +106,7 @@ class Rowwise(Style):
         have = Replicate() if self.splits_input else None
         return map_first(args, kwargs, lambda x: convert(x, mesh, have or Shard(x.ndim - 1), Shard(x.ndim - 1)))
 
-    def leave(self, frame: Frame, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    def leave(self, frame: Frame, module: nn.Module, output: AnyOutput, mesh: DeviceMesh) -> Any:
         """Return the sum over ranks, with the bias."""
         total = convert(output, mesh, Partial(), Shard(1) if self.scatters else Replicate())
         bias = module._parameters.get("bias")
@@ -151,7 +152,7 @@ class Embedding(Style):
 
         return map_first(args, kwargs, own)
 
-    def leave(self, frame: Frame, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    def leave(self, frame: Frame, module: nn.Module, output: AnyOutput, mesh: DeviceMesh) -> Any:
         """Return the vectors of all indices."""
         assert frame.mask is not None
         return convert(output.masked_fill(frame.mask.unsqueeze(-1), 0), mesh, Partial(), Replicate())

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from ....errors import ModuleError
+from ....protocols import AnyOutput
 from ...distributed.collectives import gather_objects
 from ...distributed.shards import full_tensor
 from ...tree import leaves, map_leaves
@@ -62,7 +63,7 @@ def recording(plan: TensorPlan, root: nn.Module) -> Iterator[dict[str, FirstCall
                 if name not in calls or (has_gradients and not calls[name].has_gradients):
                     calls[name] = FirstCall(map_leaves(args, _copied), map_leaves(kwargs, _copied), has_gradients)
 
-            def watch(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+            def watch(module: nn.Module, args: Any, output: AnyOutput, name: str = name) -> None:
                 reads.watch(name, floats(output)[1:])
 
             handles.append(modules[name].register_forward_pre_hook(keep, prepend=True, with_kwargs=True))
