@@ -163,6 +163,20 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {next(near, matches[0])!r}?)"
 
 
+class Clauses(list[tuple[str, str]]):
+    """Problems of the arguments of one object with their remedies, as clauses of one message."""
+
+    def add(self, what: str, fix: str) -> None:
+        """Add a problem: what is wrong, and its remedy; both without a period."""
+        self.append((what, fix))
+
+    def refuse(self, where: str = "") -> None:
+        """Raise one error that lists all problems, of the object `where`, and each remedy once; if there are any."""
+        if self:
+            whats, fixes = ("; ".join(dict.fromkeys(parts)) for parts in zip(*self, strict=True))
+            raise ConfigError(f"{where}: {whats}." if where else f"{whats}.", fix=f"{fixes}.")
+
+
 class Problems(list[ConfigError]):
     """Problems of a configuration, collected so that one error names all of them."""
 

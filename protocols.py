@@ -37,8 +37,10 @@ AnyLoaders: TypeAlias = Any
 AnySampler: TypeAlias = Any  # a sampler, or a batch sampler: any iterable of indices
 AnyDataset: TypeAlias = Any  # whatever a DataLoader accepts, and what a user's class derives from that
 AnyTree: TypeAlias = Any  # as Tree, where its entries are used by their own types
+AnyFunction: TypeAlias = Callable[..., Any]  # of torch's or the user's, with any arguments
 Args: TypeAlias = tuple[Any, ...]  # positional arguments of a function of the user's or torch's
 Kwargs: TypeAlias = dict[str, Any]  # its keyword arguments
+Call: TypeAlias = tuple[Args, Kwargs]
 Advance: TypeAlias = Callable[[int], object]  # called with numbers of bytes, as they are done
 StepFunction: TypeAlias = Callable[..., Any]
 StateDict: TypeAlias = dict[str, Any]  # tensors, numbers, strings, and containers of these
@@ -108,7 +110,7 @@ class TensorInFile(Protocol):
         ...
 
     def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """Return the slice at `offsets` of these sizes, by default all of it, on the CPU with memory of its own."""
+        """Return the slice at `offsets` of these sizes, by default all of it, on the CPU with separate memory."""
         ...
 
     def view_slice(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | None:

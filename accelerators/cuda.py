@@ -98,10 +98,10 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """Return the indices of cards on which a tensor can be made now.
 
     Args:
-        num_devices: How many are wanted; -1 for all that are usable, 0 gives an empty list.
+        num_devices: How many are wanted; -1 for all that are usable, 0 for an empty list.
 
     Raises:
-        ConfigError: There is no card, or fewer are usable than wanted.
+        ConfigError: No card is usable, or fewer are usable than wanted.
     """
     if num_devices == 0:
         return []

@@ -64,7 +64,7 @@ class Registry(Generic[T]):
         override: bool = False,
         **init_params: object,  # Any: arguments of the user's own class
     ) -> object:
-        """Give a class a name, either at once or as a decorator (``@registry.register("name")``).
+        """Register a class under a name, either at once or as a decorator (``@registry.register("name")``).
 
         Args:
             name: Name for users, in any case.
@@ -93,7 +93,7 @@ class Registry(Generic[T]):
         return add if cls is None else add(cls)
 
     def register_lazily(self, name: str, target: str, description: str | None = None, **init_params: object) -> None:
-        """Give a class a name without importing it; `get` and `create` import it.
+        """Register a class without importing it; `get` and `create` import it.
 
         Args:
             name: As in `register`.

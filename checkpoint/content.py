@@ -2,7 +2,7 @@
 
 trainer/trainer.py collects the states and puts them back. The field's keys (`state_dict`, `optimizer_states`,
 `lr_schedulers`, `callbacks`, `epoch`, `global_step`, hyperparameters) stand at the top, so that any script can use
-them; what only Loopwright knows stands under one key, `loopwright`.
+them; what only Loopwright knows is under one key, `loopwright`.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Content:
 
     Attributes:
         states: progress, module, callbacks, optimizers, schedulers, precision, data, rng, metrics, loggers, ...
-        extra: Whatever else stands at the top of the file: hyperparameters, the data module's state, entries of hooks.
+        extra: Whatever else is at the top of the file: hyperparameters, the data module's state, entries of hooks.
         is_foreign: Whether another library wrote the file, so that only the field's keys are there.
     """
 
@@ -178,7 +178,7 @@ def read(checkpoint: Mapping[str, Any], *, source: str) -> Content:
         keys = sorted(map(str, checkpoint))[:10] if isinstance(checkpoint, Mapping) else type(checkpoint).__name__
         raise CheckpointError(
             f"{source} has no entry 'state_dict'; it has {keys}.",
-            fix="give a checkpoint of trainer.save_checkpoint, ModelCheckpoint or Lightning; for a bare state dict use "
+            fix="pass a checkpoint of trainer.save_checkpoint, ModelCheckpoint or Lightning; for a bare state dict use "
             "module.load_state_dict(torch.load(path, weights_only=True)).",
         )
     states = {name: checkpoint[key] for name, key in _FIELD_KEYS.items() if key in checkpoint}

@@ -1,6 +1,6 @@
 """Frozen parameters that the checkpoints of a module leave out (`exclude_frozen_parameters`), and loading without them.
 
-The names that were left out stand in the checkpoint, so that a load can tell them from names that are missing by
+The names that were left out are in the checkpoint, so that a load can tell them from names that are missing by
 mistake.
 """
 

@@ -128,7 +128,7 @@ def split(
 
 
 def refusal(owner: str, to_pass: Iterable[str]) -> str:
-    """Return the text with which other readers refuse a file that lacks arguments, to stand under INSTANTIATOR."""
+    """Return the text with which other readers refuse a file that lacks arguments, stored under INSTANTIATOR."""
     call = ", ".join(f"{name}=..." for name in to_pass)
     return f"loopwright.{owner}({call}): these arguments are not in the file and have to be passed"
 
@@ -403,7 +403,7 @@ def _without_resolvers(content: Tree, resolved: Tree) -> Tree:
 
 
 def _escaped(value: Tree) -> Tree:
-    """Return values that are no interpolations for OmegaConf."""
+    """Return values that OmegaConf does not take for interpolations."""
     if isinstance(value, dict):
         return {key: _escaped(below) for key, below in value.items()}
     if isinstance(value, list):

@@ -31,7 +31,7 @@ class Ranks:
     Attributes:
         rank: Of this process.
         size: Number of processes.
-        gather: Returns what each rank gives it, in rank order, on every rank.
+        gather: Returns the objects of all ranks, in rank order, on every rank.
         together: Calls a function on every rank, and raises an error of one on all.
     """
 
@@ -73,8 +73,8 @@ def read_on_all_ranks(io: CheckpointPlugin, path: str | Path, ranks: Ranks, *, i
             return content
     raise CheckpointError(
         f"rank {', '.join(map(str, others))} found another checkpoint at {str(path)!r} than rank 0 saw first, "
-        f"{1 + len(_PAUSES_S)} times: it is replaced while it is read, or hosts have disks of their own.",
-        fix="read it when no program saves to this path; on disks of their own, copy one checkpoint to all hosts.",
+        f"{1 + len(_PAUSES_S)} times: it is replaced while it is read, or hosts have separate disks.",
+        fix="read it when no program saves to this path; on separate disks, copy one checkpoint to all hosts.",
     )
 
 

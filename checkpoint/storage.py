@@ -132,7 +132,7 @@ def verify_share(path: str | Path, rank: int, size: int, storage_options: Storag
     """Verify this rank's share of a checkpoint, so that all ranks read each file once. Does not communicate.
 
     The caller must share errors between ranks, and then loads with verify=False. Rank 0 verifies all of a single file.
-    If each host has a copy of its own, each copy is verified only in part.
+    If each host has a separate copy, each copy is verified only in part.
 
     Args:
         path: File, folder of a sharded checkpoint, or URL.

@@ -51,7 +51,7 @@ class StoredTensor(ABC):
         return f"<StoredTensor {self.path}: shape {tuple(self.shape)}, {self.dtype}, not read>"
 
     def read(self, offsets: Offsets | None = None, sizes: Offsets | None = None) -> Tensor:
-        """Return a slice of the tensor, by default all of it, on the CPU, in memory of its own.
+        """Return a slice of the tensor, by default all of it, on the CPU, in separate memory.
 
         Args:
             offsets: First index in each dimension; None is 0 in each.

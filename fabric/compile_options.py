@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ConfigError
+from ..protocols import AnyFunction, AnyOutput
 
 __all__ = ["OWN_OPTIONS", "CompileOptions", "compiler_with", "own_problems", "split_options", "use_cache_dir"]
 
@@ -107,10 +108,10 @@ def compiler_with(
     if not dims:
         return compiler
 
-    def compile_marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_marked(function: AnyFunction) -> Callable[..., Any]:
         run = compiler(function)
 
-        def marked(*args: Any, **kwargs: Any) -> Any:
+        def marked(*args: Any, **kwargs: Any) -> AnyOutput:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor):
                     # torch always takes sizes of 0 and 1 as constants.

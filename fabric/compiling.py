@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, Problems, nearest
+from ..protocols import AnyOutput, AnyTree
 from ..strategies import Strategy
 from ..strategies.construction.wrap_policy import repeated_blocks, select_modules
 from .compile_options import OWN_OPTIONS, compiler_with, own_problems, split_options, use_cache_dir
@@ -94,7 +95,7 @@ def compile_problems(value: object) -> list[ConfigError]:
     return problems
 
 
-def read_compile(value: Any) -> dict[str, object] | None:
+def read_compile(value: AnyTree) -> dict[str, object] | None:
     """Return the options of torch.compile for a value of `compile=`; None if nothing is compiled.
 
     Raises:
@@ -277,7 +278,7 @@ class CompiledForward:
         self._module = module
         self._forward = compiler(_entry(module))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> AnyOutput:
         """Call the module: run its hooks and the compiled forward."""
         own = self._module.__dict__
         before = own.get("forward")
@@ -302,7 +303,7 @@ def _entry(module: nn.Module) -> Callable[..., object]:
     """
     own = vars(module).get("forward")
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> AnyOutput:
         if own is not None:
             return own(*args, **kwargs)
         # Looked up late: activation checkpointing and fully_shard change the class.
@@ -340,7 +341,7 @@ class CompiledMethod:
         self._run = compiler(self._plain)
         self.__signature__ = inspect.signature(self._plain)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> AnyOutput:
         """Run the compiled method; while another graph is traced, run the uncompiled one."""
         if torch.compiler.is_compiling():
             return self._plain(*args, **kwargs)

@@ -45,7 +45,17 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ..accelerators import Accelerator
-    from ..protocols import Batch, CheckpointPlugin, Cluster, Devices, ReduceOp, StateDict, StepFunction, Tree
+    from ..protocols import (
+        AnyOutput,
+        Batch,
+        CheckpointPlugin,
+        Cluster,
+        Devices,
+        ReduceOp,
+        StateDict,
+        StepFunction,
+        Tree,
+    )
     from .accumulation import Accumulation, Reader, Window
     from .dataloaders import EvaluationPass
     from .watch import Watch
@@ -293,7 +303,7 @@ class Fabric:
             return function(self, *args, **kwargs)
         return self.launcher.launch(self._run_launched, function, *args, **kwargs)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> AnyOutput:
         """Do nothing; meant to be overridden. Calling it starts the processes first, as `launch` does.
 
         Args:
@@ -1173,7 +1183,7 @@ def _in_precision(step: Callable[..., object], precision: Precision, *, converts
     convert_output = precision.convert_output
 
     @functools.wraps(step)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> AnyOutput:
         if converts_input:
             args, kwargs = convert_input(args), convert_input(kwargs)
         with context():

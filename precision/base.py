@@ -79,7 +79,7 @@ class Precision:
     has_scaler: bool = False
     """Whether losses are scaled, so that an optimizer step can be skipped."""
     reduce_overflow: Callable[[Tensor], object] | None = None
-    """Takes the maximum over ranks, in place, of what tells that a scaled gradient overflowed: shape (). Set by
+    """Takes the maximum over ranks, in place, of the flag that a scaled gradient overflowed: shape (). Set by
     strategies where ranks may hold other gradients; None: all find the same."""
     keep_buffers: Sequence[str] | None = None
     """Patterns (as of `fnmatch`) of the names of buffers that keep their dtype where a module is converted to 16 bits;

@@ -111,7 +111,7 @@ def _read(step: StepFunction) -> ClosureUse | str:
 def _opens(function: ast.FunctionDef, num_uses: int) -> bool:
     """Whether the closure is used only in the field's opening of a step, and its loss is only returned.
 
-    Before the opening stand constants and checks that raise. What stands there otherwise may change parameters.
+    Before the opening are constants and checks that raise. Anything else there may change parameters.
     """
     for statement in function.body:
         text = ast.unparse(statement)

@@ -1,6 +1,6 @@
 """Folders at URLs, through fsspec: listed, read, and written by way of a copy on this machine.
 
-Here is what tells paths and URLs apart.
+This module tells paths and URLs apart.
 """
 
 from __future__ import annotations
@@ -54,4 +54,4 @@ def why_unwritable(folder: str) -> str:
         parent = os.path.dirname(parent)
     if not os.path.isdir(parent):
         return f"{parent} is a file, not a folder"
-    return "" if os.access(parent, os.W_OK | os.X_OK) else f"there is no permission to write to {parent}"
+    return "" if os.access(parent, os.W_OK | os.X_OK) else f"no permission to write to {parent}"

@@ -36,7 +36,7 @@ class _Sent:
         base: Bytes of the file itself.
         open_part: Offset of the part that is sent again until it is full.
         parts: Names of the parts.
-        edges: First and last bytes, by which a file that was rewritten is told from one that grew.
+        edges: First and last bytes, by which a file that was rewritten differs from one that grew.
         is_continued: Whether the next bytes may follow these.
     """
 
@@ -50,7 +50,7 @@ class _Sent:
 
 
 class RemoteFolder:
-    """Sends the files of a local folder to a URL: what is new of them, at intervals and whenever it is asked to.
+    """Sends the files of a local folder to a URL: what is new of them, at intervals and on request.
 
     A file of up to a megabyte is sent as it is. A larger one is a base and parts (store.py) until it has doubled,
     or the run ends: sending costs as many bytes as were logged, times a constant, and at most a megabyte per call.
@@ -78,12 +78,12 @@ class RemoteFolder:
         self._is_used = False
 
     def __getstate__(self) -> dict[str, object]:
-        """Share the local files with the process that unpickles, which asks the store what has arrived."""
+        """Share the local files with the process that unpickles, which looks in the store for what has arrived."""
         fresh = {"_sent": {}, "_due_s": 0.0, "_is_used": False, "_lock": None, "_place_lock": None}
         return {**self.__dict__, "_local": self.local, **fresh}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        """Take the state over, with locks of its own."""
+        """Take the state over, with separate locks."""
         self.__dict__.update(state)
         self._lock, self._place_lock = threading.RLock(), threading.RLock()
 

@@ -66,7 +66,7 @@ class RemoteFile:
     Attributes:
         name: Path below the store's folder.
         size: In bytes.
-        stamp: What tells two versions of one size apart; empty if the store does not say.
+        stamp: What differs between two versions of one size; empty if the store has none.
         modified: Seconds since 1970; 0 if the store does not say.
     """
 
@@ -77,7 +77,7 @@ class RemoteFile:
 
 
 class RemoteStore:
-    """The files below a URL; every call asks the store.
+    """The files below a URL; every call reads the store.
 
     Pickling and forks are allowed: each process connects for itself.
 

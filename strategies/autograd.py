@@ -1,4 +1,4 @@
-"""`Context`: what an autograd function keeps for its backward pass, as type checkers see it."""
+"""`AutogradContext`: what an autograd function keeps for its backward pass, as type checkers see it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd.function import FunctionCtx
 
-__all__ = ["Context"]
+__all__ = ["AutogradContext"]
 
 
-class Context(FunctionCtx):
+class AutogradContext(FunctionCtx):
     """The first argument of an autograd function's `forward` and `backward`, which carries attributes between them."""
 
     if TYPE_CHECKING:

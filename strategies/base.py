@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..accelerators import Accelerator
-    from ..protocols import CheckpointPlugin, ReduceOp, StateDict, StepFunction, Tree
+    from ..protocols import AnyTree, CheckpointPlugin, ReduceOp, StateDict, StepFunction, Tree
 
 __all__ = [
     "Given",
@@ -70,7 +70,7 @@ def plain_names(state: Mapping[str, T]) -> dict[str, T]:
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this process stands among all.
+    """The place of this process among all processes.
 
     Attributes:
         global_rank: Among all processes.
@@ -545,7 +545,7 @@ class Strategy:
         """Begin to add a tensor over ranks, in place, while other work continues.
 
         Args:
-            tensor: The same shape and dtype on all ranks; not to be touched until the result was asked for.
+            tensor: The same shape and dtype on all ranks; not to be used until the returned function was called.
 
         Returns:
             What waits for the sum and returns it; it does not read the device.
@@ -567,7 +567,7 @@ class Strategy:
 
     # -- state; called by checkpoint/ ----------------------------------------------------------------------------
 
-    def gather_state(self, state: object) -> Any:  # Any: the content of a checkpoint
+    def gather_state(self, state: object) -> AnyTree:  # Any: the content of a checkpoint
         """Return a state with full tensors on rank 0. On every rank. Without sharded tensors nothing is done."""
         return state
 
@@ -666,7 +666,7 @@ def _check_traits(cls: type[Strategy], names: Iterable[str]) -> None:
     """Refuse traits that follow from arguments and are not in `traits`, where they would have no effect."""
     if listed := ", ".join(sorted(names)):
         raise ConfigError(
-            f"Expected the traits of {cls.__name__} in its attribute traits, got {listed} as attributes of their own.",
+            f"Expected the traits of {cls.__name__} in its attribute traits, got {listed} as separate attributes.",
             fix="set them in the constructor: self.traits = dataclasses.replace(self.traits, ...).",
         )
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from ..protocols import AnyBatch, Batch, StateDict, Stateful, StepFunction
+from ..protocols import AnyBatch, AnyTree, Batch, StateDict, Stateful, StepFunction
 from .traits import MemoryShares, TrainerConfig
 
 if TYPE_CHECKING:
@@ -257,8 +257,8 @@ class SavesShards(Protocol):
         """
         ...
 
-    def arrange_shards(self, state: object) -> Any:
-        """Return what this rank gives the checkpoint IO where all ranks write, of the same structure on all ranks.
+    def arrange_shards(self, state: object) -> AnyTree:
+        """Return what this rank passes to the checkpoint IO where all ranks write, of the same structure on all ranks.
 
         On every rank: it may communicate. What another rank has alone is `RemoteShards`.
         """
@@ -270,7 +270,7 @@ def saves_shards(strategy: Strategy, default: str) -> bool:
     return isinstance(strategy, SavesShards) and strategy.saves_shards(default)
 
 
-def written_state(strategy: Strategy, state: object, default: str) -> Any:
+def written_state(strategy: Strategy, state: object, default: str) -> AnyTree:
     """Return what this rank writes of a checkpoint: its shards, or on rank 0 full tensors. On every rank."""
     if isinstance(strategy, SavesShards) and strategy.saves_shards(default):
         return strategy.arrange_shards(state)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import ConfigError, LaunchError, ModuleError, nearest
+from ..errors import Clauses, ConfigError, LaunchError, ModuleError, nearest
 from .base import ALONE, CPU, Given, Strategy, Topology
 from .constructors import inherit_descriptions
 from .distributed import collectives
@@ -100,14 +100,13 @@ class ParallelStrategy(Strategy):
         super().__init__(accelerator, checkpoint_io, precision_plugin, precision=precision)
         self.parallel_devices = parallel_devices
         self.cluster_environment = cluster_environment
-        found = [*problems, *_wrong_choice("start_method", start_method, START_METHODS)]
+        found = Clauses(problems)
+        _check_choice("start_method", start_method, START_METHODS, found)
         if self.traits.uneven_choices:
-            found += _wrong_choice("uneven", uneven, self.traits.uneven_choices)
+            _check_choice("uneven", uneven, self.traits.uneven_choices, found)
         self.timeout = _duration(timeout, DEFAULT_TIMEOUT, "timeout", found)
         self.stall_timeout = _duration(stall_timeout, min(self.timeout, MOST_STALL), "stall_timeout", found)
-        if found:
-            whats, fixes = zip(*found, strict=True)
-            raise ConfigError(f"{type(self).__name__}: {'; '.join(whats)}.", fix=f"{'; '.join(dict.fromkeys(fixes))}.")
+        found.refuse(type(self).__name__)
         self.start_method = start_method
         self.uneven = uneven
         self.process_group_backend = process_group_backend
@@ -412,24 +411,20 @@ ProcessGroupStrategy = ParallelStrategy
 """Another name of the base class, by which strategies were derived from it before it connected processes."""
 
 
-def _wrong_choice(name: str, value: object, choices: Sequence[str]) -> list[tuple[str, str]]:
-    if value in choices:
-        return []
-    what = f"Expected {name} to be one of {', '.join(choices)}, got {name}={value!r}{nearest(str(value), choices)}"
-    return [(what, f"pass a listed value of {name}")]
+def _check_choice(name: str, value: str, choices: Sequence[str], problems: Clauses) -> None:
+    if value not in choices:
+        what = f"Expected {name} to be one of {', '.join(choices)}, got {name}={value!r}{nearest(str(value), choices)}"
+        problems.add(what, f"pass a listed value of {name}")
 
 
-def _duration(value: object, default: timedelta, name: str, problems: list[tuple[str, str]]) -> timedelta:
+def _duration(value: object, default: timedelta, name: str, problems: Clauses) -> timedelta:
     if value is None:
         return default
     if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
         return timedelta(seconds=value)
     if isinstance(value, timedelta) and value > timedelta():
         return value
-    problems.append(
-        (
-            f"Expected {name} to be a positive duration, got {name}={value!r}",
-            f"pass {name} as a timedelta or in seconds",
-        )
+    problems.add(
+        f"Expected {name} to be a positive duration, got {name}={value!r}", f"pass {name} as a timedelta or in seconds"
     )
     return default

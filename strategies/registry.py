@@ -26,7 +26,7 @@ class StrategyRegistry(Registry[Strategy]):
         """Return a new instance for a name, which may have options: "mesh:fsdp=2,tp=2".
 
         Args:
-            name: The name, in any case; options stand after a colon, in the form of the class's `read_options`.
+            name: The name, in any case; options follow a colon, in the form of the class's `read_options`.
             init_params: Further arguments; they win over the options and the registered ones.
 
         Raises:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import ConfigError, ModuleError
+from ..errors import Clauses, ConfigError, ModuleError
 from ..precision.base import compute_gradients
 from .base import NoLoss, Topology, non_finite_norm, refuse_complex
 from .construction.activation_checkpointing import choose_checkpointed
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
     from torch.optim import Optimizer
 
-    from ..protocols import Batch, StateDict, StepFunction
+    from ..protocols import AnyTree, Batch, StateDict, StepFunction
     from .fsdp.plan import ShardingPlan
     from .mesh.context.options import Context
     from .mesh.layers import TensorSplit
@@ -60,7 +60,7 @@ class ShardedStrategy(ParallelStrategy):
 
     Args:
         axes: Sizes of the axes.
-        arguments: Those of FSDPStrategy, by name.
+        arguments: Arguments of FSDPStrategy, by name.
         tensor: Splits layers over the axis tp; None: they are left whole.
         stages: Splits the module over the axis pp; None: there is one stage.
         context: How sequences are split over the axis cp; None: the defaults.
@@ -93,12 +93,12 @@ class ShardedStrategy(ParallelStrategy):
         context: Context | None = None,
         verify: bool = False,
     ) -> None:
-        problems: list[tuple[str, str]] = []
+        problems = Clauses()
         plan: ShardingPlan | None = None
         try:
             plan = read_arguments(**{name: one for name, one in arguments.items() if name not in OF_PROCESSES})
         except ConfigError as error:
-            problems.append((error.what, error.fix))
+            problems.add(error.what, error.fix)
         super().__init__(**{name: one for name, one in arguments.items() if name in OF_PROCESSES}, problems=problems)
         assert plan is not None
         # A stage needs its parameters for all micro-batches of a window.
@@ -238,7 +238,7 @@ class ShardedStrategy(ParallelStrategy):
 
     @contextmanager
     def init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Return a context in which a module is built without memory; `setup_module` gives it values unit by unit.
+        """Return a context in which a module is built without memory; `setup_module` initializes it unit by unit.
 
         Args:
             empty_init: True: values will be loaded from a checkpoint, nothing is initialized. None: they will be those
@@ -267,7 +267,7 @@ class ShardedStrategy(ParallelStrategy):
         A module that is sharded already is run as it is.
 
         Raises:
-            ModuleError: The ranks built different modules, or the module cannot be sharded; gives the reason.
+            ModuleError: The ranks built different modules, or the module cannot be sharded; the message has the reason.
         """
         root = root_of(module)
         if root is None:
@@ -490,7 +490,7 @@ class ShardedStrategy(ParallelStrategy):
         """Return whether all ranks write checkpoints, each its local shards; `default` without a choice of the user."""
         return (self.plan.state_dict_type or default) == "sharded"
 
-    def arrange_shards(self, state: object) -> Any:
+    def arrange_shards(self, state: object) -> AnyTree:
         """Return the state under the names of all stages, with this rank's shards; see `Strategy.arrange_shards`."""
         if self._lw_split.stages is None:
             return state
@@ -498,7 +498,7 @@ class ShardedStrategy(ParallelStrategy):
         mesh = self.groups.shards if axes.world_size == axes.pp else None
         return self._lw_split.stages.arrange_shards(state, mesh, keep=self.is_global_zero)
 
-    def gather_state(self, state: object) -> Any:
+    def gather_state(self, state: object) -> AnyTree:
         """Return a state with full tensors on rank 0's CPU, and None in their place elsewhere. On every rank."""
         gather = gather_full if self._lw_split.stages is None else self._lw_split.stages.gather
         return gather(state, keep=self.is_global_zero)

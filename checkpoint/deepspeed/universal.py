@@ -44,7 +44,7 @@ def write_universal(tree: Mapping[str, object], path: str | Path, *, advance: Ad
         advance: Called with the number of bytes after each write.
 
     Raises:
-        CheckpointError: The checkpoint has not exactly one optimizer, which has made a step and names its parameters;
+        CheckpointError: The checkpoint does not have one optimizer that has made a step and names its parameters;
             or the path is a URL.
     """
     target = as_local(path)

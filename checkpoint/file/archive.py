@@ -103,7 +103,7 @@ def read_directory(file: IO[bytes], size: int) -> Directory:
 def payloads(file: IO[bytes], directory: Directory) -> Iterator[tuple[ArchiveRecord | None, bytes]]:
     """Go through the file from its beginning and yield each record with the frame's bytes before its payload.
 
-    The file stands at the payload when a record is given out; the caller may read it or not. The last pair has None
+    The file is at the payload when a record is yielded; the caller may read it or not. The last pair has None
     and the frame's bytes up to the end record.
 
     Raises:

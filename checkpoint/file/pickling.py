@@ -78,7 +78,7 @@ class _Pickler:
         self._protocol = protocol
 
     def persistent_id(self, obj: object) -> Any:  # Any: what pickle can write
-        """Return what stands for an object in the pickle; None for the object itself. torch.save overrides this."""
+        """Return what replaces an object in the pickle; None for the object itself. torch.save overrides this."""
         return None
 
     def dump(self, obj: object) -> None:
@@ -92,7 +92,7 @@ class _Pickling(pickle.Pickler):
     Args:
         file: Gets the pickle.
         protocol: Of pickle.
-        ask: Returns what stands for an object; asked where it may be a storage.
+        ask: Returns what replaces an object; called where it may be a storage.
     """
 
     def __init__(self, file: IO[bytes], protocol: int | None, ask: Callable[[object], Any]) -> None:
@@ -101,7 +101,7 @@ class _Pickling(pickle.Pickler):
         self.dispatch_table = _dispatch_table()
 
     def persistent_id(self, obj: object) -> Any:
-        """Return what stands for an object in the pickle; None for the object itself."""
+        """Return what replaces an object in the pickle; None for the object itself."""
         return None if type(obj) in _NO_STORAGE else self._ask(obj)
 
 

@@ -85,7 +85,7 @@ def require_small(file: IO[bytes], shown: str) -> None:
 
 
 def too_much(shown: str, error: TooMuch) -> CheckpointError:
-    """Return the error for a file that asks for too much memory."""
+    """Return the error for a file that requests too much memory."""
     return CheckpointError(
         f"{shown!r} is altered or was not written by torch.save: {error}.",
         fix="use another checkpoint; or pass weights_only=False, only if you trust the author of the file.",
@@ -93,9 +93,9 @@ def too_much(shown: str, error: TooMuch) -> CheckpointError:
 
 
 def _read_beside_objects(path: Path, *, mmap: bool) -> StateDict | None:
-    """Return a checkpoint of Lightning whose objects are `Unopened`; None if some stand where training continues from.
+    """Return a checkpoint of Lightning whose objects are `Unopened`; None if some are where training continues from.
 
-    Its programs keep objects among hyperparameters and in entries of their own.
+    Its programs keep objects among hyperparameters and in further entries.
     """
     try:
         with warnings.catch_warnings():

@@ -45,7 +45,7 @@ class Storage(NamedTuple):
 
 
 class TooMuch(Exception):
-    """A file asks for more memory than it has bytes, as a clause for an error message."""
+    """A file requests more memory than it has bytes, as a clause for an error message."""
 
 
 class _Inert:

@@ -1,4 +1,4 @@
-"""Unpicklers that call nothing a file asks for.
+"""Unpicklers that call nothing that a file names.
 
 A pickle is a program: it names classes and functions and has them called. These readers know a short list of harmless
 names. What else a pickle names is refused (`refusing`), or becomes an inert `Unknown` that remembers its name only

@@ -1,6 +1,6 @@
 """Reads and writes safetensors files: weights without anything else.
 
-safetensors has no tied tensors: of several names of one tensor, the first is written; the others stand in the metadata
+safetensors has no tied tensors: of several names of one tensor, the first is written; the others are in the metadata
 under `loopwright.tied`, as JSON from each to the first, and are put back when Loopwright reads the file.
 """
 
@@ -83,7 +83,7 @@ def write_weights(
     """Write tensors as a safetensors file, one at a time in memory; the file appears when it is complete.
 
     Args:
-        weights: By name; one that stands under several names is written once.
+        weights: By name; one with several names is written once.
         path: File or URL.
         advance: Called with the number of bytes whenever some were written.
         storage_options: Arguments of the remote file system.
@@ -98,7 +98,7 @@ def write_weights(
     ]
     if problems:
         raise CheckpointError(
-            f"{len(problems)} entries cannot stand in a safetensors file: {', '.join(problems[:10])}.",
+            f"{len(problems)} entries cannot be written to a safetensors file: {', '.join(problems[:10])}.",
             fix="write another format (--to state-dict), or leave them out of the state dict.",
         )
     names = [name for name in weights if name == "__metadata__" or type(name) is not str]

@@ -69,7 +69,7 @@ def save_streaming(
     """Write a checkpoint file as storage.save does, from a tree with tensors that have not been read yet.
 
     Args:
-        checkpoint: Plain values, tensors, and stored tensors; one that stands in two places is written once.
+        checkpoint: Plain values, tensors, and stored tensors; one that occurs twice is written once.
         path: File or URL; an existing file is replaced when the new one is complete.
         advance: Called with the number of bytes whenever some of a tensor were written.
         storage_options: Arguments of the remote file system.
@@ -200,7 +200,7 @@ def _bytes_below(source: AnyTensor, size: int) -> Tensor:
 
 
 def _put_checksums(file: FileIO, look: _Look, crcs: dict[str, int]) -> None:
-    """Write checksums into the archive's directory, whose entries stand in the order of the records."""
+    """Write checksums into the archive's directory, whose entries are in the order of the records."""
     position = look.directory_start
     for record in look.directory.records:
         entry = os.pread(file.fileno(), ENTRY.size, position)

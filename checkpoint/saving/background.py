@@ -191,7 +191,7 @@ class AsyncCheckpointIO(CheckpointIO):
         return share is not None and bool(share(path, rank, size))
 
     def identify(self, path: str | Path) -> str | None:
-        """Return what tells the checkpoint at the path from others; None if the wrapped plugin cannot."""
+        """Return what identifies the checkpoint at the path; None if the wrapped plugin cannot."""
         identify = getattr(self.checkpoint_io, "identify", None)
         return None if identify is None else identify(path)
 

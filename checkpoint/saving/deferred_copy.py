@@ -145,7 +145,7 @@ class _Share:
         return bool(_is_cow_tensor(self._source))
 
     def release(self) -> None:
-        """Give up the clone, so that the source is the only owner of its memory again."""
+        """Drop the clone, so that the source is the only owner of its memory again."""
         self._clone = None
         self._source.untyped_storage().data_ptr()  # takes the memory back: nothing is copied for the last owner
 

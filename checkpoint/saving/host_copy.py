@@ -92,7 +92,7 @@ class HostCopy:
             self._deferred = None
 
     def forget(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self.release()
         self._used = []
 

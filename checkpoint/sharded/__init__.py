@@ -47,7 +47,7 @@ def save(
     """Write a checkpoint as a folder, each rank its local shards; it is complete when this returns.
 
     Called on every rank of the group with the same structure: it communicates. What is not sharded is taken from rank
-    0. `RemoteShards` stand for sharded tensors that other ranks have alone. A replicated shard is written once. No copy
+    0. `RemoteShards` represent sharded tensors that other ranks have alone. A replicated shard is written once. No copy
     is made in memory, except of one tensor at a time that is on a device or not contiguous.
 
     A checkpoint folder at the path stays intact until the new manifest replaces the old one, in one step; so there must

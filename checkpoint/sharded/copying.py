@@ -47,7 +47,7 @@ def _renamed(name: str, token: str) -> str:
     own = OWN_NAME.fullmatch(name)
     if own is None:
         raise CheckpointError(
-            f"{name} in a checkpoint folder has a name that Loopwright does not give.",
+            f"{name} in a checkpoint folder has a name that Loopwright does not use.",
             fix="copy the folder by other means.",
         )
     return name.replace(own["token"], token)

@@ -48,7 +48,7 @@ class MappedFile:
         """Read a span of bytes and return its CRC-32.
 
         Raises:
-            OSError: The disk does not give them.
+            OSError: The disk cannot read them.
         """
         content, crc = bytes_of(self._content), 0
         for begin in range(start, start + size, _PIECE):
@@ -58,10 +58,10 @@ class MappedFile:
         return crc
 
     def bring_in(self, part: Tensor) -> None:
-        """Read a part of this memory from the disk, if it has not been read yet; what lies in wide gaps is left out.
+        """Read a part of this memory from the disk, if it has not been read yet; wide gaps are left out.
 
         Raises:
-            OSError: The disk does not give it, or the file was truncated.
+            OSError: The disk cannot read it, or the file was truncated.
         """
         if not part.numel():
             return
@@ -80,7 +80,7 @@ class MappedFile:
         first = address // _PAGE * _PAGE
         while advise(first, address + size - first, _POPULATE_READ):
             if ctypes.get_errno() != errno.EINTR:  # a signal came
-                raise OSError(errno.EIO, "the disk does not give it, or the file was truncated")
+                raise OSError(errno.EIO, "the disk cannot read it, or the file was truncated")
 
 
 def map_file(path: Path, size_bytes: int) -> MappedFile | None:

@@ -1,7 +1,7 @@
 """Shard files: safetensors, written as a stream.
 
-A file is 8 bytes of header length, a JSON header padded with spaces, and the bytes of the tensors without a gap. The
-tensors stand by falling element size, so that each is aligned. A dtype that safetensors does not know everywhere is
+A file is 8 bytes of header length, a JSON header padded with spaces, and the bytes of the tensors without a gap, by
+falling element size, so that each is aligned. A dtype that safetensors does not know everywhere is
 stored as bytes (U8); the manifest has the true one.
 """
 

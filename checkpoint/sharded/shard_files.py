@@ -80,7 +80,7 @@ class ShardFiles:
         return identity is not None and _compared.get(self.backend.address(name)) == identity
 
     def not_compared(self) -> set[str]:
-        """Return the names of the files whose content this process has not compared."""
+        """Return the names of the files whose content is not compared yet in this process."""
         return {name for name in self.manifest.files if not self.is_compared(name)}
 
     def frame_problems(self, only: set[str] | None = None) -> dict[str, str]:
@@ -214,7 +214,7 @@ def wrong_content(path: str, chunk: Chunk) -> str:
 def call_in_threads(
     function: Callable[[ItemT], ResultT], items: Sequence[ItemT], *, num_sharing: int = 1
 ) -> list[ResultT]:
-    """Return what a function gives for each item, called in as many threads as there are free cores.
+    """Return a function's results for all items, called in as many threads as there are free cores.
 
     Args:
         function: Lets other threads run while it works: it reads files, or sums long spans of bytes.

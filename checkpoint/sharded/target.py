@@ -1,7 +1,7 @@
 """Where a sharded save goes: what rank 0 does before the ranks write and after.
 
-On disk, a save is known by its token, the end of the name of a locked file beside the folder. All that it makes bears
-the token: its files, and the temporary folder, if there is no checkpoint folder at the path yet. What bears the
+On disk, a save is known by its token, the end of the name of a locked file beside the folder. All that it makes has
+the token: its files, and the temporary folder, if there is no checkpoint folder at the path yet. What has the
 token of no locked file, and is in no manifest, was left by a killed save and is removed.
 """
 
@@ -69,7 +69,7 @@ class LocalTarget:
     """A path on disk.
 
     Attributes:
-        path: Where the folder shall be.
+        path: Where the folder is to be.
         token: Of this save; "" before `prepare`.
         backend: Where the ranks write: the folder itself if it is there, else a temporary one beside it.
         is_committed: Whether the new checkpoint is at the path.
@@ -151,7 +151,7 @@ class LocalTarget:
             self.backend.remove({name for name in self.backend.names() if f"-{self.token}" in name})
 
     def close(self) -> None:
-        """Give up the lock."""
+        """Release the lock."""
         if self._lock is not None:
             remove_quietly(self._lock_path)
             self._lock.close()
@@ -181,7 +181,7 @@ class RemoteTarget:
         self.backend = RemoteBackend(url, options)
 
     def prepare(self) -> None:
-        """Choose a token. What a killed save has left stays until the commit: there are no locks to ask."""
+        """Choose a token. What a killed save has left stays until the commit: there are no locks."""
         self.token = f"{os.getpid()}-{os.urandom(4).hex()}"
 
     def commit(self, manifest: Manifest) -> None:

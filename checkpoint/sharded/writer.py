@@ -167,7 +167,7 @@ class _Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder, and tell each rank where to write; without empty chunks and second names of a tensor."""
+        """Make the folder, and plan where each rank writes; without empty chunks and second names of a tensor."""
         names = first_names(self.split)
         with self._explained(0):
             self.target = target_of(self._path, self._options)

@@ -34,10 +34,10 @@ _LIGHTNING_VERSION = "2.6.0"
 
 
 def guess_format(path: str | Path) -> str:
-    """Return the format that a path's suffix stands for.
+    """Return the format that a path's suffix names.
 
     Raises:
-        ConfigError: It stands for none.
+        ConfigError: It names none.
     """
     suffix = Path(path).suffix
     if suffix not in _SUFFIXES:
@@ -82,14 +82,14 @@ def weights_of(opened: Opened) -> StateDict:
     """Return the weights by name.
 
     Raises:
-        CheckpointError: There are none; says where tensors stand.
+        CheckpointError: There are none; the message says where tensors are.
     """
     weights = opened.tree.get("state_dict")
     if isinstance(weights, dict):
         return weights
     places = sorted({path.rpartition("/")[0] for path, _ in tensors_in(opened.tree)})[:10]
     raise CheckpointError(
-        f"{opened.path!r} ({opened.format}) has no entry 'state_dict'; tensors stand under {places or 'nothing'}.",
+        f"{opened.path!r} ({opened.format}) has no entry 'state_dict'; it has tensors under {places or 'nothing'}.",
         fix="say with --weights-key where the weights are.",
     )
 

@@ -55,7 +55,7 @@ class Reading:
     Attributes:
         trust: Whether to unpickle what cannot be read safely, which can run any code.
         drop_objects: Whether to leave out entries that are not plain values, instead of raising an error.
-        weights_key: Where the weights stand in a file of another program: `model`, or `ema/model`; None to look.
+        weights_key: Where the weights are in a file of another program: `model`, or `ema/model`; None to look.
         verify: Whether to compare the checksums of the full checkpoint first.
     """
 
@@ -74,7 +74,7 @@ class Opened:
         format: "checkpoint", "sharded checkpoint", "Lightning checkpoint", "Lightning sharded checkpoint",
             "DCP folder", "DeepSpeed folder", "DeepSpeed universal folder", "state dict", "safetensors", or "file of
             torch.save".
-        tree: The content with the field's keys; weights alone stand under `state_dict`. Tensors may not be read yet.
+        tree: The content with the field's keys; weights alone are under `state_dict`. Tensors may not be read yet.
         is_bare: Whether there are weights only, without the keys around them.
         dropped: Paths of entries that were left out, since they are not plain values.
         metadata: Of a safetensors file; of a folder of DeepSpeed its version, the ZeRO stage and the number of ranks.
@@ -271,7 +271,7 @@ def sharded_mark() -> str:
 
 
 def _rename_as_field(tree: StateDict) -> None:
-    """Give the parts of a sharded checkpoint the field's keys, in place."""
+    """Rename the parts of a sharded checkpoint to the field's keys, in place."""
     model = tree.get("model")
     if "state_dict" not in tree and isinstance(model, dict) and any(map(is_tensor, model.values())):
         tree["state_dict"] = tree.pop("model")

@@ -24,7 +24,7 @@ __all__ = ["save_split"]
 def save_split(checkpoint: StateDict, path: str | Path, *, num_shards: int, advance: Advance | None = None) -> None:
     """Write a checkpoint as a folder, its tensors split along their first dimension into a number of files.
 
-    Weights and optimizer states of one dimension or more are split; the rest stands in the state file. One shard is
+    Weights and optimizer states of one dimension or more are split; the rest is in the state file. One shard is
     in memory at a time.
 
     Args:

@@ -37,7 +37,7 @@ def refuse_existing_ranks() -> None:
         return
     raise LaunchError(
         "Expected a process that can start the others, got a process group of the program in which it is rank "
-        f"{dist.get_rank()} of {dist.get_world_size()}, but no LOCAL_RANK, which tells that the processes exist.",
+        f"{dist.get_rank()} of {dist.get_world_size()}, but no LOCAL_RANK, which says that the processes exist.",
         fix="set LOCAL_RANK (and, on several machines, NODE_RANK) in each process before Trainer or Fabric, or start "
         "the processes with torchrun; or omit init_process_group: the processes are started and connected for you.",
     )

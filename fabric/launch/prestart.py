@@ -131,7 +131,7 @@ def end_waiting() -> None:
 
 
 def _is_possible(num_processes: int) -> bool:
-    """Return whether ranks that start now would be those that start at the launch, and have cores of their own."""
+    """Return whether ranks that start now would be those that start at the launch, and have separate cores."""
     switch = os.environ.get(SWITCH, "").strip().lower()
     if switch in ("0", "false", "off", "no") or ("PYTEST_CURRENT_TEST" in os.environ and not switch):
         return False

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store, TCPStore
 
-    from ...protocols import Cluster, StateDict
+    from ...protocols import AnyOutput, Cluster, StateDict
 
 __all__ = ["START_METHODS", "ProcessLauncher"]
 
@@ -209,7 +209,7 @@ class ProcessLauncher(InProcessLauncher):
 
     # -- while they run ------------------------------------------------------------------------------------------
 
-    def _run(self, plan: _Plan) -> Any:
+    def _run(self, plan: _Plan) -> AnyOutput:
         context = multiprocessing.get_context(self.start_method)
         self._processes = {}
         if self.start_method != "fork":

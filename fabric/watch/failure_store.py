@@ -232,7 +232,7 @@ class FailureStore:
     # --- rank statuses --------------------------------------------------------------------------------------
 
     def request_status(self, why: str) -> int:
-        """Ask all ranks where they stand, or join a request that was just asked.
+        """Request the status of all ranks, or join a request that was just made.
 
         Returns:
             Number of the request.

@@ -240,7 +240,7 @@ class StopCoordinator:
             self.wake()
 
     def fail(self, error: RankFailure) -> None:
-        """Give up: every present and future wait for the agreement raises this error."""
+        """Abandon the agreement: every present and future wait for it raises this error."""
         with self._changed:
             self._error = error
             self._is_held = True

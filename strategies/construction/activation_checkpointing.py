@@ -2,7 +2,7 @@
 
 A module's class is replaced by a subclass whose forward runs under torch's checkpoint. Parameters, names in state dicts
 and hooks do not change. Tried and rejected: torch's composable `checkpoint`, which runs the user's hooks twice (a hook
-that changes arguments then gives wrong gradients), and whose modules cannot be pickled.
+that changes arguments then computes wrong gradients), and whose modules cannot be pickled.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...errors import ModuleError
+from ...protocols import AnyTree
 from ..distributed.collectives import broadcast_tensors, gather_objects
 from ..distributed.shards import is_sharded
 from .deferred import changed_names, forget_marks, own_tensors
@@ -74,7 +75,7 @@ def check_materializable(
 
 
 def empty_names(root: nn.Module, *, param_init_fn: Callable[[nn.Module], object] | None = None) -> list[str]:
-    """Return the names of parameters that only a checkpoint gives values, because they were built with `empty=True`.
+    """Return the names of parameters that only a checkpoint fills, because they were built with `empty=True`.
 
     Args:
         root: The full model, before `materialize`.
@@ -440,7 +441,7 @@ def _tensors(value: object, seen: set[int]) -> Iterator[Tensor]:
             yield from _tensors(item, seen)
 
 
-def _replaced(value: object, new: dict[int, Tensor], seen: set[int]) -> Any:
+def _replaced(value: object, new: dict[int, Tensor], seen: set[int]) -> AnyTree:
     """Return a value with old tensors replaced by new ones; lists and dicts are changed in place."""
     if isinstance(value, Tensor):
         return new.get(id(value), made_of(value))

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import ModuleError
-from ...protocols import StepFunction
+from ...protocols import AnyFunction, Args
 from .operator_replay import (
     CPU,
     META,
@@ -70,7 +70,7 @@ class Operations(TorchDispatchMode):
         self._context = context
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Kwargs | None = None
+        self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         """Run an operation, or record it if it creates a new tensor or has a deferred one as an argument."""
         kwargs = kwargs or {}
@@ -86,7 +86,7 @@ class Operations(TorchDispatchMode):
         keep_constants(_written(func, args, kwargs))
         return func(*args, **kwargs)
 
-    def _defer(self, func: OpOverload, args: Any, kwargs: Kwargs) -> object:
+    def _defer(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
         written = _written(func, args, kwargs)
         if any(not is_deferred(tensor) for tensor in written):
             keep_constants(written)
@@ -145,7 +145,7 @@ class Operations(TorchDispatchMode):
             view.memory.last_write = operation
 
 
-def _draw(func: OpOverload, views: tuple[Any, Kwargs], args: Any, kwargs: Kwargs) -> None:
+def _draw(func: OpOverload, views: tuple[Any, Kwargs], args: Args, kwargs: Kwargs) -> None:
     """Advance the random number generator as the operation does."""
     if _name(func) in _BLIND and len(list(views_in(views))) == 1:
         func(*map_leaves(_throwaway, views[0]), **map_leaves(_throwaway, views[1]))
@@ -162,9 +162,9 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: StepFunction,
+        func: AnyFunction,
         types: Sequence[type],
-        args: Sequence[Any] = (),
+        args: Args = (),
         kwargs: Kwargs | None = None,
     ) -> object:
         """Handle a call for a deferred tensor as if the tensor were on the CPU."""
@@ -273,7 +273,7 @@ def _without_past(views: tuple[object, Kwargs], target: Tensor) -> tuple[Any, Kw
     return map_leaves(forget, views[0]), map_leaves(forget, views[1])
 
 
-def _result_like(func: OpOverload, real: object, args: object, kwargs: Kwargs) -> object:
+def _result_like(func: OpOverload, real: object, args: Args, kwargs: Kwargs) -> object:
     """Return deferred tensors with the shapes of computed results; a result that is an argument stays that argument."""
     if not isinstance(real, (Tensor, list, tuple)):
         return real
@@ -301,7 +301,7 @@ def _device_of(kwargs: Kwargs) -> Kwargs:
 # --- about operations -------------------------------------------------------------------------------------------------
 
 
-def _makes_tensor(func: OpOverload, tensors: Sequence[Tensor], args: Any, kwargs: Kwargs) -> bool:
+def _makes_tensor(func: OpOverload, tensors: Sequence[Tensor], args: Args, kwargs: Kwargs) -> bool:
     """Return whether this creates a tensor without tensor arguments, or one like a tensor that has no values."""
     device = kwargs.get("device")
     if not _takes_device(func) or (device is not None and device.type == "meta"):
@@ -329,7 +329,7 @@ def _refuse_plain_meta(func: object, values: object) -> None:
         )
 
 
-def _refuse_storage(func: object, args: Any) -> None:
+def _refuse_storage(func: object, args: Args) -> None:
     if any(isinstance(value, torch.UntypedStorage) and value.device.type != "meta" for value in args):
         raise ModuleError(
             f"{_name(func)} at {users_line()} sets a storage with values on a new tensor without values, which is not "
@@ -355,6 +355,6 @@ def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
     return tuple((at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write)
 
 
-def _written(func: OpOverload, args: Any, kwargs: Kwargs) -> list[Tensor]:
+def _written(func: OpOverload, args: Args, kwargs: Kwargs) -> list[Tensor]:
     values = [args[at] if at < len(args) else kwargs.get(name) for at, name in _written_arguments(func)]
     return list(tensors_in(values))

@@ -32,8 +32,6 @@ _CLOSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _PROTOCOL = ("module", "recurse", "nonwrapped_numel", "unwrapped_params")
 _BLOCK = "pass auto_wrap_policy={Block} with the class of the model's repeated block"
 
-_Problem = tuple[str, str]
-
 
 @dataclass(frozen=True)
 class Units:
@@ -48,7 +46,7 @@ class Units:
     notes: list[str]
 
 
-def check_policy(argument: str, policy: object) -> list[_Problem]:
+def check_policy(argument: str, policy: object) -> list[tuple[str, str]]:
     """Return the problems of a policy that can be found without a module, as pairs (problem, fix).
 
     Args:
@@ -277,7 +275,7 @@ def _of_classes(
         notes.append(f"{', '.join(containers)} is only a container, which is never called: no unit.")
     if parts:
         notes.append(f"some {', '.join(parts)} lie in modules that read them without calling them, or that are sharded")
-        notes[-1] += " already: no units of their own."
+        notes[-1] += " already: no separate units."
     return matched, notes
 
 

@@ -10,19 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import ConfigError, MissingDependency, nearest
+from ...errors import Clauses, ConfigError, MissingDependency, nearest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-    from ...protocols import StateDict
+    from ...protocols import Kwargs, StateDict
     from ..parallel import ParallelStrategy
     from .replica import Replica
 
 __all__ = ["CommHook", "check_comm_hook"]
 
 # Any in this file: hooks and their states are the user's or torch's own.
-Hook = Callable[[Any, Any], Any]
+Bucket = Any  # torch's GradBucket, which its types lack
+Futured = torch.futures.Future[Tensor]
+Hook = Callable[[Any, Bucket], Futured]
 
 _HOOKS = {
     "allreduce": "allreduce",
@@ -59,54 +63,41 @@ def hook_name(hook: object) -> str | None:
     return _OF_TORCH.get(getattr(hook, "__name__", "")) if is_of_torch else None
 
 
-def check_comm_hook(hook: object, state: object, wrapper: object, period: int | None) -> list[tuple[str, str]]:
+def check_comm_hook(hook: object, state: object, wrapper: object, period: int | None) -> Clauses:
     """Return (what, fix) for every invalid argument of DDPStrategy."""
-    problems = []
+    problems = Clauses()
     name = hook_name(hook)
     if hook is not None and name is None and (isinstance(hook, enum.Enum) or not callable(hook)):
         near = nearest(hook.lower(), _HOOKS) if isinstance(hook, str) else ""
-        problems.append(
-            (
-                f"expected a known communication hook, got ddp_comm_hook={hook!r}{near}",
-                f"use one of {', '.join(_KNOWN)}, or a function (state, bucket)",
-            )
+        problems.add(
+            f"expected a known communication hook, got ddp_comm_hook={hook!r}{near}",
+            f"use one of {', '.join(_KNOWN)}, or a function (state, bucket)",
         )
     if wrapper is not None and not callable(wrapper) and str(wrapper).lower() not in _WRAPPERS:
-        problems.append(
-            (
-                f"expected a known wrapper, got ddp_comm_wrapper={wrapper!r}",
-                "use 'fp16', 'bf16', or a function that takes the hook",
-            )
+        problems.add(
+            f"expected a known wrapper, got ddp_comm_wrapper={wrapper!r}",
+            "use 'fp16', 'bf16', or a function that takes the hook",
         )
     if hook is None and (state is not None or wrapper is not None):
-        problems.append(
-            (
-                "ddp_comm_state and ddp_comm_wrapper require ddp_comm_hook, got none",
-                "pass ddp_comm_hook, or remove them",
-            )
+        problems.add(
+            "ddp_comm_state and ddp_comm_wrapper require ddp_comm_hook, got none", "pass ddp_comm_hook, or remove them"
         )
     if name == "post_local_sgd" and period is None:
-        problems.append(
-            (
-                "ddp_comm_hook='post_local_sgd' requires model_averaging_period, because the weights of the ranks "
-                "differ between averagings",
-                "pass model_averaging_period as the number of steps between two averagings",
-            )
+        problems.add(
+            "ddp_comm_hook='post_local_sgd' requires model_averaging_period, because the weights of the ranks "
+            "differ between averagings",
+            "pass model_averaging_period as the number of steps between two averagings",
         )
     if name != "post_local_sgd" and period is not None:
-        problems.append(
-            (
-                f"model_averaging_period={period!r} has no effect without ddp_comm_hook='post_local_sgd': with "
-                "averaged gradients the weights are equal",
-                "remove model_averaging_period, or pass ddp_comm_hook='post_local_sgd'",
-            )
+        problems.add(
+            f"model_averaging_period={period!r} has no effect without ddp_comm_hook='post_local_sgd': with "
+            "averaged gradients the weights are equal",
+            "remove model_averaging_period, or pass ddp_comm_hook='post_local_sgd'",
         )
     if period is not None and (not isinstance(period, int) or isinstance(period, bool) or period < 1):
-        problems.append(
-            (
-                f"expected model_averaging_period to be an integer >= 1, got model_averaging_period={period!r}",
-                "pass a number of steps",
-            )
+        problems.add(
+            f"expected model_averaging_period to be an integer >= 1, got model_averaging_period={period!r}",
+            "pass a number of steps",
         )
     return problems
 
@@ -192,24 +183,24 @@ def _make_hook(name: str | None, hook: Any) -> Hook:
     return chosen
 
 
-def _average(buffer: Tensor, group: ProcessGroup | None) -> Any:
+def _average(buffer: Tensor, group: ProcessGroup | None) -> Futured:
     buffer.div_(dist.get_world_size(group))
-    future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+    future: Futured = dist.all_reduce(buffer, group=group, async_op=True).get_future()
     return future.then(lambda done: done.value()[0])
 
 
-def _all_reduce_as(bucket: Any, dtype: torch.dtype, group: ProcessGroup | None) -> Any:
+def _all_reduce_as(bucket: Bucket, dtype: torch.dtype, group: ProcessGroup | None) -> Futured:
     """Average a bucket in a shorter dtype; divided before it is rounded, so that float16 does not overflow."""
     buffer = bucket.buffer()
     short = (buffer / dist.get_world_size(group)).to(dtype)
-    future = dist.all_reduce(short, group=group, async_op=True).get_future()
+    future: Futured = dist.all_reduce(short, group=group, async_op=True).get_future()
     return future.then(lambda done: buffer.copy_(done.value()[0]))
 
 
 def _compressed(hook: Hook, dtype: torch.dtype) -> Hook:
     """Return a hook that casts a bucket to a shorter dtype for `hook`, and casts the result back."""
 
-    def run(state: object, bucket: Any) -> Any:
+    def run(state: object, bucket: Bucket) -> Futured:
         buffer = bucket.buffer()
         bucket.set_buffer(buffer.to(dtype))
 
@@ -223,8 +214,8 @@ def _compressed(hook: Hook, dtype: torch.dtype) -> Hook:
     return run
 
 
-def _leave(state: object, bucket: Any) -> Any:
-    future: Any = torch.futures.Future()
+def _leave(state: object, bucket: Bucket) -> Futured:
+    future = Futured()
     future.set_result(bucket.buffer())
     return future
 
@@ -243,14 +234,14 @@ def _make_state(name: str | None, hook: object, state: object, strategy: Paralle
     return state
 
 
-def _power_sgd_state(hook: object, state: object) -> Any:
+def _power_sgd_state(hook: object, state: object) -> PowerSGDState:
     try:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
         if isinstance(state, PowerSGDState):
             return state
         rank = 2 if isinstance(hook, enum.Enum) and hook.name.endswith("RANK2") else 1
-        options: dict[str, Any] = {"process_group": None, "matrix_approximation_rank": rank}
+        options: Kwargs = {"process_group": None, "matrix_approximation_rank": rank}
         if isinstance(state, int) and not isinstance(state, bool):
             options["matrix_approximation_rank"] = state
         elif isinstance(state, Mapping):
@@ -265,10 +256,10 @@ def _power_sgd_state(hook: object, state: object) -> Any:
         raise MissingDependency("numpy", needed_for="ddp_comm_hook='powersgd'") from error
 
 
-def _post_local_state(state: object, strategy: ParallelStrategy) -> Any:
+def _post_local_state(state: object, strategy: ParallelStrategy) -> PostLocalSGDState:
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
-    options: dict[str, Any] = {"process_group": None, "subgroup": None, "start_localSGD_iter": 0}
+    options: Kwargs = {"process_group": None, "subgroup": None, "start_localSGD_iter": 0}
     subgroup_size = None
     if isinstance(state, PostLocalSGDState):
         made = state
@@ -343,7 +334,7 @@ class _Feedback:
             memory.clear()
         self._is_first_step = True
 
-    def __call__(self, state: Any, bucket: Any) -> Any:
+    def __call__(self, state: Any, bucket: Bucket) -> Futured:
         parameters = self._layout[bucket.index()] = bucket.parameters()
         if not self._is_first_step:
             return self._hook(state, bucket)

@@ -19,7 +19,7 @@ from ..distributed.changes import Changes
 
 if TYPE_CHECKING:
     from ...protocols import AnyOutput, StepFunction, StepOutput
-    from ..autograd import Context
+    from ..autograd import AutogradContext
     from .comm_hooks import CommHook
 
 __all__ = [
@@ -88,7 +88,7 @@ class Steps(nn.Module):
         return loss
 
     def zero(self) -> Tensor:
-        """Return 0 with a graph that gives every parameter a gradient of zeros, whatever its values are."""
+        """Return 0 with a graph in which every parameter gets a gradient of zeros, whatever its values are."""
         zero: Tensor = _Zero.apply(self.sparse, *self.parameters_to_train)  # type: ignore[no-untyped-call]
         return zero
 
@@ -97,13 +97,13 @@ class _Zero(torch.autograd.Function):
     """0, connected to parameters. Unlike `0 * p.sum()` it stays 0 where a parameter is infinite or NaN."""
 
     @staticmethod
-    def forward(ctx: Context, sparse: frozenset[int], *parameters: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, sparse: frozenset[int], *parameters: Tensor) -> Tensor:
         ctx.parameters = parameters
         ctx.sparse = sparse
         return torch.zeros((), device=parameters[0].device)
 
     @staticmethod
-    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return None, *(_zeros(one, is_sparse=id(one) in ctx.sparse) for one in ctx.parameters)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...errors import ConfigError, ModuleError, nearest
+from ...errors import Clauses, ConfigError, ModuleError, nearest
 from ...precision.base import compute_gradients
 from ..base import NoLoss
 from ..distributed import gradients
@@ -472,7 +472,7 @@ _NO_GRADIENT = re.compile(r"which did not receive grad for rank \d+: ([^\n]*)")
 
 
 def _raise_explained(error: RuntimeError, replica: Replica) -> None:
-    """Raise an error with advice and names where torch speaks of its own affairs; return where there is none."""
+    """Raise an error with advice and names in place of torch's own; return where there is none."""
     text = str(error)
     if isinstance(error, ModuleError) or not any(
         sign in text for sign in ("finished reduction in the prior iteration", "mark a variable ready only once")
@@ -498,21 +498,19 @@ def _raise_explained(error: RuntimeError, replica: Replica) -> None:
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def _wrong_kwargs(kwargs: Mapping[str, object]) -> list[tuple[str, str]]:
+def _wrong_kwargs(kwargs: Mapping[str, object]) -> Clauses:
     known = [name for name in inspect.signature(DistributedDataParallel.__init__).parameters if name != "self"]
-    problems = []
+    problems = Clauses()
     for name in kwargs:
         if name in _OURS:
-            problems.append((f"{name}= {_OURS[name]}", f"remove {name}="))
+            problems.add(f"{name}= {_OURS[name]}", f"remove {name}=")
         elif name not in known:
             own = [one for one in inspect.signature(DDPStrategy).parameters if one not in known]
             allowed = [one for one in known if one not in _OURS]
-            problems.append(
-                (
-                    f"{name}= is not an argument of this strategy or of "
-                    f"DistributedDataParallel{nearest(name, [*own, *allowed])}",
-                    f"use one of {', '.join(allowed)}",
-                )
+            problems.add(
+                f"{name}= is not an argument of this strategy or of "
+                f"DistributedDataParallel{nearest(name, [*own, *allowed])}",
+                f"use one of {', '.join(allowed)}",
             )
     return problems
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from ...errors import ConfigError
+from ...errors import Clauses, ConfigError
 from . import config as configs
 from .config import ABSENT, Config, at, is_stage, leaves, section_of, stage_of, write
 
@@ -25,7 +25,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-Problems = list[tuple[str, str]]
 
 _DEVICES = ("none", "cpu", "nvme")
 # Keys whose values are objects. DeepSpeed (0.19) ignores a mistyped one with all that it says.
@@ -38,7 +37,7 @@ _KEYS = (
 
 
 def _key(default: T, *paths: str) -> T:
-    """Return a field whose value stands at these paths of the configuration."""
+    """Return a field whose value is at these paths of the configuration."""
     return field(default=default, metadata={"paths": paths})
 
 
@@ -134,7 +133,7 @@ class ResolvedArguments:
     config: Config
     arguments: DeepSpeedArguments
     where: str
-    problems: Problems
+    problems: Clauses
 
 
 def read_given(config: object, arguments: DeepSpeedArguments) -> ResolvedArguments:
@@ -144,7 +143,7 @@ def read_given(config: object, arguments: DeepSpeedArguments) -> ResolvedArgumen
         config: A dict, a path, or None; see `config.read`.
         arguments: The constructor's other arguments.
     """
-    where, content, problems = "the strategy's arguments", build(arguments), []
+    where, content, problems = "the strategy's arguments", build(arguments), Clauses()
     try:
         own, place = configs.read(config)
         if own is not None:
@@ -152,7 +151,7 @@ def read_given(config: object, arguments: DeepSpeedArguments) -> ResolvedArgumen
             if not problems:
                 content, arguments = _combined(own, arguments, where)
     except ConfigError as error:
-        problems.append((error.what.rstrip("."), error.fix.rstrip(".")))
+        problems.add(error.what.rstrip("."), error.fix.rstrip("."))
     problems += check_arguments(arguments) + _check_activations(content, where)
     return ResolvedArguments(content, arguments, where, problems)
 
@@ -200,46 +199,47 @@ def check_against(config: Config, arguments: DeepSpeedArguments, where: str) -> 
 # --- checks --------------------------------------------------------------------------------------------------------
 
 
-def check_arguments(arguments: DeepSpeedArguments) -> Problems:
+def check_arguments(arguments: DeepSpeedArguments) -> Clauses:
     """Return the problems of the constructor's arguments."""
-    found = [] if is_stage(arguments.stage) else [_not_a_stage("stage", arguments.stage)]
+    found = Clauses() if is_stage(arguments.stage) else Clauses([_not_a_stage("stage", arguments.stage)])
     for name in ("offload_params_device", "offload_optimizer_device", "remote_device"):
         value = getattr(arguments, name)
         if value not in _DEVICES and not (name == "remote_device" and value is None):
-            found.append((f"expected {name} to be 'cpu' or 'nvme', got {value!r}", "use 'cpu' or 'nvme'"))
+            found.add(f"expected {name} to be 'cpu' or 'nvme', got {value!r}", "use 'cpu' or 'nvme'")
     stage = arguments.effective_stage
     parameters = arguments.offload_params_device if arguments.offload_parameters else "none"
     optimizer = arguments.offload_optimizer_device if arguments.offload_optimizer else "none"
     found += _check_offload(stage, "offload_parameters", parameters, "offload_optimizer", optimizer)
     if arguments.offload_optimizer and stage == 0:
-        found.append(("offload_optimizer=True without ZeRO", "use stage=1, 2 or 3"))
+        found.add("offload_optimizer=True without ZeRO", "use stage=1, 2 or 3")
     if "nvme" in (parameters, optimizer) and not arguments.nvme_path:
-        found.append(("a device is 'nvme' and nvme_path is missing", "pass nvme_path, a folder on that disk"))
+        found.add("a device is 'nvme' and nvme_path is missing", "pass nvme_path, a folder on that disk")
     return found
 
 
-def check_sections(config: Mapping[str, Any], where: str) -> Problems:  # Any: values of a JSON document
+def check_sections(config: Mapping[str, Any], where: str) -> Clauses:  # Any: values of a JSON document
     """Return the problems of the user's configuration that DeepSpeed would ignore, or fail at later."""
-    found = []
+    found = Clauses()
     for key, value in config.items():
         match = [] if key in _KEYS else get_close_matches(str(key), _KEYS, n=1, cutoff=0.85)
         if match:
-            found.append((f"{where}: {key!r} is not a key of DeepSpeed", f"write {match[0]!r}"))
+            found.add(f"{where}: {key!r} is not a key of DeepSpeed", f"write {match[0]!r}")
         is_switch = key == "zero_optimization" and isinstance(value, bool)
         if key in _SECTIONS and value is not None and not is_switch and not isinstance(value, Mapping):
-            found.append((f"{where}: {key}: expected an object, got {value!r}", "write {...}, or leave it out"))
+            found.add(f"{where}: {key}: expected an object, got {value!r}", "write {...}, or leave it out")
     for path, axis in (("tensor_parallel.autotp_size", "tp"), ("sequence_parallel_size", "cp")):
         size = at(config, path)
         # The ranks of such an axis need the same batches, and here each reads its own.
         if size not in (ABSENT, None, 0, 1):
             what = f"{where}: expected {path} ({axis}) to be 1, got {size!r}"
-            found.append((what, f"leave {path.split('.')[0]} out, or use MeshStrategy with {axis}= without DeepSpeed"))
+            found.add(what, f"leave {path.split('.')[0]} out, or use MeshStrategy with {axis}= without DeepSpeed")
     zero = section_of(config, "zero_optimization")
     stage = zero.get("stage", 0)
     if stage == "auto":
         return found
     if not is_stage(stage):
-        return [*found, _not_a_stage(f"{where}: zero_optimization.stage", stage)]
+        found.append(_not_a_stage(f"{where}: zero_optimization.stage", stage))
+        return found
     names = ("offload_param", "offload_optimizer")
     parameters, optimizer = (str(section_of(zero, name).get("device", "none")) for name in names)
     found += _check_offload(int(stage), f"{where}: offload_param", parameters, f"{where}: {names[1]}", optimizer)
@@ -247,7 +247,7 @@ def check_sections(config: Mapping[str, Any], where: str) -> Problems:  # Any: v
     # DeepSpeed (0.19) then takes its BF16_Optimizer, whose state has another layout.
     if dtype in ("fp32", "float32") and stage_of(config) == 1 and optimizer == "none":
         what = f"{where}: grad_accum_dtype is {dtype!r} in ZeRO stage 1, where DeepSpeed uses another kind of optimizer"
-        found.append((what, "use stage 2 or 3, or leave data_types out"))
+        found.add(what, "use stage 2 or 3, or leave data_types out")
     return found
 
 
@@ -255,23 +255,23 @@ def _not_a_stage(name: str, value: object) -> tuple[str, str]:
     return f"expected {name} to be a ZeRO stage, got {value!r}", "use 0, 1, 2 or 3"
 
 
-def _check_offload(stage: int, name: str, parameters: str, other: str, optimizer: str) -> Problems:
+def _check_offload(stage: int, name: str, parameters: str, other: str, optimizer: str) -> Clauses:
     """Return the problems of the devices that parameters and optimizer are offloaded to."""
-    found = []
+    found = Clauses()
     if parameters != "none" and stage != 3:
-        found.append((f"{name} in ZeRO stage {stage}, where every process has all parameters", "use stage 3"))
+        found.add(f"{name} in ZeRO stage {stage}, where every process has all parameters", "use stage 3")
     if optimizer == "nvme" and stage != 3:
-        found.append((f"{other} on 'nvme' in ZeRO stage {stage}", "use stage 3, or the device 'cpu'"))
+        found.add(f"{other} on 'nvme' in ZeRO stage {stage}", "use stage 3, or the device 'cpu'")
     return found
 
 
-def _check_activations(config: Config, where: str) -> Problems:
+def _check_activations(config: Config, where: str) -> Clauses:
     """Return the problems of the section on activation checkpointing."""
-    options, found = configs.activation_options(config), []
+    options, found = configs.activation_options(config), Clauses()
     if options["contiguous_checkpointing"] and not options["partition_activations"]:
         what = f"{where}: contiguous_memory_optimization without partition_activations"
-        found.append((what, "set partition_activations, too: one buffer is made of the partitions"))
+        found.add(what, "set partition_activations, too: one buffer is made of the partitions")
     if options["contiguous_checkpointing"] and options["num_checkpoints"] is None:
         what = f"{where}: contiguous_memory_optimization without the number of checkpointed parts of the model"
-        found.append((what, 'pass config={"activation_checkpointing": {"number_checkpoints": ...}}'))
+        found.add(what, 'pass config={"activation_checkpointing": {"number_checkpoints": ...}}')
     return found

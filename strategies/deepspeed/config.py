@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+from ...protocols import AnyTree
 
 __all__ = ["ABSENT", "Config", "Facts", "activation_options", "at", "differences", "facts_of", "is_stage", "leaves",
            "merged", "read", "section_of", "settle", "stage_of", "write"]  # fmt: skip
@@ -225,7 +226,7 @@ def leaves(config: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]
     return found
 
 
-def at(config: Mapping[str, Any], path: str) -> Any:  # Any: a value of a JSON document
+def at(config: Mapping[str, Any], path: str) -> AnyTree:  # Any: a value of a JSON document
     """Return the value at a path, or `ABSENT`."""
     value: Any = config
     for name in path.split("."):

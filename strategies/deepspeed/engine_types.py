@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
+from ...protocols import AnyOutput
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -86,7 +88,7 @@ class Engine(Protocol):
     basic_optimizer: Optimizer | None
     device: torch.device
 
-    def __call__(self) -> Any:  # Any: what the user's step returns
+    def __call__(self) -> AnyOutput:  # Any: what the user's step returns
         """Run the forward pass."""
 
     backward: Callable[..., object]

@@ -39,7 +39,7 @@ def gathering_in_steps(engine: Engine, events: list[Event] | None = None) -> Ite
     under_way = _offload_of(engine).get_param_coordinator()._PartitionedParameterCoordinator__inflight_param_registry
     requested: dict[int, Any] = {}  # parameters of open contexts
 
-    def enter(context: Any) -> Any:
+    def enter(context: Any) -> object:
         if not context.enabled:
             return None
         if events is not None:
@@ -51,7 +51,7 @@ def gathering_in_steps(engine: Engine, events: list[Event] | None = None) -> Ite
         context.params = [one for one in context.params if not one.ds_active_sub_modules]
         return begin(context) if context.params else None
 
-    def leave(context: Any, *error: Any) -> Any:
+    def leave(context: Any, *error: object) -> object:
         if not context.enabled:
             return None
         if events is not None:

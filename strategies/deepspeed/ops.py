@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ...errors import ConfigError, MissingDependency
+from ...errors import Clauses, ConfigError, MissingDependency
 from .builds import build, build_environment, is_built, missing_for
 from .config import activation_options, section_of
 
@@ -188,12 +188,10 @@ def prepare(config: Mapping[str, Any], where: str) -> None:
         LaunchError: A build failed, or took too long.
     """
     missing = {name: maker for name, maker in operators_of(config).items() if not is_built(name)}
-    problems = [one for path in _nvme_paths(config) for one in _problems_of(path)]
+    problems = Clauses(one for path in _nvme_paths(config) for one in _problems_of(path))
     problems += [(f"DeepSpeed's {', '.join(missing)} must be built, and there is no {tool} here", fix)
                  for tool, fix in missing_for(missing).items()]  # fmt: skip
-    if problems:
-        whats, fixes = zip(*problems, strict=True)
-        raise ConfigError(f"{where}: {'; '.join(whats)}.", fix=f"{'; '.join(dict.fromkeys(fixes))}.")
+    problems.refuse(where)
     for name, maker in missing.items():
         build(name, maker)
 

@@ -71,7 +71,7 @@ def partition(strategy: DeepSpeedStrategy, module: nn.Module) -> dict[str, Tenso
 
 
 class _Source(nn.Module):
-    """Stand-in for the module: its parameters exist one submodule at a time, as DeepSpeed asks for them."""
+    """Replaces the module: its parameters exist one submodule at a time, as DeepSpeed requests them."""
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _Source(nn.Module):
         self.shards: dict[str, Tensor] = {}
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Give each parameter that is not partitioned; DeepSpeed partitions it before it asks for the next one."""
+        """Yield each parameter that is not partitioned; DeepSpeed partitions it before it requests the next one."""
         module: nn.Module = self.__dict__["_original"]
         for path, owner in module.named_modules():
             materialize(owner, device=self._device, recurse=False, root=module)

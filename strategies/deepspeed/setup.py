@@ -59,7 +59,7 @@ def check_layers(module: nn.Module) -> None:
         raise ModuleError(
             f"Expected parameters with at least one dimension in {type(module).__name__} for DeepSpeed, got parameters "
             f"of shape (): {', '.join(names)}.",
-            fix="give them one dimension, as in nn.Parameter(torch.ones(1)), or pass strategy='ddp' or 'fsdp'.",
+            fix="make them one-dimensional, as in nn.Parameter(torch.ones(1)), or pass strategy='ddp' or 'fsdp'.",
         )
 
 
@@ -175,7 +175,7 @@ def start(strategy: DeepSpeedStrategy, root: EngineRoot, optimizer: Optimizer | 
 
 
 def _match_statistics(module: nn.Module) -> None:
-    """Give running statistics of norms the dtype of their weights: torch computes with one dtype of both.
+    """Cast running statistics of norms to the dtype of their weights: torch computes with one dtype of both.
 
     DeepSpeed (0.19) casts parameters to 16 bits, but not buffers.
     """

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import CheckpointError
+from ...protocols import AnyTree
 from ..distributed.shards import read_full
 from .engine import EngineOptimizer, EngineRoot
 
@@ -275,11 +276,11 @@ def state_entry(root: EngineRoot, inner: Optimizer, parameter: nn.Parameter) -> 
     }
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: AnyTree) -> AnyTree:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def gather(state: Any, *, keep: bool) -> Any:
+def gather(state: Any, *, keep: bool) -> AnyTree:
     """Return a state with full tensors instead of `PendingTensor`, on rank 0's CPU; None elsewhere. On every rank.
 
     Args:
@@ -298,7 +299,7 @@ def gather(state: Any, *, keep: bool) -> Any:
             made[pending.label] = (value.cpu() if isinstance(value, Tensor) else value) if keep else None
         return made[pending.label]
 
-    def resolve(value: Any) -> Any:
+    def resolve(value: AnyTree) -> AnyTree:
         if isinstance(value, PendingTensor):
             return full(value)
         if isinstance(value, Mapping):
@@ -473,7 +474,7 @@ def _load_entry(root: EngineRoot, inner: Optimizer, parameter: nn.Parameter, ent
             fragment.of(target[key]).copy_(full.reshape(-1).narrow(0, fragment.start, fragment.size))
 
 
-def _count(inner: Optimizer, value: Any) -> Any:
+def _count(inner: Optimizer, value: AnyTree) -> AnyTree:
     """Return a step count as the optimizer keeps it: DeepSpeed's Adam as a number, torch's as a tensor."""
     if type(inner).__module__.startswith("deepspeed."):
         return int(_number(value))
@@ -482,5 +483,5 @@ def _count(inner: Optimizer, value: Any) -> Any:
     return _copied(value)
 
 
-def _number(value: Any) -> Any:
+def _number(value: AnyTree) -> AnyTree:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

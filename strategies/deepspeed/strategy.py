@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ...accelerators import Accelerator
     from ...precision import Precision
-    from ...protocols import CheckpointPlugin, Cluster, StateDict
+    from ...protocols import AnyTree, CheckpointPlugin, Cluster, StateDict
     from .engine_types import Engine, State
 
 __all__ = ["DeepSpeedStrategy"]
@@ -328,7 +328,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         self.keeps_activations = ops.configure_activations(self.given_config, self.device.type)
 
     def teardown(self) -> None:
-        """Let go of engines, then of devices and connections."""
+        """Release engines, then devices and connections."""
         if self._lw_has_set_rank:  # it would look like a launcher to the next run
             os.environ.pop("LOCAL_RANK", None)
         if self._lw_has_configured_activations:
@@ -533,7 +533,7 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def gather_state(self, state: Any) -> Any:  # Any: the content of a checkpoint
+    def gather_state(self, state: Any) -> AnyTree:  # Any: the content of a checkpoint
         """Return a state with full tensors on rank 0's CPU, None elsewhere. On every rank."""
         return gather(state, keep=self.is_global_zero)
 
@@ -555,7 +555,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             state = {name: value for name, value in state.items() if name not in frozen}
         return module_state(module, state) if isinstance(module, EngineRoot) else state
 
-    def load_module_state_dict(self, module: nn.Module, state: State, strict: bool = True) -> Any:  # Any: torch's
+    def load_module_state_dict(self, module: nn.Module, state: State, strict: bool = True) -> AnyTree:  # Any: torch's
         """Load a state with full tensors, of any strategy; masters get them in float32. On every rank."""
         original = self.unwrap(module)
         if isinstance(module, EngineRoot):

@@ -21,7 +21,7 @@ from ...protocols import ReduceOp, Tree
 from ..tree import leaves, map_leaves
 
 if TYPE_CHECKING:
-    from ..autograd import Context
+    from ..autograd import AutogradContext
 
 __all__ = [
     "all_gather",
@@ -215,12 +215,12 @@ class _AllGather(torch.autograd.Function):
     """Stack the tensors of all ranks; backward sums over the ranks and returns the gradient of this rank's tensor."""
 
     @staticmethod
-    def forward(ctx: Context, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: AutogradContext, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         return _gathered(tensor, group)
 
     @staticmethod
-    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.contiguous().clone()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient[dist.get_rank(ctx.group)], None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...errors import ModuleError
+from ...protocols import AnyFunction, AnyTree, Args, Kwargs
 from .shards import local
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _BUCKET_BYTES = 25 * 2**20
 
 
 class LostGradients(TorchFunctionMode):
-    """Refuses None as a gradient for which a step asks with `allow_unused=True`: it would be left out in silence.
+    """Refuses None as a gradient that a step requests with `allow_unused=True`: it would be left out in silence.
 
     Args:
         error: Makes the error.
@@ -33,11 +34,12 @@ class LostGradients(TorchFunctionMode):
         super().__init__()
         self._error, self._of = error, of
 
-    # Any: the arguments and results of torch's functions.
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: AnyFunction, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> AnyTree:
         result = func(*args, **(kwargs or {}))
         if func is torch.autograd.grad:
-            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+            inputs = args[1] if len(args) > 1 else (kwargs or {})["inputs"]
             inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
             if any(got is None and self._of(one) for one, got in zip(inputs, result, strict=True)):
                 raise self._error()

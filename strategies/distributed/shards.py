@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
 
-    from ...protocols import TensorInFile, Tree
+    from ...protocols import AnyTree, TensorInFile, Tree
 
 __all__ = [
     "FULL_STATE",
@@ -45,7 +45,7 @@ __all__ = [
 # Any in this file: the content of checkpoints, and what mypy does not know of torch.
 
 FULL_STATE = (
-    "state = trainer.full_state_dict(module) on every rank, which gives rank 0 the full tensors on the CPU; there, "
+    "state = trainer.full_state_dict(module) on every rank, which returns the full tensors on rank 0's CPU; there, "
     "torch.save(state, path), or model.save_pretrained(path, state_dict=state) of transformers. With Fabric, call "
     "fabric.save"
 )
@@ -73,9 +73,9 @@ def _reduced(tensor: DTensor) -> Any:
 
 
 class RemoteShards:
-    """Stands for a sharded tensor of other ranks in a checkpoint that all ranks write, under the same name there.
+    """Represents a sharded tensor of other ranks in a checkpoint that all ranks write, under the same name there.
 
-    Under several names the same object stands for one tensor.
+    Under several names the same object represents one tensor.
 
     Attributes:
         shape: Of the full tensor.
@@ -292,7 +292,7 @@ def gather_full(tree: Tree, *, keep: bool) -> object:
     return map_leaves(tree, gather)
 
 
-def read_full(tree: Tree) -> Any:
+def read_full(tree: Tree) -> AnyTree:
     """Return a structure whose tensors in files are read in full; sharded tensors are left unchanged."""
     return map_leaves(tree, lambda value: value.read() if _is_stored(value) else value)
 

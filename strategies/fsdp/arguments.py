@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import ConfigError, nearest
+from ...errors import Clauses, ConfigError, nearest
 from ..construction.activation_checkpointing import check_checkpointing
 from ..construction.wrap_policy import check_policy
 from .plan import MixedPrecisionPlan, ShardingPlan, sizes_of
@@ -27,7 +27,6 @@ SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"
 STATE_DICT_TYPES = ("full", "sharded")
 BACKWARD_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST")
 
-_Problem = tuple[str, str]
 
 _NAMES = (
     "activation_checkpointing", "activation_checkpointing_policy", "auto_wrap_policy", "backward_prefetch",
@@ -36,7 +35,7 @@ _NAMES = (
     "reshard_after_forward", "shard_placement_fn", "sharding_strategy", "state_dict_type", "sync_module_states",
     "use_orig_params",
 )  # fmt: skip
-_REFUSED: dict[str, _Problem] = {
+_REFUSED: dict[str, tuple[str, str]] = {
     "module": ("module= is passed to the Trainer or `setup_module` instead", "remove module="),
     "device_id": ("device_id= is derived from devices=", "remove device_id="),
     "process_group": (
@@ -66,7 +65,7 @@ def read_arguments(**given: object) -> ShardingPlan:
         ConfigError: Arguments are unknown or unsupported; every problem is listed. Its parts do not end in a period, so
             that the caller can join them with others.
     """
-    problems = [*_unknown(given)]
+    problems = Clauses(_unknown(given))
     notes: list[str] = []
     wanted: dict[str, Any] = {name: given.get(name) for name in _NAMES}
     mesh = _read_mesh(_either(wanted, ("device_mesh", "mesh"), problems), problems)
@@ -80,16 +79,14 @@ def read_arguments(**given: object) -> ShardingPlan:
     for name in ("param_init_fn", "shard_placement_fn"):
         if wanted[name] is not None and not callable(wanted[name]):
             what = f"expected {name} to be a function, got {name}={wanted[name]!r}"
-            problems.append((what, f"pass {name} as a function, or remove it"))
+            problems.add(what, f"pass {name} as a function, or remove it")
     if wanted["use_orig_params"] is False:
         notes.append("use_orig_params=False has no effect: the original parameters are always used.")
     if wanted["limit_all_gathers"] is False:
         notes.append("limit_all_gathers=False has no effect: fully_shard limits memory without blocking the CPU.")
     for name in ("use_orig_params", "limit_all_gathers", "sync_module_states"):
         if not isinstance(wanted[name], bool | None):
-            problems.append(
-                (f"expected {name} to be a bool, got {name}={wanted[name]!r}", f"pass {name}=True or False")
-            )
+            problems.add(f"expected {name} to be a bool, got {name}={wanted[name]!r}", f"pass {name}=True or False")
     plan = ShardingPlan(
         reshard_after_forward=reshard,
         is_hybrid=is_hybrid,
@@ -118,30 +115,30 @@ def read_arguments(**given: object) -> ShardingPlan:
 # -- one argument each -------------------------------------------------------------------------------------------------
 
 
-def _unknown(given: Mapping[str, object]) -> list[_Problem]:
-    problems = []
+def _unknown(given: Mapping[str, object]) -> Clauses:
+    problems = Clauses()
     for name, value in given.items():
         if name in _REFUSED:
             if value is not None:
                 problems.append(_REFUSED[name])
         elif name not in _NAMES:
             hint = nearest(name, [*_NAMES, *OF_PROCESSES])
-            problems.append((f"{name}= is not an argument of this strategy{hint}", f"use some of {', '.join(_NAMES)}"))
+            problems.add(f"{name}= is not an argument of this strategy{hint}", f"use some of {', '.join(_NAMES)}")
     if given.get("process_group") is not None and given.get("device_mesh") is not None:
-        problems.append(("process_group= and device_mesh= set the same option", "pass only device_mesh="))
+        problems.add("process_group= and device_mesh= set the same option", "pass only device_mesh=")
     return problems
 
 
-def _either(wanted: Mapping[str, object], names: tuple[str, str], problems: list[_Problem]) -> Any:
+def _either(wanted: Mapping[str, object], names: tuple[str, str], problems: Clauses) -> Any:
     """Return the value of an argument that has two names."""
     first, second = (wanted[name] for name in names)
     if first is not None and second is not None:
-        problems.append((f"{names[0]}= and {names[1]}= set the same option", f"pass only one of {' and '.join(names)}"))
+        problems.add(f"{names[0]}= and {names[1]}= set the same option", f"pass only one of {' and '.join(names)}")
     return second if first is None else first
 
 
 def _read_sharding(
-    wanted: Mapping[str, object], mesh: Any, problems: list[_Problem], notes: list[str]
+    wanted: Mapping[str, object], mesh: Any, problems: Clauses, notes: list[str]
 ) -> tuple[bool | int, bool, bool]:
     """Return reshard_after_forward, is_hybrid, is_replicated."""
     given = wanted["sharding_strategy"]
@@ -149,10 +146,10 @@ def _read_sharding(
     copies, shards = sizes_of(mesh) if mesh is not None else (1, 0)
     if name == "NO_SHARD" and shards > 1:
         what = f"expected a device_mesh= without shards for sharding_strategy='NO_SHARD', got one with {shards} shards"
-        problems.append((what, "pass another sharding_strategy, or remove device_mesh="))
+        problems.add(what, "pass another sharding_strategy, or remove device_mesh=")
     if "HYBRID" in name and mesh is not None and not isinstance(mesh, tuple) and mesh.ndim == 1:
         what = f"expected device_mesh= with two axes for sharding_strategy={name!r}, got one axis"
-        problems.append((what, "pass device_mesh=(copies, shards), or sharding_strategy='FULL_SHARD'"))
+        problems.add(what, "pass device_mesh=(copies, shards), or sharding_strategy='FULL_SHARD'")
     if name in ("FULL_SHARD", "SHARD_GRAD_OP") and copies > 1:
         notes.append(
             f"sharding_strategy={name!r} with {copies} copies in device_mesh= shards each copy separately, as "
@@ -163,35 +160,35 @@ def _read_sharding(
     if own is not None:
         if not isinstance(own, int) or own < 0 or (own == 0 and own is not False):
             what = f"expected reshard_after_forward to be a bool or a positive integer, got {own!r}"
-            problems.append((what, "pass True, False, or a divisor of the number of processes"))
+            problems.add(what, "pass True, False, or a divisor of the number of processes")
         elif own and name in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
             what = f"sharding_strategy={name!r} keeps parameters after forward, and reshard_after_forward={own!r} does"
-            problems.append((f"{what} not", "remove one of the two"))
+            problems.add(f"{what} not", "remove one of the two")
         else:
             reshard = own
     return reshard, "HYBRID" in name or copies > 1, name == "NO_SHARD"
 
 
-def _read_mesh(given: Any, problems: list[_Problem]) -> Any:
+def _read_mesh(given: Any, problems: Clauses) -> Any:
     if given is None:
         return None
     if _is_torch(given, "DeviceMesh"):
         if given.ndim in (1, 2):
             if given.ndim == 2 and given.mesh_dim_names is None:
                 advice = "pass mesh_dim_names=('replicate', 'shard') to init_device_mesh"
-                problems.append(("expected names for the two axes of device_mesh=, got none", advice))
+                problems.add("expected names for the two axes of device_mesh=, got none", advice)
             return given
         what = f"expected device_mesh= with one or two axes, got {given.ndim}"
-        problems.append((what, "pass a mesh with two axes (copies, shards)"))
+        problems.add(what, "pass a mesh with two axes (copies, shards)")
         return None
     if isinstance(given, tuple | list) and len(given) == 2 and all(_is_count(one) for one in given):
         return (given[0], given[1])
     advice = "pass device_mesh=(copies, shards) as two positive integers, or a DeviceMesh"
-    problems.append((f"expected device_mesh to be a mesh, got device_mesh={given!r}", advice))
+    problems.add(f"expected device_mesh to be a mesh, got device_mesh={given!r}", advice)
     return None
 
 
-def _read_offload(given: Any, problems: list[_Problem]) -> tuple[bool, bool | None]:
+def _read_offload(given: Any, problems: Clauses) -> tuple[bool, bool | None]:
     if given is None or isinstance(given, bool):
         return bool(given), None
     if _is_torch(given, "CPUOffload"):
@@ -201,25 +198,25 @@ def _read_offload(given: Any, problems: list[_Problem]) -> tuple[bool, bool | No
     if _is_torch(given, "OffloadPolicy"):
         return False, None
     advice = "pass True, False, or torch's CPUOffload or CPUOffloadPolicy"
-    problems.append((f"expected cpu_offload to be a bool or an offload policy, got cpu_offload={given!r}", advice))
+    problems.add(f"expected cpu_offload to be a bool or an offload policy, got cpu_offload={given!r}", advice)
     return False, None
 
 
-def _read_precision(given: Any, problems: list[_Problem], notes: list[str]) -> MixedPrecisionPlan | None:
+def _read_precision(given: Any, problems: Clauses, notes: list[str]) -> MixedPrecisionPlan | None:
     if given is None:
         return None
     is_old = _is_torch(given, "MixedPrecision")
     if not is_old and not _is_torch(given, "MixedPrecisionPolicy"):
         advice = "pass torch's MixedPrecision or MixedPrecisionPolicy, or pass precision='bf16-mixed' instead"
-        problems.append((f"expected mixed_precision to be a policy, got mixed_precision={given!r}", advice))
+        problems.add(f"expected mixed_precision to be a policy, got mixed_precision={given!r}", advice)
         return None
     names = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
     dtypes: dict[str, Any] = {name: getattr(given, name, None) for name in names}
     for name, value in dtypes.items():
         if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
             advice = f"pass {name} as a floating-point torch.dtype, or None"
-            problems.append(
-                (f"expected {name} of mixed_precision= to be a floating-point dtype, got {name}={value!r}", advice)
+            problems.add(
+                f"expected {name} of mixed_precision= to be a floating-point dtype, got {name}={value!r}", advice
             )
     plan = MixedPrecisionPlan(**dtypes, cast_forward_inputs=given.cast_forward_inputs)
     if not is_old:
@@ -234,7 +231,7 @@ def _read_precision(given: Any, problems: list[_Problem], notes: list[str]) -> M
     )
 
 
-def _read_backward_prefetch(given: Any, problems: list[_Problem], notes: list[str]) -> int:
+def _read_backward_prefetch(given: Any, problems: Clauses, notes: list[str]) -> int:
     if given is None or given == 0:
         return 0
     if _is_count(given):
@@ -247,31 +244,29 @@ def _read_backward_prefetch(given: Any, problems: list[_Problem], notes: list[st
     return 0
 
 
-def _read_count(name: str, given: Any, problems: list[_Problem]) -> int:
+def _read_count(name: str, given: Any, problems: Clauses) -> int:
     if given is None or isinstance(given, bool) or _is_count(given) or given == 0:
         return int(given or 0)
     what = f"expected {name} to be a bool or an integer >= 0, got {name}={given!r}"
-    problems.append((what, f"pass {name} as True, False, or a number of units"))
+    problems.add(what, f"pass {name} as True, False, or a number of units")
     return 0
 
 
-def _read_state_dict_type(given: object, problems: list[_Problem]) -> str | None:
+def _read_state_dict_type(given: object, problems: Clauses) -> str | None:
     if given is None:
         return None
     name = given.name.removesuffix("_STATE_DICT") if isinstance(given, Enum) else given
     if name == "LOCAL" or (isinstance(given, str) and given.lower() == "local"):
-        problems.append(
-            (
-                "state_dict_type='local' is not supported: such checkpoints can be read only by the same "
-                "number of processes",
-                "pass state_dict_type='sharded'",
-            )
+        problems.add(
+            "state_dict_type='local' is not supported: such checkpoints can be read only by the same "
+            "number of processes",
+            "pass state_dict_type='sharded'",
         )
         return None
     return _choice("state_dict_type", name.lower() if isinstance(name, str) else name, STATE_DICT_TYPES, problems)
 
 
-def _read_ignored(wanted: Mapping[str, Any], problems: list[_Problem]) -> tuple[nn.Module | nn.Parameter, ...]:
+def _read_ignored(wanted: Mapping[str, Any], problems: Clauses) -> tuple[nn.Module | nn.Parameter, ...]:
     found: list[nn.Module | nn.Parameter] = []
     for name in ("ignored_modules", "ignored_states", "ignored_parameters", "ignored_params"):
         given = wanted[name]
@@ -287,7 +282,7 @@ def _read_ignored(wanted: Mapping[str, Any], problems: list[_Problem]) -> tuple[
             listed = " or ".join(kind.__name__ for kind in kinds)
             got = f"a list with {', '.join(wrong)}" if is_many else type(given).__name__
             what = f"expected {name} to be a list of {listed}, got {got}"
-            problems.append((what, f"pass {name} as a list of {listed}"))
+            problems.add(what, f"pass {name} as a list of {listed}")
         else:
             found += members
     return tuple(found)
@@ -296,7 +291,7 @@ def _read_ignored(wanted: Mapping[str, Any], problems: list[_Problem]) -> tuple[
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def _choice(argument: str, given: object, choices: tuple[str, ...], problems: list[_Problem]) -> str:
+def _choice(argument: str, given: object, choices: tuple[str, ...], problems: Clauses) -> str:
     """Return the choice that matches a string (case-insensitive) or a member of torch's enumeration."""
     name = given.name if isinstance(given, Enum) else given
     by_name = {choice.strip("_").lower(): choice for choice in choices}
@@ -304,9 +299,7 @@ def _choice(argument: str, given: object, choices: tuple[str, ...], problems: li
     if known is not None:
         return known
     hint = nearest(name.upper(), choices) or nearest(name.lower(), choices) if isinstance(name, str) else ""
-    problems.append(
-        (f"expected a valid {argument}, got {argument}={given!r}{hint}", f"use one of {', '.join(choices)}")
-    )
+    problems.add(f"expected a valid {argument}, got {argument}={given!r}{hint}", f"use one of {', '.join(choices)}")
     return choices[0]
 
 

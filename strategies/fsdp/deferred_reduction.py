@@ -69,7 +69,7 @@ def _average_one(one: FSDPParam, group: ProcessGroup | None) -> None:
 
 
 def _full_gradient(one: FSDPParam) -> Tensor:
-    """Return what waits, with memory of its own; zeros where other ranks have something and this one has nothing."""
+    """Return what waits, with separate memory; zeros where other ranks have something and this one has nothing."""
     waiting = [gradient for gradient in (one.unsharded_accumulated_grad, _latest(one)) if gradient is not None]
     if not waiting:
         parameter = one.sharded_param

@@ -32,7 +32,7 @@ class MixedPrecisionPlan:
         cast_root_forward_inputs: Whether inputs of the root module are.
         keep_low_precision_grads: Whether gradients were to stay in `reduce_dtype`; fully_shard casts them to the
             parameters' dtype.
-        full_precision_classes: Modules to which all this was not to apply, if they were units of their own.
+        full_precision_classes: Modules to which this does not apply if they are separate units.
     """
 
     param_dtype: torch.dtype | None = None
@@ -69,7 +69,7 @@ class ShardingPlan:
         param_init_fn: Fills a module that was built on the meta device; None: the module's own way.
         ignored: Modules and parameters that are not sharded.
         shard_placement_fn: Chooses the dimension along which a parameter is sharded; None: the first one.
-        state_dict_type: "full" or "sharded"; None: whoever saves decides.
+        state_dict_type: "full" or "sharded"; None: the caller that saves decides.
         notes: Accepted arguments without effect, or with another one than in FullyShardedDataParallel; as sentences.
     """
 

@@ -400,12 +400,12 @@ def _reshard_after(root: ShardedRoot, args: object, output: StepOutput) -> None:
 
 
 def root_of(module: nn.Module) -> ShardedRoot | None:
-    """Return what stands around a module that is sharded, from the module or from itself; None where nothing does."""
+    """Return the root around a sharded module, from the module or from itself; None without one."""
     return module if isinstance(module, ShardedRoot) else module.__dict__.get(ROOT)
 
 
 def units_of(module: nn.Module) -> list[Any]:
-    """Return the modules below this one, and itself, that are gathered as units of their own; in order."""
+    """Return the modules below this one, and itself, that are gathered as separate units; in order."""
     return [one for one in module.modules() if isinstance(one, FSDPModule)]
 
 

@@ -97,7 +97,7 @@ def shard(
         is_rank_zero: Whether to log what was chosen.
         prepare: Called with the modules of each unit after it got its values and before it is sharded; may replace
             their parameters.
-        meshes: Modules that are units of their own and sharded over other meshes than that of `target`.
+        meshes: Modules that are separate units, sharded over other meshes than that of `target`.
 
     Raises:
         ModuleError: The module cannot be sharded, or values of it are missing; names them.
@@ -267,7 +267,7 @@ def _give_values(
     target: ShardingTarget,
     prepare: Callable[[list[nn.Module]], None] | None,
 ) -> None:
-    """Give values to what lies in the unit and in none of those that are done, and prepare it."""
+    """Initialize what is in the unit and in no unit that is done, and prepare it."""
     where = torch.device("cpu") if plan.offload else target.device
     inner = [one for one in done if one is not unit]
     is_synced = plan.sync_module_states and dist.get_world_size(target.source_group) > 1
@@ -342,7 +342,7 @@ def _mixed_precision(plan: ShardingPlan, precision: PrecisionPolicy, device: tor
 
 
 def _full_precision(module: nn.Module, plan: ShardingPlan, policy: MixedPrecisionPolicy) -> list[nn.Module]:
-    """Return the modules to which mixed precision does not apply, so that they are units of their own."""
+    """Return the modules to which mixed precision does not apply, so that they are separate units."""
     if policy.param_dtype is None:
         return []
     own = plan.mixed_precision

@@ -46,7 +46,7 @@ class FSDPStrategy(ShardedStrategy):
             CPUOffload or CPUOffloadPolicy.
         mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; replaces the dtypes that follow from
             `precision=`.
-        auto_wrap_policy: Which modules are units of their own: a set of classes (or of their names), a function of a
+        auto_wrap_policy: Which modules are separate units: a set of classes (or of their names), a function of a
             module, or one of torch's policies. None: repeated blocks and very large modules.
         activation_checkpointing: Modules whose activations are computed again in the backward pass: True for all units,
             the fraction of them that keep theirs (0.5), classes, or a function of a module.

@@ -48,7 +48,7 @@ class UnusedParameters:
                 one.use = self  # type: ignore[attr-defined]  # of the class that it has now
 
     def note(self, one: FSDPParam, *, is_used: bool) -> None:
-        """Note whether this rank's loss has reached a parameter. A unit that was called twice asks twice."""
+        """Note whether this rank's loss has reached a parameter. A unit that was called twice does so twice."""
         if is_used:
             self._unused.pop(id(one), None)
         elif one.sharded_param.grad is None:
@@ -107,7 +107,7 @@ class _Noted(FSDPParam):
 
     @property
     def unsharded_zero_grad_data(self) -> Tensor:
-        """A gradient of 0, which torch reduces if the loss of this rank gives none."""
+        """A gradient of 0, which torch reduces if the loss of this rank has none."""
         self.use.note(self, is_used=False)
         return super().unsharded_zero_grad_data
 

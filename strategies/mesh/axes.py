@@ -13,7 +13,7 @@ AXES = ("pp", "dp", "fsdp", "cp", "tp")
 """Names of the axes, outside in: neighbors on the last one have consecutive ranks, and so share a node."""
 
 REST = -1
-"""A size that stands for the processes that the other axes leave."""
+"""A size that means the processes that the other axes leave."""
 
 _KNOWN = (*AXES, "ep")
 
@@ -53,7 +53,7 @@ class MeshAxes:
         if len(rest) > 1:
             raise ConfigError(
                 f"Expected at most one mesh axis of size -1, got {', '.join(rest)}.",
-                fix="give the sizes of all axes but one.",
+                fix="pass the sizes of all axes but one.",
             )
         if self.fsdp != REST and self.fsdp % self.ep:
             raise _indivisible_experts(self)
@@ -107,7 +107,7 @@ class MeshAxes:
         return self
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return where a global rank stands on each axis. Only of resolved axes."""
+        """Return the coordinate of a global rank on each axis. Only of resolved axes."""
         found: dict[str, int] = {}
         for name, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
             rank, found[name] = divmod(rank, size)

@@ -91,7 +91,7 @@ class StepNumbers:
         self._is_before_blocks = True
 
     def leave_step(self) -> None:
-        """Note that the first block is called: what follows draws from generators of its own."""
+        """Note that the first block is called: what follows draws from separate generators."""
         if not self._is_before_blocks:
             return
         self._is_before_blocks = False
@@ -164,7 +164,7 @@ def own_numbers(rank: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def kept_numbers(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Return a context after which torch's generators are as before; entered, it tells whether they have moved."""
+    """Return a context after which torch's generators are as before; entered, it says whether they have moved."""
     generators = _generators_of(device)
     before = _states_of(generators)
     try:

@@ -115,7 +115,7 @@ class ModuleSplit:
                 rank=strategy.topology.stage,
                 device=strategy.device,
                 precision=strategy.precision,
-                # Parts of sequences draw from generators of their own.
+                # Parts of sequences draw from separate generators.
                 seeds_blocks=axes.cp == 1,
             )
             leave_results(module)
@@ -156,7 +156,7 @@ class ModuleSplit:
         )
 
     def forget(self) -> None:
-        """Let go of modules, after a run."""
+        """Release modules, after a run."""
         self._contexts = {}
 
     # -- steps ---------------------------------------------------------------------------------------------------

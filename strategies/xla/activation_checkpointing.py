@@ -6,17 +6,17 @@ and keep the first result. torch_xla's checkpoint puts a barrier between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ...accelerators.xla import import_xla
+from ...protocols import AnyFunction, AnyOutput
 
 __all__ = ["checkpoint_on_xla"]
 
 
-def checkpoint_on_xla(function: Callable[..., Any], *args: Any) -> Any:  # Any: arguments and result of a forward
+def checkpoint_on_xla(function: AnyFunction, *args: Any) -> AnyOutput:  # Any: arguments and result of a forward
     """Return `function(*args)`, whose activations the backward pass computes again.
 
     Gradients flow to tensors that are arguments themselves, and from results that are tensors or tuples of them.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla
-from ...errors import ConfigError, nearest
+from ...errors import Clauses, ConfigError, nearest
 from ..construction.activation_checkpointing import (
     apply_activation_checkpointing,
     check_checkpointing,
@@ -92,23 +92,19 @@ class XLAFSDPStrategy(XLAProcessStrategy):
             accelerator, checkpoint_io, precision_plugin, debug=debug, precision=precision,
             parallel_devices=parallel_devices, cluster_environment=cluster_environment,
         )  # fmt: skip
-        problems = check_policy("auto_wrap_policy", auto_wrap_policy)
+        problems = Clauses(check_policy("auto_wrap_policy", auto_wrap_policy))
         given = (activation_checkpointing_policy, activation_checkpointing)
         if None not in given:
-            problems.append(
-                ("two arguments select the checkpointed modules", "pass activation_checkpointing_policy= only")
-            )
+            problems.add("two arguments select the checkpointed modules", "pass activation_checkpointing_policy= only")
         policy = next((one for one in given if one is not None and one is not False), None)
         problems += check_checkpointing("activation_checkpointing_policy", policy)
         if state_dict_type not in _STATE_DICT_TYPES:
             hint = nearest(str(state_dict_type), ("full", "sharded"))
-            problems.append((f"state_dict_type={state_dict_type!r} is unknown{hint}", 'pass "full" or nothing'))
+            problems.add(f"state_dict_type={state_dict_type!r} is unknown{hint}", 'pass "full" or nothing')
         elif state_dict_type == "sharded":
-            problems.append(('state_dict_type="sharded", but one process has all shards', 'pass "full" or nothing'))
+            problems.add('state_dict_type="sharded", but one process has all shards', 'pass "full" or nothing')
         problems += _refused(kwargs)
-        if problems:
-            whats, fixes = zip(*problems, strict=True)
-            raise ConfigError(f"{type(self).__name__}: {'; '.join(whats)}.", fix=f"{'; '.join(dict.fromkeys(fixes))}.")
+        problems.refuse(type(self).__name__)
         self.auto_wrap_policy = auto_wrap_policy
         self.activation_checkpointing_policy = policy
         self.sequential_save = sequential_save

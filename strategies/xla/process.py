@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import ConfigError, LaunchError, ModuleError
-from ...protocols import Batch, CheckpointPlugin, Cluster, StateDict, StepOutput, Tree
+from ...protocols import AnyTree, Batch, CheckpointPlugin, Cluster, StateDict, StepOutput, Tree
 from ..base import Strategy
 from ..parallel import ParallelStrategy
 from ..skip_init import SkipInit
@@ -228,7 +228,7 @@ class XLAProcessStrategy(ParallelStrategy):
         return max(self.device.index or 0, self.num_devices - 1)
 
     def _lw_seed(self) -> None:
-        """Seed XLA's generator from torch's: the same seed gives the same dropout."""
+        """Seed XLA's generator from torch's: the same seed draws the same dropout."""
         import_xla("torch_xla.core.xla_model").set_rng_state(torch.initial_seed() % 2**63)
 
     def _lw_put(self, variables: dict[str, str]) -> None:
@@ -435,7 +435,7 @@ class XLAProcessStrategy(ParallelStrategy):
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def gather_state(self, state: Any) -> Any:  # Any: the content of a checkpoint
+    def gather_state(self, state: Any) -> AnyTree:  # Any: the content of a checkpoint
         """Return a state with full tensors on the host, in one transfer: any strategy can load it."""
         found = {id(leaf): leaf for _, leaf in leaves(state) if _is_on_xla(leaf)}
         if not found:
@@ -453,7 +453,7 @@ class XLAProcessStrategy(ParallelStrategy):
 
     def load_module_state_dict(
         self, module: nn.Module, state: StateDict, strict: bool = True
-    ) -> Any:  # Any: torch's result
+    ) -> AnyTree:  # Any: torch's result
         """Load a state of host tensors; see `Strategy`. Each device gets its shard of a parameter only."""
         if self.num_devices > 1:
             state = send_state(self.unwrap(module), state, self.spec_of, self.mesh, self.device)

@@ -31,7 +31,7 @@ _Indices = Sequence[tuple[object, Sequence[slice] | EllipsisType]]
 
 
 def replicated(tensor: Tensor) -> Spec:
-    """Return the sharding of a tensor of which every device has a copy."""
+    """Return the sharding of a tensor that every device holds in full."""
     return (None,) * tensor.ndim
 
 

@@ -1,6 +1,6 @@
 """Attention over a sequence that is split over ranks: gathered keys, or heads in exchange for parts.
 
-Both give the result of `F.scaled_dot_product_attention` on the full sequence for this rank's queries, without a mask
+Both compute the result of `F.scaled_dot_product_attention` on the full sequence for this rank's queries, without a mask
 or causal.
 """
 
@@ -53,7 +53,7 @@ class Attention:
             key: Likewise; as many heads, or fewer with `enable_gqa`.
             value: Likewise.
             attn_mask: None.
-            dropout_p: Dropout of the weights. Ranks draw masks of their own.
+            dropout_p: Dropout of the weights. Ranks draw different masks.
             is_causal: Whether queries see no later keys of the full sequence.
             scale: Factor of the products; None: one over the root of the width.
             enable_gqa: Whether groups of queries' heads share a head of keys and values.

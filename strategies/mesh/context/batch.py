@@ -56,7 +56,7 @@ def split_batch(batch: AnyBatch, dimensions: Mapping[str | int, int], parts: Seq
     return _replace(batch, cut), found[first], length
 
 
-def whole_loss(output: AnyOutput, parts: SequenceParts) -> Any:
+def whole_loss(output: AnyOutput, parts: SequenceParts) -> AnyOutput:
     """Return a training step's output with the loss of full sequences: sums and weights of the parts added.
 
     Raises:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import ModuleError
-from ....protocols import AnyTree, Args, Kwargs, StepOutput
+from ....protocols import AnyOutput, AnyTree, Args, Call, StepOutput
 from ...distributed.shards import is_sharded
 from ...tree import leaves, map_leaves
 from .parts import SequenceParts
@@ -67,7 +67,7 @@ class CallArguments:
         given = [*names[: len(args)], *(f"args[{index}]" for index in range(extra))]
         return cls(given, {**dict(zip(given, args, strict=True)), **kwargs}, extra, takes)
 
-    def call(self) -> tuple[Args, Kwargs]:
+    def call(self) -> Call:
         """Return positional and keyword arguments."""
         positional = tuple(self.values[name] for name in self.names)
         return positional, {name: value for name, value in self.values.items() if name not in self.names}
@@ -135,10 +135,10 @@ class CallArguments:
             self.values["use_cache"] = False  # keys of one part would be no cache of the sequence
 
 
-def gather_outputs(output: StepOutput, dim: int, parts: SequenceParts) -> Any:
+def gather_outputs(output: StepOutput, dim: int, parts: SequenceParts) -> AnyOutput:
     """Return a model's output, checked already, with its tensors gathered along the sequence."""
 
-    def gather(leaf: AnyTree) -> Any:
+    def gather(leaf: AnyTree) -> AnyTree:
         if not is_sharded(leaf):
             return parts.gather(leaf, dim) if isinstance(leaf, Tensor) else leaf
         # Logits in parts of the vocabulary.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ....errors import ModuleError
-from ....protocols import Args, Kwargs, StepFunction
+from ....protocols import AnyFunction, AnyOutput, AnyTree, Args, Kwargs
 
 __all__ = ["Interception"]
 
@@ -65,7 +65,9 @@ class Interception(TorchFunctionMode):
         if self._depth == 0:
             super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
-    def __torch_function__(self, func: StepFunction, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(
+        self, func: AnyFunction, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> AnyTree:
         """Run a function of torch, or what replaces it. torch calls this with the mode switched off."""
         kwargs = {} if kwargs is None else kwargs
         if func in _BACKWARD:
@@ -95,7 +97,7 @@ class Interception(TorchFunctionMode):
             return
         run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]  # it is private
 
-        def run_with_mode(*args: Any, **kwargs: Any) -> Any:
+        def run_with_mode(*args: Any, **kwargs: Any) -> AnyOutput:
             super(Interception, self).__enter__()  # type: ignore[no-untyped-call]
             try:
                 return run(*args, **kwargs)

@@ -79,7 +79,7 @@ def check_window(model: nn.Module, length: int, size: int) -> None:
         size: Number of parts.
 
     Raises:
-        ModuleError: There is such a window; gives it.
+        ModuleError: There is such a window; the message has it.
     """
     for name, one in model.named_modules():
         config = _attribute(one, "config")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ....protocols import AnyOutput, Args, Kwargs, StepFunction
+    from ....protocols import AnyOutput, Args, Call, Kwargs, StepFunction
     from ..pipeline.split import StageSplit
 
 __all__ = ["ContextParallel", "share_sequences"]
@@ -101,7 +101,7 @@ class ContextParallel:
             )
         is_training = name == "training_step"
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> AnyOutput:
             if self._is_running:  # a step that runs another one
                 return step(*args, **kwargs)
             self._begin(is_training=is_training)
@@ -137,7 +137,7 @@ class ContextParallel:
             check_kernels(self._module, self._parts.size)
         self._is_running, self._is_training, self._calls, self._is_cut = True, is_training, 0, False
 
-    def _run(self, step: StepFunction, args: Args, kwargs: Kwargs) -> Any:
+    def _run(self, step: StepFunction, args: Args, kwargs: Kwargs) -> AnyOutput:
         dimensions = self._options.batch
         if dimensions is None or not args:
             return step(*args, **kwargs)
@@ -151,7 +151,7 @@ class ContextParallel:
 
     # -- hooks on the model --------------------------------------------------------------------------------------
 
-    def _enter(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    def _enter(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Call | None:
         """Return the arguments of this rank's part. Called before the model's forward."""
         if not self._is_running or self._interception.is_inside:
             return None
@@ -177,7 +177,7 @@ class ContextParallel:
             self._call.enter_context(own_numbers(self._parts.rank, self._device))
         return part.call()
 
-    def _leave(self, model: nn.Module, args: Args, output: AnyOutput) -> Any:
+    def _leave(self, model: nn.Module, args: Args, output: AnyOutput) -> AnyOutput:
         """Return the output of full sequences. Called after the model's forward, where that did not fail."""
         if not self._is_running or not self._interception.is_inside:
             return None
@@ -216,10 +216,10 @@ class ContextParallel:
         if received is not None:
             check_outputs(received[0], *self._of_call, self._parts, "the stage before")
 
-        def run_whole() -> Any:
+        def run_whole() -> AnyOutput:
             return self._forward(whole, None if received is None else tuple(map(self._whole, received)))
 
-        def run_part() -> Any:
+        def run_part() -> AnyOutput:
             output = self._forward(part, received)
             if self._options.batch is None:
                 check_outputs(output, *self._of_call, self._parts, self._name)
@@ -233,7 +233,7 @@ class ContextParallel:
         is_part = received.ndim > dim and received.shape[dim] == length
         return self._parts.gather(received, dim) if is_part else received
 
-    def _forward(self, arguments: CallArguments, received: tuple[Tensor, ...] | None) -> Any:
+    def _forward(self, arguments: CallArguments, received: tuple[Tensor, ...] | None) -> AnyOutput:
         """Run the model's forward, without its hooks: of a model in stages the present one, on what it received."""
         args, kwargs = arguments.call()
         if self._stages is None:

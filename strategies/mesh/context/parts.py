@@ -19,7 +19,7 @@ from ...distributed.collectives import gather_objects
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ...autograd import Context
+    from ...autograd import AutogradContext
 
 __all__ = ["SequenceParts"]
 
@@ -88,7 +88,7 @@ class SequenceParts:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, tensor: Tensor, dim: int, parts: SequenceParts) -> Tensor:
+    def forward(ctx: AutogradContext, tensor: Tensor, dim: int, parts: SequenceParts) -> Tensor:
         ctx.dim, ctx.parts = dim, parts
         mine = tensor.movedim(dim, 0).contiguous()
         joined = mine.new_empty((parts.size * mine.shape[0], *mine.shape[1:]))
@@ -97,7 +97,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None, None]:
         parts: SequenceParts = ctx.parts
         whole = gradient.movedim(ctx.dim, 0).contiguous()
         mine = whole.new_empty((whole.shape[0] // parts.size, *whole.shape[1:]))
@@ -107,13 +107,13 @@ class _Gather(torch.autograd.Function):
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, tensor: Tensor, split: int, join: int, parts: SequenceParts) -> Tensor:
+    def forward(ctx: AutogradContext, tensor: Tensor, split: int, join: int, parts: SequenceParts) -> Tensor:
         ctx.split, ctx.join, ctx.parts = split, join, parts
         return _exchange(tensor, split, join, parts)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(gradient, ctx.join, ctx.split, ctx.parts), None, None, None
 
 
@@ -126,25 +126,25 @@ def _exchange(tensor: Tensor, split: int, join: int, parts: SequenceParts) -> Te
 
 class _Add(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, tensor: Tensor, parts: SequenceParts) -> Tensor:
+    def forward(ctx: AutogradContext, tensor: Tensor, parts: SequenceParts) -> Tensor:
         ctx.parts = parts
         return _added(tensor, parts)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None]:
         return _added(gradient, ctx.parts), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, tensor: Tensor, parts: SequenceParts) -> Tensor:
+    def forward(ctx: AutogradContext, tensor: Tensor, parts: SequenceParts) -> Tensor:
         ctx.size = parts.size
         return _added(tensor, parts)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * ctx.size, None
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from ...autograd import Context
+    from ...autograd import AutogradContext
 
 __all__ = ["exchange", "shared"]
 
@@ -26,12 +26,14 @@ class _AllToAll(torch.autograd.Function):
     """Rows to other ranks; the gradients of those that came go back."""
 
     @staticmethod
-    def forward(ctx: Context, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    def forward(
+        ctx: AutogradContext, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup
+    ) -> Tensor:
         ctx.arguments = sent, received, group
         return _all_to_all(rows, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: AutogradContext, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         sent, received, group = ctx.arguments
         # Another exchange, so that gradients can be differentiated again.
         return _AllToAll.apply(gradients[0], received, sent, group), None, None, None  # type: ignore[no-untyped-call]
@@ -41,12 +43,12 @@ class _Shared(torch.autograd.Function):
     """A weight that the tokens of several ranks use; its gradient is divided by their number."""
 
     @staticmethod
-    def forward(ctx: Context, weight: Tensor, num_ranks: int) -> Tensor:
+    def forward(ctx: AutogradContext, weight: Tensor, num_ranks: int) -> Tensor:
         ctx.num_ranks = num_ranks
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0] / ctx.num_ranks, None
 
 

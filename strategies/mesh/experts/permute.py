@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ...autograd import Context
+    from ...autograd import AutogradContext
 
 
 __all__ = ["permute"]
@@ -18,19 +18,19 @@ __all__ = ["permute"]
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, rows: Tensor, order: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, rows: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(order)
         return rows[order]
 
     @staticmethod
-    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, *gradients: Tensor) -> tuple[Tensor, None]:
         (order,) = ctx.saved_tensors
         # Contiguous, also for a gradient such as that of a sum, which has strides of 0: grouped_mm takes no other.
         return gradients[0].contiguous()[order.argsort()], None
 
 
 def permute(rows: Tensor, order: Tensor) -> Tensor:
-    """Return the rows in another order, with memory of their own.
+    """Return the rows in another order, with separate memory.
 
     Args:
         rows: Shape (n, ...).

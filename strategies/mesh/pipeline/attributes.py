@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ....protocols import AnyOutput, AnyTree
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -70,7 +72,7 @@ class StageStates:
             _bind(self._replaced)
             self._replaced = {}
 
-    def run_once(self, module: nn.Module, run: Callable[[], Any]) -> Any:
+    def run_once(self, module: nn.Module, run: Callable[[], Any]) -> AnyOutput:
         """Run a module beside the blocks that no other stage runs: it changes the module itself."""
         if not self._replaced:
             return run()
@@ -105,7 +107,7 @@ def _copies_of(bindings: Bindings) -> Bindings:
     """Return copies; what is bound twice is one copy."""
     known: dict[int, Any] = {}
 
-    def copied(value: Any) -> Any:
+    def copied(value: AnyTree) -> AnyTree:
         if id(value) not in known:
             known[id(value)] = _copied(value)
         return known[id(value)]
@@ -119,7 +121,7 @@ def _copies_of(bindings: Bindings) -> Bindings:
     }
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: AnyTree) -> AnyTree:
     if isinstance(value, Tensor):
         return value if value.is_meta or value.requires_grad else value.detach().clone()
     if isinstance(value, torch.Generator):
@@ -160,7 +162,7 @@ def _can_change(key: str, value: object) -> bool:
     )
 
 
-def _content(value: Any) -> Any:
+def _content(value: AnyTree) -> AnyTree:
     if isinstance(value, Tensor):
         return None if value.is_meta else value.detach().clone()
     if isinstance(value, torch.Generator):
@@ -168,7 +170,7 @@ def _content(value: Any) -> Any:
     return value.copy() if isinstance(value, list | dict | set) else None
 
 
-def _put_back(value: Any, content: Any) -> None:
+def _put_back(value: AnyTree, content: Any) -> None:
     if content is None:
         return
     if isinstance(value, Tensor):

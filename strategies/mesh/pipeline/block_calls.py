@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ....errors import ModuleError
-from ....protocols import Args, Kwargs
+from ....protocols import AnyOutput, AnyTree, Args, Call, Kwargs
 from ...tree import leaves, map_leaves
 from .shared_values import absent, absent_output, choose, described_output, fill, further_tensors, join, no_copy
 
@@ -122,7 +122,7 @@ class ChildCall:
     module: nn.Module
     at: Position
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> AnyOutput:
         """Run the module.
 
         Raises:
@@ -160,7 +160,7 @@ class BlockCall:
     at: Position
     is_checked: bool = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> AnyOutput:
         """Run the block, pass on the input, or leave the step, depending on the stage that runs.
 
         Raises:
@@ -212,7 +212,7 @@ class BlockCall:
                 first.register_hook(at.refuse_gradient)
         return output
 
-    def _take(self, args: Args, kwargs: Kwargs, received: tuple[Tensor, ...]) -> tuple[Args, Kwargs]:
+    def _take(self, args: Args, kwargs: Kwargs, received: tuple[Tensor, ...]) -> Call:
         """Return the arguments with what the stage before has sent."""
         own = further_tensors(args, kwargs, _input_of(args, kwargs, self.name))
         key, others = (self.index, len(own)), received[1:]
@@ -283,13 +283,13 @@ def _absent(hidden: Tensor, *, is_first: bool) -> Tensor:
     return torch.full_like(hidden, torch.nan) if is_first and hidden.is_floating_point() else hidden
 
 
-def _replace_input(args: Args, kwargs: Kwargs, received: Tensor) -> tuple[Args, Kwargs]:
+def _replace_input(args: Args, kwargs: Kwargs, received: Tensor) -> Call:
     """Return arguments with another hidden state; they have one."""
     if args and isinstance(args[0], Tensor):
         return (received, *args[1:]), kwargs
     todo = [received]
 
-    def replace(value: Any) -> Any:
+    def replace(value: AnyTree) -> AnyTree:
         return todo.pop() if todo and isinstance(value, Tensor) else value
 
     return (map_leaves(args[:1], replace) + args[1:], kwargs) if args else (args, map_leaves(kwargs, replace))

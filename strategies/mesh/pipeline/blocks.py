@@ -57,7 +57,7 @@ def plan_stages(module: nn.Module, options: Pipeline, num_ranks: int) -> StagePl
     Raises:
         ConfigError: A name in the options does not exist, or split points are not in order.
         ModuleError: There are no repeated blocks, or fewer than stages; or the module cannot be split: it trains by
-            manual optimization, or torch.compile stands where it is split.
+            manual optimization, or torch.compile wraps the place where it is split.
     """
     if not getattr(module, "automatic_optimization", True):
         raise ModuleError(
@@ -153,7 +153,7 @@ def _even_bounds(sizes: Sequence[int], num_stages: int) -> tuple[int, ...]:
 
 
 def _named_bounds(split: Sequence[str], names: Sequence[str]) -> tuple[int, ...]:
-    """Return the bounds for split points; a name may leave out what stands before it."""
+    """Return the bounds for split points; a name may leave out what precedes it."""
     bounds = [0]
     for point in split:
         found = [at for at, name in enumerate(names) if name == point or name.endswith(f".{point}")]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....errors import ModuleError
-from ....protocols import AnyTree
+from ....protocols import AnyOutput, AnyTree
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -85,7 +85,7 @@ class Exchange:
         """Send an object that can be pickled."""
         dist.send_object_list([data], group=self.group, group_dst=rank, device=self.device)
 
-    def receive_object(self, rank: int) -> Any:
+    def receive_object(self, rank: int) -> AnyOutput:
         """Return an object that a rank of the pipeline sends."""
         received: list[Any] = [None]
         dist.recv_object_list(received, group=self.group, group_src=rank, device=self.device)

@@ -22,7 +22,7 @@ __all__ = ["add_shared_gradients", "norm_over_stages"]
 
 
 def add_shared_gradients(split: StageSplit, group: ProcessGroup) -> None:
-    """Give each shared parameter the sum of its gradients on all ranks of the pipeline that have it, in rank order.
+    """Add the gradients of each shared parameter over the pipeline's ranks that have it, in rank order.
 
     On every rank of the pipeline: it communicates. A rank without a gradient adds nothing; a parameter without one on
     every rank keeps none. Of sharded parameters, ranks add their local shards, which are of the same elements.

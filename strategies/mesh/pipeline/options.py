@@ -12,7 +12,7 @@ __all__ = ["SCHEDULES", "Pipeline", "Schedule"]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What a schedule's name stands for.
+    """What a schedule's name means.
 
     Attributes:
         torch_name: Name of the class in `torch.distributed.pipelining`.
@@ -96,7 +96,7 @@ class Pipeline:
         """Return the number of stages on all ranks of a pipeline.
 
         Raises:
-            ConfigError: The split points give another number than the schedule can place.
+            ConfigError: The split points make a number of stages that the schedule cannot place.
         """
         schedule = SCHEDULES[self.schedule]
         default = schedule.stages_per_rank * num_ranks

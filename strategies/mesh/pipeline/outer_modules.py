@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ....errors import ModuleError
-from ....protocols import Args, Kwargs
+from ....protocols import AnyOutput, AnyTree, Args, Kwargs
 from ...tree import leaves, map_leaves
 from .call_order import called_before
 
@@ -136,7 +136,7 @@ class OuterCall:
     mode: FakeTensorMode | None = field(default=None, repr=False)
     results: dict[object, Any] = field(default_factory=dict, repr=False)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> AnyOutput:
         """Run the module on its stage; elsewhere return NaN of the right shapes.
 
         Raises:
@@ -164,7 +164,7 @@ class OuterCall:
                 return at.states.run_once(self.module, lambda: nn.Module._call_impl(self.module, *args, **kwargs))
         return self._shaped(args, kwargs)
 
-    def _shaped(self, args: Args, kwargs: Kwargs) -> Any:
+    def _shaped(self, args: Args, kwargs: Kwargs) -> AnyOutput:
         """Return NaN in the shapes of what the module would return."""
         key = _shapes_of(args, kwargs)
         known = None if key is None else self.results.get(key)
@@ -176,18 +176,18 @@ class OuterCall:
                 self.results[key] = known
         return map_leaves(known, _nan)
 
-    def _output_of_twin(self, args: Args, kwargs: Kwargs) -> Any:
+    def _output_of_twin(self, args: Args, kwargs: Kwargs) -> AnyOutput:
         mode, twin = self.mode, self.twin
         assert mode is not None
         assert twin is not None
 
-        def fake(value: Any) -> Any:
+        def fake(value: AnyTree) -> AnyTree:
             return mode.from_tensor(value.detach()) if isinstance(value, Tensor) else value
 
         with mode, torch.no_grad():
             return twin(*map_leaves(args, fake), **map_leaves(kwargs, fake))
 
-    def _absent(self, value: Any) -> Any:
+    def _absent(self, value: AnyTree) -> AnyTree:
         if not isinstance(value, Tensor):
             return value
         if not (value.is_floating_point() or value.is_complex()):
@@ -209,7 +209,7 @@ class _Absent:
         self.shape, self.dtype, self.device = tuple(tensor.shape), tensor.dtype, tensor.device
 
 
-def _nan(value: Any) -> Any:
+def _nan(value: AnyTree) -> AnyTree:
     if value.__class__ is not _Absent:
         return value
     return torch.full(value.shape, torch.nan, dtype=value.dtype, device=value.device)

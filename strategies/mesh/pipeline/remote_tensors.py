@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import ModuleError
-from ....protocols import StepFunction
+from ....protocols import AnyFunction, AnyTree, Args, Kwargs
 from ...tree import leaves
 
 __all__ = ["READABLE", "RemoteTensor"]
@@ -70,8 +70,8 @@ class RemoteTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: StepFunction, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: AnyFunction, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> AnyTree:
         """Answer questions about shape and dtype; refuse to compute.
 
         Raises:
@@ -86,7 +86,7 @@ class RemoteTensor(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"RemoteTensor({self.path!r}, stage={self.stage}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def __deepcopy__(self, memo: object) -> RemoteTensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> RemoteTensor:
         return self
 
     def __reduce_ex__(self, protocol: object) -> Any:

@@ -8,18 +8,18 @@ back.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ....errors import ModuleError
-from ....protocols import AnyOutput, Args, Kwargs
+from ....protocols import AnyOutput, AnyTree, Args, Kwargs
 from ...tree import leaves, map_leaves
 from .remote_tensors import RemoteTensor
 
 if TYPE_CHECKING:
-    from ...autograd import Context
+    from ...autograd import AutogradContext
 
 __all__ = ["absent", "absent_output", "choose", "described_output", "fill", "further_tensors", "join", "no_copy"]
 
@@ -95,11 +95,11 @@ class _Join(torch.autograd.Function):
     """The same tensors, whose gradients are 0 where a stage uses one and not another: each is sent back."""
 
     @staticmethod
-    def forward(ctx: Context, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: AutogradContext, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(one.view_as(one) for one in tensors)
 
     @staticmethod
-    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: AutogradContext, *gradients: Tensor) -> tuple[Tensor, ...]:
         return tuple(one.contiguous() for one in gradients)  # gloo sends no others
 
 
@@ -136,7 +136,7 @@ class _Missing:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
 
 
-def described_output(output: AnyOutput, args: Args, kwargs: Kwargs, name: str) -> Any:
+def described_output(output: AnyOutput, args: Args, kwargs: Kwargs, name: str) -> AnyOutput:
     """Return an output of a block with what stands for its values, for stages that do not run it.
 
     Raises:
@@ -144,7 +144,7 @@ def described_output(output: AnyOutput, args: Args, kwargs: Kwargs, name: str) -
     """
     inputs = {id(one): number for number, (_, one) in enumerate(leaves((args, kwargs)))}
 
-    def describe(value: Any) -> Any:
+    def describe(value: AnyTree) -> AnyTree:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if id(value) in inputs:
@@ -159,11 +159,11 @@ def described_output(output: AnyOutput, args: Args, kwargs: Kwargs, name: str) -
     return map_leaves(output, describe)
 
 
-def absent_output(described: Any, args: Args, kwargs: Kwargs, hidden: Tensor) -> Any:
+def absent_output(described: AnyTree, args: Args, kwargs: Kwargs, hidden: Tensor) -> AnyOutput:
     """Return NaN in the shapes of what a block of another stage returns, on the device of the hidden state."""
     inputs = [one for _, one in leaves((args, kwargs))]
 
-    def make(value: Any) -> Any:
+    def make(value: AnyTree) -> AnyTree:
         if isinstance(value, _FromInput):
             return inputs[value.number]
         if isinstance(value, _Missing):

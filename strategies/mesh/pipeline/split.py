@@ -1,6 +1,6 @@
 """`StageSplit`: a module with the stages of one rank.
 
-Parameters and buffers of other stages become attributes that tell shape and dtype; what is left keeps its name. Beside
+Parameters and buffers of other stages become attributes that have shape and dtype; what is left keeps its name. Beside
 the stages' own ones there are shared ones: those that modules of several stages have in common (tied embeddings), and
 those outside of the submodule that is split, which each rank has.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ....errors import ModuleError
-from ....protocols import StepFunction
+from ....protocols import AnyOutput, StepFunction
 from ...distributed.shards import FULL_STATE
 from .attributes import StageStates
 from .block_calls import BlockCall, ChildCall, Cut, Position
@@ -98,7 +98,7 @@ class StageSplit:
 
     def run(
         self, stage: int, received: tuple[Tensor, ...] | None, step: StepFunction, *args: Any, **kwargs: Any
-    ) -> Any:
+    ) -> AnyOutput:
         """Run one stage of a step.
 
         Args:
@@ -207,7 +207,7 @@ def split_stages(
 
     Raises:
         ConfigError: A name in the options does not exist.
-        ModuleError: The module cannot be split; gives the reason.
+        ModuleError: The module cannot be split; the message has the reason.
     """
     plan = plan_stages(module, options, num_ranks)
     stages = options.stages_of(rank, num_ranks)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ....precision import Precision
-    from ....protocols import Batch, StateDict, StepFunction
+    from ....protocols import AnyTree, Batch, StateDict, StepFunction
     from ...fsdp.root import ShardedRoot
 
 __all__ = ["Stages", "runner_of"]
@@ -79,7 +79,7 @@ class Stages:
             rank: This rank's place among them.
             device: Where this process computes.
             precision: Of the run.
-            seeds_blocks: Whether what a step draws is the same on all stages, and blocks have generators of their own.
+            seeds_blocks: Whether what a step draws is the same on all stages, and blocks have separate generators.
 
         Raises:
             ConfigError: A name in the options does not exist, or the precision scales the loss.
@@ -144,12 +144,12 @@ class Stages:
         if self._runner is not None:
             self._runner.load_state_dict(self._kept_shapes)
 
-    def gather(self, state: object, *, keep: bool) -> Any:
+    def gather(self, state: object, *, keep: bool) -> AnyTree:
         """Return a state with full tensors of all stages; see `gather_stages`."""
         runner = runner_in(state)
         return gather_full(state, keep=keep) if runner is None else gather_stages(runner, state, keep=keep)
 
-    def arrange_shards(self, state: object, mesh: DeviceMesh | None, *, keep: bool) -> Any:
+    def arrange_shards(self, state: object, mesh: DeviceMesh | None, *, keep: bool) -> AnyTree:
         """Return a state under the names of all stages, with this rank's shards; see `state.arrange_shards`."""
         runner = runner_in(state)
         return state if runner is None else arrange_shards(runner, state, mesh, keep=keep)

@@ -41,7 +41,7 @@ class StagePart:
 
     Attributes:
         runner: What runs the stages of that module.
-        is_part: What tells that other ranks are needed.
+        is_part: Marks that other ranks are needed.
     """
 
     is_part = True
@@ -118,7 +118,7 @@ def own_optimizer_state(split: StageSplit, optimizer: Optimizer, state: Mapping[
     return {**state, "state": entries, "param_groups": groups}
 
 
-def gather_stages(runner: PipelineRunner, tree: AnyTree, *, keep: bool) -> Any:
+def gather_stages(runner: PipelineRunner, tree: AnyTree, *, keep: bool) -> AnyTree:
     """Return a checkpoint with full tensors of all stages on global rank 0's CPU. On every rank: it communicates.
 
     Args:
@@ -162,7 +162,7 @@ class _Gathering:
         self._is_in_line = dist.get_process_group_ranks(runner.group)[0] == 0
         self._full: dict[tuple[object, ...], Tensor] = {}
 
-    def gather(self, tree: AnyTree, path: tuple[object, ...]) -> Any:
+    def gather(self, tree: AnyTree, path: tuple[object, ...]) -> AnyTree:
         """Return a part of the checkpoint."""
         if isinstance(tree, StageOptimizer):
             return self._optimizer(tree)
@@ -205,15 +205,15 @@ class _Gathering:
         )
         return {name: value for theirs in everyone for name, value in theirs.items()}
 
-    def description(self, value: Any) -> Any:
+    def description(self, value: AnyTree) -> AnyTree:
         """Return what other ranks get to know of an entry of an optimizer's state; None: it is a tensor."""
         return None if isinstance(value, Tensor) else value
 
-    def entry(self, value: Any, described: Any, owner: int) -> Any:
+    def entry(self, value: AnyTree, described: AnyTree, owner: int) -> AnyTree:
         """Return an entry from that of this rank, if it has one, and the owner's description."""
         return self.tensor(value, owner) if described is None else described
 
-    def tensor(self, value: Any, owner: int) -> Any:
+    def tensor(self, value: AnyTree, owner: int) -> AnyTree:
         """Return a tensor that a rank of the pipeline has, on rank 0; None elsewhere."""
         if self.split.rank == owner:
             full = self._of_shards(value) if is_sharded(value) else value
@@ -260,7 +260,7 @@ class _Gathering:
         return {"state": {numbers[name]: one for name, one in states.items()}, "param_groups": merged, **rest}
 
 
-def arrange_shards(runner: PipelineRunner, tree: AnyTree, mesh: DeviceMesh | None, *, keep: bool) -> Any:
+def arrange_shards(runner: PipelineRunner, tree: AnyTree, mesh: DeviceMesh | None, *, keep: bool) -> AnyTree:
     """Return a checkpoint with the names of all stages, in the same structure on all ranks. On every rank.
 
     A sharded tensor stays on the ranks of the first stage that has it, and is `RemoteShards` on the others. Plain
@@ -303,13 +303,13 @@ class _Arranging(_Gathering):
             state[name] = found[first]
         return state
 
-    def description(self, value: Any) -> Any:
+    def description(self, value: AnyTree) -> AnyTree:
         """Return shape and dtype of what its owners write."""
         if isinstance(value, Tensor) and (is_sharded(value) or (self._mesh is not None and value.numel() > 1)):
             return RemoteShards(value.shape, value.dtype)
         return super().description(value)
 
-    def entry(self, value: Any, described: Any, owner: int) -> Any:
+    def entry(self, value: AnyTree, described: AnyTree, owner: int) -> AnyTree:
         """Return the owners' sharded tensor, and on other ranks what stands for it."""
         if isinstance(described, RemoteShards) and self.split.rank == owner:
             return value if is_sharded(value) else self._of_one_process(value)
@@ -332,7 +332,7 @@ def _names_of(split: StageSplit) -> dict[int, str]:
     return {id(one): first.get(name, name) for name, one in split.module.named_parameters()}
 
 
-def _as(tree: AnyTree, kept: dict[object, Any]) -> Any:
+def _as(tree: AnyTree, kept: dict[object, Any]) -> AnyTree:
     changed = copy.copy(tree)
     changed.clear()
     changed.update(kept)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ....protocols import AnyTree, Args, Kwargs
+from ....protocols import AnyOutput, AnyTree, Args, Kwargs
 from ...tree import map_leaves
 from .block_calls import BlockCall, Cut
 from .outer_modules import OuterCall
@@ -63,7 +63,7 @@ class UnsplitRun:
         self._last = rank_of[split.plan.num_stages - 1]
         self._has_served = self._is_serving = False
 
-    def run(self, step: Callable[[], Any]) -> Any:
+    def run(self, step: Callable[[], AnyOutput]) -> AnyOutput:
         """Run a step and return its output, on the rank with the last stage; None elsewhere.
 
         Raises:
@@ -87,12 +87,12 @@ class UnsplitRun:
 
     # -- calls of the step's modules -------------------------------------------------------------------------------
 
-    def child(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    def child(self, module: nn.Module, args: Args, kwargs: Kwargs) -> AnyOutput:
         """Run the module that is split."""
         self._serve_first()
         return nn.Module._call_impl(module, *args, **kwargs)
 
-    def block(self, call: BlockCall, args: Args, kwargs: Kwargs) -> Any:
+    def block(self, call: BlockCall, args: Args, kwargs: Kwargs) -> AnyOutput:
         """Run a block where its parameters are."""
         self._serve_first()
         numbers = self._numbers
@@ -106,7 +106,7 @@ class UnsplitRun:
         numbers.seed(2 * call.index + 1)
         return output
 
-    def outer(self, call: OuterCall, args: Args, kwargs: Kwargs) -> Any:
+    def outer(self, call: OuterCall, args: Args, kwargs: Kwargs) -> AnyOutput:
         """Run a module beside the blocks where its parameters are."""
         self._serve_first()
         if call.is_own:
@@ -118,7 +118,7 @@ class UnsplitRun:
 
     # -- the rank with the last stage ------------------------------------------------------------------------------
 
-    def _request(self, rank: int, call: BlockCall | OuterCall, args: Args, kwargs: Kwargs) -> Any:
+    def _request(self, rank: int, call: BlockCall | OuterCall, args: Args, kwargs: Kwargs) -> AnyOutput:
         if self._is_serving:
             raise CannotRunError(f"{call.name} is called within a module of another stage")
         self._send((call.name, args, kwargs), rank)
@@ -138,7 +138,7 @@ class UnsplitRun:
             self._serve(None)
             raise Cut(None)  # type: ignore[arg-type]  # nothing is passed on
 
-    def _serve_in(self, step: Callable[[], Any]) -> None:
+    def _serve_in(self, step: Callable[[], AnyOutput]) -> None:
         problem = "it called no module of the pipeline"
         try:
             step()
@@ -178,7 +178,7 @@ class UnsplitRun:
     def _send(self, data: AnyTree, rank: int) -> None:
         tensors: list[Tensor] = []
 
-        def take(value: Any) -> Any:
+        def take(value: AnyTree) -> AnyTree:
             if not isinstance(value, Tensor):
                 return value
             if not self._exchange.can_send(value):
@@ -194,7 +194,7 @@ class UnsplitRun:
         for tensor in tensors:
             self._exchange.send(tensor, rank)
 
-    def _receive(self, rank: int) -> Any:
+    def _receive(self, rank: int) -> AnyOutput:
         received = self._exchange.receive_object(rank)
         return map_leaves(received, lambda one: self._exchange.receive(rank) if isinstance(one, _Slot) else one)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ....errors import ModuleError
-from ....protocols import AnyBatch, AnyOutput, Args, Kwargs
+from ....protocols import AnyBatch, AnyOutput, AnyTree, Args, Kwargs
 from ...tree import leaves, map_leaves
 from .attributes import unchanged
 from .unsplit_run import CannotRunError, UnsplitRun
@@ -149,7 +149,7 @@ def _named(args: Args, kwargs: Kwargs) -> Iterator[tuple[str, Any]]:
             yield f"argument {key}{path}", leaf
 
 
-def _loss_in(output: AnyOutput) -> Any:
+def _loss_in(output: AnyOutput) -> AnyOutput:
     """Return the loss in what a step returned, without graphs."""
     if isinstance(output, Mapping):
         if "loss_sum" in output and "weight" in output:
@@ -174,7 +174,7 @@ class _Sums:
         self.sizes = zeros.index_add(0, chunk, values.abs() * (1 + numbers % 7)).cpu()
 
 
-def _summary(value: Any) -> Any:
+def _summary(value: AnyTree) -> AnyTree:
     if isinstance(value, Tensor):
         return _Sums(value.to_local() if hasattr(value, "to_local") else value)
     return value

@@ -108,7 +108,7 @@ class PipelineRunner:
         self._versions: list[int] = []
         self._expected: dict[int, StageShapes] | None = None  # what stages exchange, where buffers rely on it
 
-    def __deepcopy__(self, memo: object) -> PipelineRunner:
+    def __deepcopy__(self, memo: dict[int, object]) -> PipelineRunner:
         return self  # a copy of the module has the same ranks
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -402,8 +402,8 @@ class PipelineRunner:
             self._failure = gradient_ends_here().with_traceback(error.__traceback__)
             raise self._failure from None
 
-    def _batch_of(self, number: int) -> Any:
-        """Return a micro-batch for a step; with containers of its own where several stages of this rank run on it."""
+    def _batch_of(self, number: int) -> AnyBatch:
+        """Return a micro-batch for a step; with copied containers where several stages of this rank run on it."""
         batch = self._batches[number]
         if len(self.split.stages) == 1:
             return batch

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from ....errors import Clauses
 from .styles import Colwise, Embedding, PackedColwise, Rowwise
-
-if TYPE_CHECKING:
-    from .names import Problems
 
 __all__ = ["base_of", "called_as", "expand_adapters"]
 
@@ -31,8 +28,8 @@ def base_of(module: nn.Module) -> nn.Module:
     return base if is_of_peft and isinstance(base, nn.Module) else module
 
 
-def expand_adapters(module: nn.Module, styles: dict[str, ParallelStyle]) -> Problems:
-    """Give the style of each layer that peft has wrapped to the layer within, and to its LoRA. Return what cannot be.
+def expand_adapters(module: nn.Module, styles: dict[str, ParallelStyle]) -> Clauses:
+    """Apply the style of each layer that peft has wrapped to the layer within, and to its LoRA. Return what cannot be.
 
     LoRA adds `lora_B(lora_A(x))` to the output of a layer. Beside outputs in parts, `lora_B` is split by output
     features; beside inputs in parts, `lora_A` by input features. The other one of the two is full.
@@ -41,7 +38,7 @@ def expand_adapters(module: nn.Module, styles: dict[str, ParallelStyle]) -> Prob
         module: The user's module.
         styles: By name; changed.
     """
-    problems: Problems = []
+    problems = Clauses()
     for name, style in list(styles.items()):
         wrapper = module.get_submodule(name)
         base = base_of(wrapper)
@@ -53,7 +50,7 @@ def expand_adapters(module: nn.Module, styles: dict[str, ParallelStyle]) -> Prob
         is_split = isinstance(style, Colwise | PackedColwise | Rowwise)
         if others or not (isinstance(style, Embedding) or (is_split and not isinstance(base, nn.Embedding))):
             what = f"{name} is a layer of peft with {', '.join(sorted(others)) or type(style).__name__}"
-            problems.append((f"{what}, which cannot be split", "use LoRA without DoRA, or leave the layer out"))
+            problems.add(f"{what}, which cannot be split", "use LoRA without DoRA, or leave the layer out")
         elif is_split:
             side = "lora_A" if isinstance(style, Rowwise) else "lora_B"
             styles.update({f"{name}.{side}.{adapter}": style for adapter in getattr(wrapper, side, ())})

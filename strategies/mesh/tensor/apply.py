@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ....errors import ModuleError
-from ....protocols import AnyOutput
+from ....protocols import AnyOutput, Args, Call, Kwargs
 from ...construction.activation_checkpointing import replay_in
 from .layouts import once, unviewed
 from .loss import PlainLoss, losses_in_parts
@@ -117,11 +117,11 @@ def differentiate_once(module: nn.Module) -> None:
     module.register_forward_hook(_leave_once)
 
 
-def _enter_once(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _enter_once(module: nn.Module, args: Args, kwargs: Kwargs) -> Call:
     return map_first(args, kwargs, once)
 
 
-def _leave_once(module: nn.Module, args: Any, output: AnyOutput) -> Any:
+def _leave_once(module: nn.Module, args: Args, output: AnyOutput) -> AnyOutput:
     return map_output(output, lambda x: unviewed(once(x), module))
 
 
@@ -160,7 +160,7 @@ def finish(plan: TensorPlan, root: nn.Module) -> None:
                 raise ModuleError(
                     f"the tied parameters {there[0]} and {name} are split differently: "
                     f"{parameters[there[0]].placements} and {parameters[name].placements}.",
-                    fix="give both modules styles that split the weight along one dimension.",
+                    fix="choose styles for both modules that split the weight along one dimension.",
                 )
             root.get_submodule(owner)._parameters[short] = parameters[there[0]]
 
@@ -181,13 +181,13 @@ class _Localized:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
 
-    def __deepcopy__(self, memo: object) -> _Localized:
+    def __deepcopy__(self, memo: dict[int, object]) -> _Localized:
         return self  # process groups cannot be copied
 
-    def before(self, module: nn.Module, args: Any) -> None:
+    def before(self, module: nn.Module, args: Args) -> None:
         module.__dict__[_STACK].append(swap_in(_owners(module), self.mesh))
 
-    def finally_(self, module: nn.Module, args: Any, output: AnyOutput) -> None:
+    def finally_(self, module: nn.Module, args: Args, output: AnyOutput) -> None:
         stack = module.__dict__[_STACK]
         if stack:
             put_back(stack.pop())

@@ -1,4 +1,4 @@
-"""A tensor plan for a module that has none: groups of layers in its graph whose split gives the same numbers."""
+"""A tensor plan for a module that has none: groups of layers in its graph whose split computes the same numbers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _try(block: nn.Module, tp: int, name: str, reasons: dict[str, str]) -> _Outc
 
 
 def _blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Give the modules that hold between two and a few Linear layers, inner ones first."""
+    """Yield the modules with two to a few Linear layers, inner ones first."""
     for name, one in reversed(list(module.named_modules())):
         if isinstance(one, nn.ModuleList | nn.ModuleDict | nn.MultiheadAttention) or is_linear(one):
             continue

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ....protocols import AnyFunction, AnyTree, Args, Call, Kwargs
 from .styles import features, is_linear
 
 __all__ = ["copy_with", "make_arguments"]
@@ -34,7 +35,7 @@ def copy_with(module: nn.Module, make: Callable[[str, Tensor], Tensor]) -> nn.Mo
     return result.eval()
 
 
-def make_arguments(module: nn.Module, device: str, dtype: torch.dtype) -> tuple[list[Any], dict[str, Any]] | None:
+def make_arguments(module: nn.Module, device: str, dtype: torch.dtype) -> Call | None:
     """Return arguments for a module's forward: activations of shape (2, 8, width) first; None if it takes none.
 
     The width is the input of its first Linear layer. Other arguments without a default broadcast to any shape; masks
@@ -46,10 +47,10 @@ def make_arguments(module: nn.Module, device: str, dtype: torch.dtype) -> tuple[
         return None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 8, features(first)[1], generator=generator, dtype=torch.float64).to(device, dtype)
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
+    args: list[Tensor | None] = []
+    kwargs: Kwargs = {}
     for position, one in enumerate(names):
-        value: Any = (
+        value: Tensor | None = (
             x.requires_grad_() if position == 0 else None if "mask" in one.name else _AnyTensor.make(device, dtype)
         )
         if position and one.default is not inspect.Parameter.empty:
@@ -58,7 +59,7 @@ def make_arguments(module: nn.Module, device: str, dtype: torch.dtype) -> tuple[
             kwargs[one.name] = value
         else:
             args.append(value)
-    return args, kwargs
+    return tuple(args), kwargs
 
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -78,7 +79,9 @@ class _AnyTensor(Tensor):
         return self
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: AnyFunction, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> AnyTree:
         tensors = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, Tensor)]
         own = next((one for one in tensors if isinstance(one, cls)), None)
         is_query = getattr(func, "__name__", "") in ("__get__", "dim", "size", "numel", "element_size")

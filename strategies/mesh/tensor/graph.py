@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ....protocols import AnyTree
+from ....protocols import AnyFunction, AnyTree, Args, Kwargs
 from .copies import copy_with, make_arguments
 from .styles import is_linear
 
 if TYPE_CHECKING:
-    from ...autograd import Context
+    from ...autograd import AutogradContext
 
 __all__ = ["LinearGroup", "linear_groups"]
 
@@ -67,7 +68,7 @@ def linear_groups(module: nn.Module) -> list[LinearGroup]:
     return groups
 
 
-def _edges(module: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+def _edges(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """Return which layers each Linear layer reaches through what splits pass, and through anything else."""
     names = {one: name for name, one in module.named_modules() if is_linear(one)}
     feeds: dict[str, set[str]] = {name: set() for name in names.values()}
@@ -107,11 +108,11 @@ class _Mark(torch.autograd.Function):
     """Its own node for each layer's output."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Context, gradient: Tensor) -> Tensor:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> Tensor:
         return gradient
 
 
@@ -119,18 +120,20 @@ class _Attention(torch.autograd.Function):
     """Attention as one node, with the shape of its result."""
 
     @staticmethod
-    def forward(ctx: Context, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return query.new_empty(*query.shape[:-1], value.shape[-1])
 
     @staticmethod
-    def backward(ctx: Context, gradient: Tensor) -> Any:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> Any:
         raise AssertionError("only the graph is read")
 
 
 class _FusedAttention(TorchFunctionMode):
     """Lets attention be one node of the graph: on the meta device it is made of products and a softmax."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: AnyFunction, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> AnyTree:
         if func is F.scaled_dot_product_attention:
             named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
             return _Attention.apply(named["query"], named["key"], named["value"])  # type: ignore[no-untyped-call]

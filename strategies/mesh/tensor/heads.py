@@ -54,7 +54,7 @@ def _kind(layer: str) -> str:
 
 
 def _head_counts(owner: nn.Module) -> tuple[int | None, int | None, int | None]:
-    """Return the numbers of heads of queries and of keys, and the size of a head, as far as attributes tell."""
+    """Return the numbers of heads of queries and of keys, and the size of a head, as far as attributes have them."""
     counts = {name: one for name in COUNTS if _is_count(one := owner.__dict__.get(name))}
     queries = next((one for name, one in counts.items() if name not in _OF_KEYS), None)
     keys = next((one for name, one in counts.items() if name in _OF_KEYS), None)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from ...autograd import Context
+    from ...autograd import AutogradContext
 
 __all__ = ["convert", "enter", "gather", "local_of", "once", "reduce", "split", "unviewed"]
 
@@ -91,7 +91,7 @@ def local_of(value: object, mesh: DeviceMesh) -> object:
 
 
 def unviewed(tensor: Tensor, module: nn.Module) -> Tensor:
-    """Return an output of a module, in memory of its own where the module is a unit of `fully_shard`.
+    """Return an output of a module, in separate memory where the module is a unit of `fully_shard`.
 
     Conversions return views. A change of one in place (`x += y`) loses the hook that gathers the unit's parameters
     before its backward pass; torch 2.13 warns of every view.
@@ -130,11 +130,11 @@ class _Conversion(torch.autograd.Function):
         return whole.movedim(0, dim).contiguous()
 
     @staticmethod
-    def setup_context(ctx: Context, inputs: Args, output: Tensor) -> None:
+    def setup_context(ctx: AutogradContext, inputs: Args, output: Tensor) -> None:
         ctx.arguments = inputs[1:]
 
     @staticmethod
-    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: AutogradContext, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         mesh, have, want, gradient = ctx.arguments
         of_sum = isinstance(have, Partial)
         back = convert(
@@ -161,12 +161,12 @@ def once(tensor: Tensor) -> Tensor:
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, tensor: Tensor, is_gradient: bool = False) -> Tensor:
+    def forward(ctx: AutogradContext, tensor: Tensor, is_gradient: bool = False) -> Tensor:
         ctx.is_gradient = is_gradient
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: AutogradContext, *gradients: Tensor) -> tuple[Tensor, None]:
         if ctx.is_gradient:
             raise ModuleError(
                 "Expected first derivatives only through layers that compute with DTensors over tp, got a second one: "

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.overrides import TorchFunctionMode
 
+from ....protocols import AnyFunction, AnyTree, Args, Kwargs
 from .layouts import convert
 
 if TYPE_CHECKING:
@@ -56,7 +57,9 @@ class PlainLoss(TorchFunctionMode):
         super().__init__()
         self.mesh = mesh
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: AnyFunction, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> AnyTree:
         result = func(*args, **(kwargs or {}))
         if func is F.cross_entropy and isinstance(result, DTensor):
             return convert(result, self.mesh, Replicate(), Replicate()).clone()  # a step may return it, and no view

@@ -9,18 +9,15 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from ....errors import nearest
+from ....errors import Clauses, nearest
 from .styles import Colwise, Embedding, PackedColwise, Replicated, Rowwise, is_linear
 
-__all__ = ["STYLES", "Found", "Problems", "match", "read_plan", "style_named"]
-
-Problems = list[tuple[str, str]]
-"""What is wrong with a plan, each as (what happened, what to do)."""
+__all__ = ["STYLES", "Found", "match", "read_plan", "style_named"]
 
 
 @dataclass
 class Found:
-    """The styles that a source gives.
+    """The styles of a source.
 
     Attributes:
         source: Where they come from, for messages.
@@ -31,7 +28,7 @@ class Found:
 
     source: str
     styles: dict[str, ParallelStyle] = field(default_factory=dict)
-    problems: Problems = field(default_factory=list)
+    problems: Clauses = field(default_factory=Clauses)
     notes: list[str] = field(default_factory=list)
 
 
@@ -64,7 +61,7 @@ def style_named(name: str) -> ParallelStyle | None:
 
 
 def match(pattern: str, names: Mapping[str, nn.Module]) -> list[str]:
-    """Return the names that a pattern matches: `*` stands for one name, or a part of it, between two dots."""
+    """Return the names that a pattern matches: `*` matches one name, or a part of it, between two dots."""
     parts = pattern.split(".")
     return [
         name
@@ -74,9 +71,7 @@ def match(pattern: str, names: Mapping[str, nn.Module]) -> list[str]:
     ]
 
 
-def read_plan(
-    wanted: Mapping[str, object], module: nn.Module, source: str
-) -> tuple[dict[str, ParallelStyle], Problems]:
+def read_plan(wanted: Mapping[str, object], module: nn.Module, source: str) -> tuple[dict[str, ParallelStyle], Clauses]:
     """Return the style of each module that a user's plan names, and what is wrong with the plan.
 
     Args:
@@ -86,7 +81,7 @@ def read_plan(
     """
     names = dict(module.named_modules())
     styles: dict[str, ParallelStyle] = {}
-    problems: Problems = []
+    problems = Clauses()
     for pattern, value in wanted.items():
         matched = match(pattern, names)
         if not matched:
@@ -95,9 +90,7 @@ def read_plan(
         if not isinstance(style, ParallelStyle):
             known = nearest(value, STYLES) if isinstance(value, str) else ""
             what = f"Expected a style for {pattern!r} of {source}, got {value!r}{known}"
-            problems.append(
-                (what, f"use one of {', '.join(STYLES)}, or an object of torch.distributed.tensor.parallel")
-            )
+            problems.add(what, f"use one of {', '.join(STYLES)}, or an object of torch.distributed.tensor.parallel")
             continue
         styles.update(dict.fromkeys(matched, style))
     return styles, problems

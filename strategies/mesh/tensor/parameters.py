@@ -1,7 +1,7 @@
 """Parameters as DTensors: how they get their placement, and how a forward pass reads them as plain tensors.
 
 Every parameter of a module under tensor parallelism is a DTensor, because optimizers and clipping take no mixture. A
-module's code meets plain tensors: while it runs, this rank's part stands instead of the parameter.
+module's code meets plain tensors: while it runs, this rank's part replaces the parameter.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PARTIAL = "_loopwright_partial"
 rank uses them with another part of the activations."""
 
 Swapped = list[tuple[nn.Module, str, Tensor, Tensor | None]]
-"""Parameters that were replaced for a forward pass: owner, name, the parameter, and what stands in its place."""
+"""Parameters that were replaced for a forward pass: owner, name, the parameter, and its replacement."""
 
 
 def distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """Return a parameter as a DTensor; this rank keeps its part, in memory of its own. Does not communicate.
+    """Return a parameter as a DTensor; this rank keeps its part, in separate memory. Does not communicate.
 
     Args:
         parameter: Full, with the same values on all ranks of the mesh; a DTensor is returned as it is.
@@ -74,7 +74,7 @@ def swap_in(owners: Iterable[tuple[nn.Module, str]], mesh: DeviceMesh) -> Swappe
 
 
 def put_back(swapped: Swapped) -> None:
-    """Put the parameters back that `swap_in` replaced, unless something else stands there by now."""
+    """Put the parameters back that `swap_in` replaced, unless something else has replaced them."""
     for owner, name, parameter, local in reversed(swapped):
         if owner._parameters.get(name) is local:
             replace_parameter(owner, name, parameter)

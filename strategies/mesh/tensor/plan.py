@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from ....errors import ConfigError
+from ....errors import Clauses
 from .adapters import base_of, called_as, expand_adapters
 from .heads import copies_of, head_problem, is_query, key_layers, local_counts, packed_parts
-from .names import STYLES, Problems
+from .names import STYLES
 from .sequence import set_sequence_parallel
 from .sources import find_styles, names_styles
 from .style import Style
@@ -99,7 +99,7 @@ def resolve_plan(
     """
     found = find_styles(module, wanted, tp)
     plan = TensorPlan(tp, found.source, found.styles, notes=found.notes)
-    problems = [*found.problems, *expand_adapters(module, plan.styles)]
+    problems = Clauses([*found.problems, *expand_adapters(module, plan.styles)])
     plan.tied = find_tied(module, plan.styles, plan.notes, problems, tp)
     problems += _set_heads(module, plan)
     problems += _misfits(module, plan)
@@ -108,18 +108,14 @@ def resolve_plan(
         problems += set_sequence_parallel(module, plan)
     if loss_parallel:
         problems += _keep_parts_of_logits(plan)
-    if problems:
-        raise ConfigError(
-            "; ".join(dict.fromkeys(what for what, _ in problems)) + ".",
-            fix="; ".join(dict.fromkeys(fix for _, fix in problems)) + ".",
-        )
+    problems.refuse()
     return plan
 
 
 def check_plan(module: nn.Module, wanted: object = "auto", *, tp: int, **options: bool) -> None:
     """Refuse a plan that does not fit a module, where names and shapes say so. Does not communicate.
 
-    A plan that the graph would give is not looked for: that takes as long as passes through all kinds of blocks.
+    A plan of the graph is not searched for: that takes as long as passes through all kinds of blocks.
 
     Args:
         module: See `resolve_plan`.
@@ -134,23 +130,21 @@ def check_plan(module: nn.Module, wanted: object = "auto", *, tp: int, **options
         resolve_plan(module, wanted, tp=tp, **options)
 
 
-def _misfits(module: nn.Module, plan: TensorPlan) -> Problems:
-    problems: Problems = []
+def _misfits(module: nn.Module, plan: TensorPlan) -> Clauses:
+    problems = Clauses()
     for name, style in plan.styles.items():
         problem = style.problem(module.get_submodule(name), plan.tp) if isinstance(style, Style) else None
         if problem is not None:
-            problems.append(
-                (f"{name} {problem}", "choose another tp, or another style for it, or leave it out of the plan")
-            )
+            problems.add(f"{name} {problem}", "choose another tp, or another style for it, or leave it out of the plan")
     return problems
 
 
-def _set_heads(module: nn.Module, plan: TensorPlan) -> Problems:
+def _set_heads(module: nn.Module, plan: TensorPlan) -> Clauses:
     """Note attributes that count heads, and return layers whose heads cannot be divided.
 
     Where there are more ranks than heads of keys, ranks share them: their layers get a style with copies.
     """
-    problems: Problems = []
+    problems = Clauses()
     layers: dict[str, list[str]] = {}
     for name, style in plan.styles.items():
         layer, (above, _, short) = module.get_submodule(name), called_as(name).rpartition(".")
@@ -164,7 +158,7 @@ def _set_heads(module: nn.Module, plan: TensorPlan) -> Problems:
             continue
         problem = head_problem(owner, called_as(name), size, plan.tp)
         if problem is not None:
-            problems.append((problem, "choose one of these for tp"))
+            problems.add(problem, "choose one of these for tp")
         copies = copies_of(owner, short, size, plan.tp)
         if copies > 1:
             plan.styles[name] = PackedColwise((size,), (copies,))
@@ -177,9 +171,9 @@ def _set_heads(module: nn.Module, plan: TensorPlan) -> Problems:
     return problems
 
 
-def _share_keys(plan: TensorPlan, owner: nn.Module, above: str, split: list[str]) -> Problems:
+def _share_keys(plan: TensorPlan, owner: nn.Module, above: str, split: list[str]) -> Clauses:
     """Let all ranks compute the only head of keys where the plan splits queries alone; return what it forgets."""
-    problems: Problems = []
+    problems = Clauses()
     for short in key_layers(owner) if any(is_query(one) for one in split) else ():
         layer, name = base_of(owner.get_submodule(short)), f"{above}.{short}".lstrip(".")
         if short in split or not is_linear(layer):
@@ -189,11 +183,11 @@ def _share_keys(plan: TensorPlan, owner: nn.Module, above: str, split: list[str]
             plan.styles[name] = PackedColwise((size,), (plan.tp,))
         else:
             what = f"{name} is full, and the queries beside it are split: a rank's heads would get the keys of others"
-            problems.append((what, "give it the style 'colwise', too, or leave out the queries"))
+            problems.add(what, "choose the style 'colwise' for it too, or leave out the queries")
     return problems
 
 
-def _groups(plan: TensorPlan, problems: Problems) -> list[str]:
+def _groups(plan: TensorPlan, problems: Clauses) -> list[str]:
     """Return the names of the modules that hold layers which belong together, and note layers without a partner."""
     styles = {name: style for name, style in plan.styles.items() if isinstance(style, Style)}
     gives = [name for name, style in styles.items() if style.has_sharded_output]
@@ -210,7 +204,7 @@ def _groups(plan: TensorPlan, problems: Problems) -> list[str]:
                 groups[group] = None
             elif not foreign:
                 what = f"{name} has {shown(styles[name])!r}, and no layer of the plan has {says!r} to go with it"
-                problems.append((what, "name both, or write 'colwise_gather_output' or 'rowwise_split_input'"))
+                problems.add(what, "name both, or write 'colwise_gather_output' or 'rowwise_split_input'")
     groups.update(dict.fromkeys(name for name in alone if name not in gives))
     return list(groups)
 
@@ -229,11 +223,11 @@ def _is_in(name: str, above: str) -> bool:
     return not above or name.startswith(f"{above}.")
 
 
-def _keep_parts_of_logits(plan: TensorPlan) -> Problems:
+def _keep_parts_of_logits(plan: TensorPlan) -> list[tuple[str, str]]:
     heads = [name for name, one in plan.styles.items() if isinstance(one, Colwise) and one.is_gathered]
     if not heads:
         what = "loss_parallel=True needs a last layer with the style 'colwise_gather_output', and the plan has none"
-        return [(what, "give it to the layer that computes the logits, or leave out loss_parallel=True")]
+        return [(what, "choose it for the layer that computes the logits, or leave out loss_parallel=True")]
     plan.loss_parallel = True
     plan.styles[heads[-1]] = Colwise(keeps_dtensor=True)
     return []

@@ -8,12 +8,12 @@ leaves each rank its part. Any other module of a block sees the full sequence.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from ....protocols import AnyOutput
+from ....protocols import AnyOutput, Args, Call, Kwargs
 from .layouts import convert, split, unviewed
 from .style import map_first, map_output
 from .styles import Rowwise
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .names import Problems
     from .plan import TensorPlan
 
 __all__ = ["OnSequence", "set_sequence_parallel"]
@@ -33,7 +32,7 @@ _TOKEN_WISE = ("norm", "dropout", "droppath", "identity")
 _NOT_TOKEN_WISE = ("batchnorm", "instancenorm", "groupnorm")
 
 
-def set_sequence_parallel(module: nn.Module, plan: TensorPlan) -> Problems:
+def set_sequence_parallel(module: nn.Module, plan: TensorPlan) -> list[tuple[str, str]]:
     """Note in a plan which modules see a part of the sequence, and return what is wrong.
 
     Args:
@@ -111,14 +110,14 @@ class OnSequence:
         self.change = change
         self.mesh = mesh
 
-    def __deepcopy__(self, memo: object) -> OnSequence:
+    def __deepcopy__(self, memo: dict[int, object]) -> OnSequence:
         return self  # process groups cannot be copied
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Call:
         """Change the input."""
         return map_first(args, kwargs, lambda x: self._changed(x, self.change[0]))
 
-    def after(self, module: nn.Module, args: Any, output: AnyOutput) -> Any:
+    def after(self, module: nn.Module, args: Args, output: AnyOutput) -> AnyOutput:
         """Change the output."""
         return map_output(output, lambda x: unviewed(self._changed(x, self.change[1]), module))
 

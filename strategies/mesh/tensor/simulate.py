@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ....protocols import AnyOutput, AnyTree
+from ....protocols import AnyOutput, AnyTree, Args, Kwargs
 from ...tree import leaves
 from .copies import copy_with, make_arguments
 from .graph import LinearGroup
@@ -85,7 +85,7 @@ class _Values:
 
 
 def _simulate(
-    module: nn.Module, group: LinearGroup, tp: int, values: _Values, args: Any, kwargs: Any
+    module: nn.Module, group: LinearGroup, tp: int, values: _Values, args: Args, kwargs: Kwargs
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """Return outputs and gradients of a split module, under full names."""
     partial: list[Tensor] = []

@@ -58,7 +58,7 @@ def names_styles(module: nn.Module, wanted: object) -> bool:
 
 
 def _with_method(module: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Give the outermost modules whose `tensor_plan()` returns a plan, with it; None leaves it to the next source."""
+    """Yield the outermost modules whose `tensor_plan()` returns a plan, with it; None leaves it to the next source."""
     found: list[str] = []
     for name, one in module.named_modules():
         if callable(getattr(type(one), "tensor_plan", None)) and not any(_is_below(name, above) for above in found):
@@ -73,7 +73,7 @@ def _of_methods(module: nn.Module, own: list[tuple[str, nn.Module, Any]]) -> Fou
     for name, one, plan in own:
         if not isinstance(plan, Mapping):
             what = f"Expected a dict from {type(one).__name__}.tensor_plan(), got {type(plan).__name__}"
-            found.problems.append((what, "return {'blocks.*.mlp.up': 'colwise', ...}"))
+            found.problems.add(what, "return {'blocks.*.mlp.up': 'colwise', ...}")
             continue
         styles, problems = read_plan(plan, one, f"{type(one).__name__}.tensor_plan()")
         found.styles.update({_join(name, inner): style for inner, style in styles.items()})
@@ -82,7 +82,7 @@ def _of_methods(module: nn.Module, own: list[tuple[str, nn.Module, Any]]) -> Fou
 
 
 def _of_transformers(module: nn.Module) -> Iterator[tuple[str, nn.Module, Mapping[str, str]]]:
-    """Give the outermost models of transformers that have a plan."""
+    """Yield the outermost models of transformers that have a plan."""
     found: list[str] = []
     for name, one in module.named_modules():
         if any(cls.__name__ == "PreTrainedModel" for cls in type(one).__mro__):

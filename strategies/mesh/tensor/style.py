@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ....errors import ConfigError
-from ....protocols import AnyOutput
+from ....protocols import AnyOutput, Args, Call, Kwargs
 from ...construction.activation_checkpointing import replay_in
 from .layouts import unviewed
 from .parameters import Swapped, distribute, put_back, swap_in
@@ -54,7 +54,7 @@ class Style(ParallelStyle):
     has_sharded_output = False
     """Whether the module's output is this rank's part, which another style has to take."""
     takes_sharded_input = False
-    """Whether the module's input is this rank's part, as another style gives it."""
+    """Whether the module's input is this rank's part, as another style returns it."""
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
         """Return the placement of each of the module's own parameters."""
@@ -64,12 +64,12 @@ class Style(ParallelStyle):
         """Return why the module cannot have this style on `tp` ranks, as the end of a sentence; None if it can."""
         return None
 
-    def enter(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+    def enter(self, frame: Frame, module: nn.Module, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> Call:
         """Replace parameters for a call, and return its arguments as (args, kwargs)."""
         frame.swapped += swap_in([(module, name) for name in module._parameters], mesh)
         return args, kwargs
 
-    def leave(self, frame: Frame, module: nn.Module, output: AnyOutput, mesh: DeviceMesh) -> Any:
+    def leave(self, frame: Frame, module: nn.Module, output: AnyOutput, mesh: DeviceMesh) -> AnyOutput:
         """Return the output of a call."""
         return output
 
@@ -84,7 +84,7 @@ class Style(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         problem = self.problem(module, device_mesh.size())
         if problem is not None:
-            raise ConfigError(f"{type(module).__name__} {problem}.", fix="give it another style.")
+            raise ConfigError(f"{type(module).__name__} {problem}.", fix="choose another style for it.")
         for name, placement in self.placements(module).items():
             parameter = module._parameters[name]
             if parameter is not None:
@@ -94,28 +94,28 @@ class Style(ParallelStyle):
 
 
 class Around:
-    """The hooks of a styled module. They hold nothing of it, so that a copy of the module has hooks of its own."""
+    """The hooks of a styled module. They hold nothing of it, so that a copy of the module has separate hooks."""
 
     def __init__(self, style: Style, mesh: DeviceMesh) -> None:
         self.style = style
         self.mesh = mesh
 
-    def __deepcopy__(self, memo: object) -> Around:
+    def __deepcopy__(self, memo: dict[int, object]) -> Around:
         return self  # process groups cannot be copied
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Call:
         """Begin a call."""
         frame = Frame()
         module.__dict__.setdefault(_FRAMES, []).append(frame)
         return self.style.enter(frame, module, args, kwargs, self.mesh)
 
-    def after(self, module: nn.Module, args: Any, output: AnyOutput) -> Any:
+    def after(self, module: nn.Module, args: Args, output: AnyOutput) -> AnyOutput:
         """End a call with an output."""
         frame = module.__dict__[_FRAMES][-1]
         frame.restore(module)
         return map_output(self.style.leave(frame, module, output, self.mesh), lambda x: unviewed(x, module))
 
-    def finally_(self, module: nn.Module, args: Any, output: AnyOutput) -> None:
+    def finally_(self, module: nn.Module, args: Args, output: AnyOutput) -> None:
         """End a call, also one that failed."""
         frames = module.__dict__.get(_FRAMES)
         if frames:
@@ -135,7 +135,7 @@ class Around:
             frame.restore(module)
 
 
-def map_first(args: Any, kwargs: Any, function: Any) -> Any:
+def map_first(args: Args, kwargs: Kwargs, function: Any) -> Call:
     """Return arguments of a module with a function applied to the first tensor among them."""
     for position, one in enumerate(args):
         if isinstance(one, Tensor):
@@ -146,7 +146,7 @@ def map_first(args: Any, kwargs: Any, function: Any) -> Any:
     return args, kwargs
 
 
-def map_output(output: AnyOutput, function: Any) -> Any:
+def map_output(output: AnyOutput, function: Any) -> AnyOutput:
     """Return a module's output with a function applied to it, or to the first tensor in a tuple or mapping."""
     if isinstance(output, Tensor):
         return function(output)

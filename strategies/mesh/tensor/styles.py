@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ....protocols import AnyOutput
+from ....protocols import AnyOutput, Args, Call, Kwargs
 from .layouts import convert, enter, gather, once
 from .parameters import PARTIAL, replace_parameter, swap_in
 from .style import Frame, Style, map_first
@@ -52,7 +52,7 @@ class Colwise(Style):
             return computed_weight(module) or _uneven("embedding_dim", module.embedding_dim, tp)
         return _not_linear(module) or _uneven("out_features", features(module)[0], tp)
 
-    def enter(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+    def enter(self, frame: Frame, module: nn.Module, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> Call:
         """Take a full input."""
         if not isinstance(module, nn.Linear | nn.Embedding):  # Conv1D of transformers makes a shape of it
             frame.attributes.append(("nf", module.nf))
@@ -62,7 +62,7 @@ class Colwise(Style):
             return args, kwargs
         return map_first(args, kwargs, lambda x: convert(x, mesh, Replicate(), Replicate(), gradient=Partial()))
 
-    def leave(self, frame: Frame, module: nn.Module, output: AnyOutput, mesh: DeviceMesh) -> Any:
+    def leave(self, frame: Frame, module: nn.Module, output: AnyOutput, mesh: DeviceMesh) -> AnyOutput:
         """Return this rank's part, a DTensor of it, or all of them."""
         if self.keeps_dtensor:
             return DTensor.from_local(once(output), mesh, [Shard(output.ndim - 1)], run_check=False)
@@ -94,7 +94,7 @@ class Rowwise(Style):
         """Return what is wrong with class or number of input features."""
         return _not_linear(module) or _uneven("in_features", features(module)[1], tp)
 
-    def enter(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+    def enter(self, frame: Frame, module: nn.Module, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> Call:
         """Take this rank's part of the input, and leave out the bias: it is added to the sum."""
         frame.swapped += swap_in([(module, "weight")], mesh)
         bias = module._parameters.get("bias")
@@ -106,7 +106,7 @@ class Rowwise(Style):
         have = Replicate() if self.splits_input else None
         return map_first(args, kwargs, lambda x: convert(x, mesh, have or Shard(x.ndim - 1), Shard(x.ndim - 1)))
 
-    def leave(self, frame: Frame, module: nn.Module, output: AnyOutput, mesh: DeviceMesh) -> Any:
+    def leave(self, frame: Frame, module: nn.Module, output: AnyOutput, mesh: DeviceMesh) -> AnyOutput:
         """Return the sum over ranks, with the bias."""
         total = convert(output, mesh, Partial(), Shard(1) if self.scatters else Replicate())
         bias = module._parameters.get("bias")
@@ -134,7 +134,7 @@ class Embedding(Style):
             return f"has {', '.join(odd)}, which need all vectors"
         return computed_weight(module) or _uneven("num_embeddings", module.num_embeddings, tp)
 
-    def enter(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+    def enter(self, frame: Frame, module: nn.Module, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> Call:
         """Look up this rank's indices; others as its first, which is then masked."""
         super().enter(frame, module, args, kwargs, mesh)
         size = features(module)[0] // mesh.size()
@@ -152,7 +152,7 @@ class Embedding(Style):
 
         return map_first(args, kwargs, own)
 
-    def leave(self, frame: Frame, module: nn.Module, output: AnyOutput, mesh: DeviceMesh) -> Any:
+    def leave(self, frame: Frame, module: nn.Module, output: AnyOutput, mesh: DeviceMesh) -> AnyOutput:
         """Return the vectors of all indices."""
         assert frame.mask is not None
         return convert(output.masked_fill(frame.mask.unsqueeze(-1), 0), mesh, Partial(), Replicate())
@@ -212,7 +212,7 @@ class PackedColwise(Style):
         shares = zip(sizes, self.copies or (1,) * len(sizes), strict=True)
         return next((found for size, one in shares if (found := _uneven("a part of", size, tp // one))), None)
 
-    def enter(self, frame: Frame, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+    def enter(self, frame: Frame, module: nn.Module, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> Call:
         """Take a full input, and this rank's rows of each part."""
         dim, sizes, rank = _dims(module)[0], self.sizes(module), mesh.get_local_rank()
         copies = self.copies or (1,) * len(sizes)

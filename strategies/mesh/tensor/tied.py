@@ -15,7 +15,7 @@ from .styles import Colwise, Embedding, is_linear
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
-    from .names import Problems
+    from ....errors import Clauses
 
 __all__ = ["Tied", "find_tied"]
 
@@ -39,9 +39,9 @@ class Tied:
 
 
 def find_tied(
-    module: nn.Module, styles: dict[str, ParallelStyle], notes: list[str], problems: Problems, tp: int
+    module: nn.Module, styles: dict[str, ParallelStyle], notes: list[str], problems: Clauses, tp: int
 ) -> Tied:
-    """Return the tied parameters of a module, and give their modules styles with one placement.
+    """Return the tied parameters of a module, and choose styles with one placement for their modules.
 
     Args:
         module: The user's module.
@@ -66,7 +66,7 @@ def _fit(
     group: list[str],
     styles: dict[str, ParallelStyle],
     notes: list[str],
-    problems: Problems,
+    problems: Clauses,
     tp: int,
 ) -> None:
     owners = [name.rpartition(".")[0] for name in group]
@@ -83,7 +83,7 @@ def _fit(
             notes += [f"{owner} is split too: its weight is tied to that of {named}." for owner in added]
             return
     listed = ", ".join(f"{name} ({placement})" for name, placement in placements.items())
-    problems.append((f"the tied parameters {listed} would be split differently", "give both modules styles that fit"))
+    problems.add(f"the tied parameters {listed} would be split differently", "choose styles that fit for both modules")
 
 
 def _style(module: nn.Module, owner: str, tp: int) -> Style | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from ....errors import ModuleError
-from ....protocols import AnyOutput
+from ....protocols import AnyFunction, AnyOutput, AnyTree, Args, Kwargs
 from ...distributed.collectives import gather_objects
 from ...distributed.shards import full_tensor
 from ...tree import leaves, map_leaves
@@ -58,12 +58,12 @@ def recording(plan: TensorPlan, root: nn.Module) -> Iterator[dict[str, FirstCall
     for name in plan.groups:
         if name in modules:
 
-            def keep(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            def keep(module: nn.Module, args: Args, kwargs: Kwargs, name: str = name) -> None:
                 has_gradients = torch.is_grad_enabled()
                 if name not in calls or (has_gradients and not calls[name].has_gradients):
                     calls[name] = FirstCall(map_leaves(args, _copied), map_leaves(kwargs, _copied), has_gradients)
 
-            def watch(module: nn.Module, args: Any, output: AnyOutput, name: str = name) -> None:
+            def watch(module: nn.Module, args: Args, output: AnyOutput, name: str = name) -> None:
                 reads.watch(name, floats(output)[1:])
 
             handles.append(modules[name].register_forward_pre_hook(keep, prepend=True, with_kwargs=True))
@@ -104,7 +104,9 @@ class _Reads(TorchFunctionMode):
             for name, calls in self._watched.items()
         }
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: AnyFunction, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> AnyTree:
         if self._numbers and func not in READABLE and func is not Tensor.register_hook:  # fully_shard adds one
             for _, value in leaves((args, kwargs)):
                 if id(value) in self._numbers:
@@ -244,7 +246,7 @@ def _check_inputs(name: str, call: FirstCall, mesh: DeviceMesh, *, is_shard: boo
         )
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: AnyTree) -> AnyTree:
     if type(value).__name__.endswith("Cache"):  # of transformers: each call would add to it
         return None
     # Of a table of rotary positions, say, each rank's gradient is that of its heads; it matters where one is used.

@@ -249,7 +249,7 @@ def test_objects_are_left_out_or_trusted_when_asked(call: Call, tmp_path: Path) 
         (["convert", "a.pt", "b.pt", "--map", "x=y"], "no weight has a name that begins so"),
         (["consolidate", "a.pt", "b.ckpt"], "in one file"),
         (["inspect", "memory://a/b.safetensors"], "are read from local files only"),
-        (["convert", "nested.pt", "b.safetensors"], "tensors stand under ['ema/net']"),
+        (["convert", "nested.pt", "b.safetensors"], "it has tensors under ['ema/net']"),
     ],
 )
 def test_what_cannot_be_done_is_said(
