@@ -170,7 +170,7 @@ class Fabric:
             parallel_devices=list(parts.devices),
             cluster_environment=parts.cluster_environment,
             checkpoint_io=parts.checkpoint_io,
-            make_checkpoint_io=_default_checkpoint_io,
+            make_checkpoint_io=TorchCheckpointIO,
         )
         self._cluster = parts.cluster_environment
         # Whether strategy and launcher support several processes, even if one was requested.
@@ -1170,10 +1170,6 @@ def _does_something(precision: Precision, name: str) -> bool:
     if method is getattr(MixedPrecision, name):
         return precision.has_scaler  # with bfloat16 it is equivalent to the base class's
     return method is not getattr(Precision, name)
-
-
-def _default_checkpoint_io() -> CheckpointPlugin:
-    return TorchCheckpointIO()
 
 
 def _in_precision(step: Callable[..., object], precision: Precision, *, converts_output: bool) -> Callable[..., object]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import Clauses, ConfigError, ModuleError
+from ..errors import Clauses, ModuleError
 from ..precision.base import compute_gradients
 from .base import NoLoss, Topology, non_finite_norm, refuse_complex
 from .construction.activation_checkpointing import choose_checkpointed
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..protocols import AnyTree, Batch, StateDict, StepFunction
-    from .fsdp.plan import ShardingPlan
     from .mesh.context.options import Context
     from .mesh.layers import TensorSplit
     from .mesh.pipeline.stages import Stages
@@ -94,13 +93,8 @@ class ShardedStrategy(ParallelStrategy):
         verify: bool = False,
     ) -> None:
         problems = Clauses()
-        plan: ShardingPlan | None = None
-        try:
-            plan = read_arguments(**{name: one for name, one in arguments.items() if name not in OF_PROCESSES})
-        except ConfigError as error:
-            problems.add(error.what, error.fix)
+        plan = read_arguments({name: one for name, one in arguments.items() if name not in OF_PROCESSES}, problems)
         super().__init__(**{name: one for name, one in arguments.items() if name in OF_PROCESSES}, problems=problems)
-        assert plan is not None
         # A stage needs its parameters for all micro-batches of a window.
         self.plan = plan if stages is None else replace(plan, reshard_after_forward=False)
         if plan.mixed_precision is not None:

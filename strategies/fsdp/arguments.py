@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import Clauses, ConfigError, nearest
+from ...errors import Clauses, nearest
 from ..construction.activation_checkpointing import check_checkpointing
 from ..construction.wrap_policy import check_policy
 from .plan import MixedPrecisionPlan, ShardingPlan, sizes_of
@@ -54,18 +54,15 @@ OF_PROCESSES = (
 """Names of the arguments that strategies with processes have in common."""
 
 
-def read_arguments(**given: object) -> ShardingPlan:
+def read_arguments(given: Mapping[str, object], problems: Clauses) -> ShardingPlan:
     """Return the sharding plan for the arguments of FSDPStrategy.
 
     Args:
         given: Arguments of FSDPStrategy, FullyShardedDataParallel and fully_shard by name. None selects the default of
             each.
-
-    Raises:
-        ConfigError: Arguments are unknown or unsupported; every problem is listed. Its parts do not end in a period, so
-            that the caller can join them with others.
+        problems: Gets what is unknown or unsupported; the plan is only valid without any.
     """
-    problems = Clauses(_unknown(given))
+    _check_names(given, problems)
     notes: list[str] = []
     wanted: dict[str, Any] = {name: given.get(name) for name in _NAMES}
     mesh = _read_mesh(_either(wanted, ("device_mesh", "mesh"), problems), problems)
@@ -87,7 +84,7 @@ def read_arguments(**given: object) -> ShardingPlan:
     for name in ("use_orig_params", "limit_all_gathers", "sync_module_states"):
         if not isinstance(wanted[name], bool | None):
             problems.add(f"expected {name} to be a bool, got {name}={wanted[name]!r}", f"pass {name}=True or False")
-    plan = ShardingPlan(
+    return ShardingPlan(
         reshard_after_forward=reshard,
         is_hybrid=is_hybrid,
         is_replicated=is_replicated,
@@ -106,17 +103,12 @@ def read_arguments(**given: object) -> ShardingPlan:
         state_dict_type=_read_state_dict_type(wanted["state_dict_type"], problems),
         notes=tuple(notes),
     )
-    if problems:
-        whats, fixes = zip(*problems, strict=True)
-        raise ConfigError("; ".join(whats), fix="; ".join(dict.fromkeys(fixes)))
-    return plan
 
 
 # -- one argument each -------------------------------------------------------------------------------------------------
 
 
-def _unknown(given: Mapping[str, object]) -> Clauses:
-    problems = Clauses()
+def _check_names(given: Mapping[str, object], problems: Clauses) -> None:
     for name, value in given.items():
         if name in _REFUSED:
             if value is not None:
@@ -126,7 +118,6 @@ def _unknown(given: Mapping[str, object]) -> Clauses:
             problems.add(f"{name}= is not an argument of this strategy{hint}", f"use some of {', '.join(_NAMES)}")
     if given.get("process_group") is not None and given.get("device_mesh") is not None:
         problems.add("process_group= and device_mesh= set the same option", "pass only device_mesh=")
-    return problems
 
 
 def _either(wanted: Mapping[str, object], names: tuple[str, str], problems: Clauses) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla
-from ...errors import Clauses, ConfigError, nearest
+from ...errors import Clauses, nearest
 from ..construction.activation_checkpointing import (
     apply_activation_checkpointing,
     check_checkpointing,

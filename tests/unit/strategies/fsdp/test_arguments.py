@@ -20,11 +20,18 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from loopwright.errors import ConfigError
-from loopwright.strategies.fsdp.arguments import read_arguments
+from loopwright.errors import Clauses, ConfigError
+from loopwright.strategies.fsdp import arguments
 from loopwright.strategies.fsdp.plan import MixedPrecisionPlan, ShardingPlan, check_mesh
 
 HALF = torch.bfloat16
+
+
+def read_arguments(**given: object) -> ShardingPlan:
+    problems = Clauses()
+    plan = arguments.read_arguments(given, problems)
+    problems.refuse()
+    return plan
 
 
 def test_nothing_given_is_the_default_plan() -> None:
