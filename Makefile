@@ -26,10 +26,10 @@ TORCH29 := $(addprefix tests/unit/,accelerators precision strategies fabric) \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train digits test test-slow test-mesh test-gpu test-xla test-engines test-compat check format bench bench-peers docs docs-test all clean
+.PHONY: help setup train digits test test-slow test-mesh test-gpu test-xla test-engines test-lightning test-compat check format bench bench-peers docs docs-test all clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: $(VENV)/installed-dev  ## make .venv with everything that developers need
 
@@ -65,8 +65,15 @@ test-engines: setup  ## run the tests of DeepSpeed that take minutes: compiled o
 	-@[ -e /usr/include/libaio.h ] || [ "$$(id -u)" != 0 ] || { apt-get update -qq && apt-get install -qq -y libaio-dev; }
 	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -o timeout=2400 tests/integration/deepspeed/slow $(ARGS)
 
+# Two interpreters in each test, and one worker for each file: files share what they ran.
+test-lightning: export LIGHTNING_PYTHON := $(CURDIR)/$(BIN)/python
+test-lightning: export PYTHONPATH := $(CURDIR)/$(VENV)/lightning
+test-lightning: export OMP_NUM_THREADS ?= 1
+test-lightning: setup $(VENV)/lightning/installed  ## compare with Lightning itself: names, trainings, checkpoints, command lines: ARGS="-k name"
+	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 --dist loadfile -m "not libraries" tests/compat $(ARGS)
+
 test-compat: export LIGHTNING_PYTHON := $(CURDIR)/$(COMPAT)/bin/python
-test-compat: setup $(COMPAT)/installed  ## compare with Lightning itself, and with libraries on it, in .venv-compat: ARGS="-k name"
+test-compat: setup $(COMPAT)/installed  ## the same, and with libraries built on Lightning, in .venv-compat: ARGS="-k name"
 	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests tests/compat $(ARGS)
 
 check: setup $(VENV)/types/loopwright  ## lint, formatting, phrases in the documentation, and types
@@ -93,7 +100,7 @@ docs-test: setup $(DOCS)/installed  ## run the examples of README and docs, and 
 	$(DOCS)/bin/mkdocs build --quiet --strict
 	$(BIN)/python docs/check_site.py
 
-all: check test test-slow test-mesh docs-test  ## what CI runs, but for test-xla
+all: check test test-slow test-mesh test-lightning docs-test  ## what CI runs, but for test-xla
 
 clean:  ## remove caches and generated pages; keeps .venv and runs/
 	rm -rf build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -127,8 +134,13 @@ $(VENV)/hydra/installed: pyproject.toml | $(BIN)/python
 		antlr4-python3-runtime==4.9.3
 	@touch $@
 
+# Lightning, in a folder that only its tests put on the path: 15 MB, with the torch, torchmetrics and jsonargparse of .venv.
+$(VENV)/lightning/installed: tests/compat/lightning.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(@D) -r $<
+	@touch $@
+
 # Lightning, and libraries that are built on it, with the torch of constraints.txt: a gigabyte to download.
-$(COMPAT)/installed: tests/compat/environment.py tests/compat/requirements.txt pyproject.toml constraints.txt
+$(COMPAT)/installed: tests/compat/environment.py tests/compat/requirements.txt tests/compat/lightning.txt pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(COMPAT)
 	$(COMPAT)/bin/python tests/compat/environment.py
 	@touch $@

@@ -1,4 +1,4 @@
-"""Compares LightningCLI with Lightning's own, which stands on jsonargparse: `make test-compat`."""
+"""Compares LightningCLI with Lightning's own, which stands on jsonargparse: `make test-lightning`."""
 
 from __future__ import annotations
 

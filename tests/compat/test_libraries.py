@@ -28,7 +28,10 @@ LIBRARIES = (
     "finetuning",
 )
 
-pytestmark = pytest.mark.skipif(not PYTHON, reason="LIGHTNING_PYTHON names no interpreter with Lightning")
+pytestmark = [
+    pytest.mark.libraries,
+    pytest.mark.skipif(not PYTHON, reason="LIGHTNING_PYTHON names no interpreter with Lightning"),
+]
 
 # Means over an epoch are added up in float64 here and in float32 there, so that their last digit may differ.
 TOLERANCE = 1e-6

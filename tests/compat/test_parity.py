@@ -233,7 +233,7 @@ WHOLE = [
     *(PROGRAMS / f"{name}.py" for name in ("language_model", "classifier", "two_models", "fabric_loaders")),
 ]
 _NAMES = ("forecasting", "series", "self_supervised", "tables", "neural", "finetuning", "folds")
-LIBRARIES = [PROGRAMS / f"{name}.py" for name in _NAMES]
+LIBRARIES = [pytest.param(PROGRAMS / f"{name}.py", marks=pytest.mark.libraries, id=name) for name in _NAMES]
 # What Loopwright leaves beside the logs of a fit.
 OWN_FILES = ("environment.json", "timeline.json")
 
@@ -260,7 +260,7 @@ def without_own_files(value: Any) -> Any:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("program", [*WHOLE, *LIBRARIES], ids=lambda path: path.stem)
+@pytest.mark.parametrize("program", [*(pytest.param(one, id=one.stem) for one in WHOLE), *LIBRARIES])
 def test_a_program_prints_the_same_with_parity(program: Path, tmp_path: Path) -> None:
     theirs, ours = printed("theirs", program, tmp_path), printed("parity", program, tmp_path)
     assert ours.keys() == theirs.keys()

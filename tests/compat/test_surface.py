@@ -1,4 +1,4 @@
-"""Compares Lightning's public API with what is served under its names: `make test-compat`.
+"""Compares Lightning's public API with what is served under its names: `make test-lightning`.
 
 Every public module, every public name in it, every parameter of its functions, constructors and methods. What differs
 is listed in surface.txt, under the reason why; a difference that is not there fails, and so does a line that is none

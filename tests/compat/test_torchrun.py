@@ -1,4 +1,4 @@
-"""Runs a program on two processes in every way in which they can be started, and on Lightning: `make test-compat`."""
+"""Runs a program on two processes in every way in which they can be started, and on Lightning: `make test-lightning`."""
 
 from __future__ import annotations
 

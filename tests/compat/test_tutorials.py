@@ -1,6 +1,6 @@
 """Runs programs as tutorials show them on Lightning and on Loopwright: the numbers and the files are the same.
 
-`make test-compat`. A Transformer with a data module and a schedule by step, a classifier with collections of metrics
+`make test-lightning`. A Transformer with a data module and a schedule by step, a classifier with collections of metrics
 in three stages that is resumed, and two models on Fabric.
 """
 
