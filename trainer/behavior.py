@@ -61,6 +61,10 @@ def _continue_logs(session: FitSession, states: StateDict) -> None:
     session.continue_logs(states)
 
 
+def _as_it_is(error: BaseException) -> BaseException:
+    return error
+
+
 def _restore_and_start(
     session: FitSession, content: Content | None, path: str | None, before: StateDict | None
 ) -> Callable[[], None] | None:
@@ -83,6 +87,7 @@ class Behavior:
         adopt_callbacks: Lets callbacks that another Trainer has trained with forget that run.
         continue_logs: Lets loggers continue where a checkpoint saw them.
         restore_and_start: Restores training, and fires `on_fit_start`: in this order.
+        error_to_raise: Returns what a verb raises, given the error that ended it.
         learning_rate_curve: Makes the curve of a learning-rate search from mode, first rate, last rate and steps; None:
             `LearningRateCurve`. A subclass of that may choose rates and end the search by other rules.
         batch_size_rule: Chooses the sizes that a batch-size search tries, and the result; None: Loopwright's rule. See
@@ -103,6 +108,7 @@ class Behavior:
     restore_and_start: Callable[[FitSession, Content | None, str | None, StateDict | None], _PutBack | None] = (
         _restore_and_start
     )
+    error_to_raise: Callable[[BaseException], BaseException] = _as_it_is
     learning_rate_curve: Callable[[str, float, float, int], LearningRateCurve] | None = None
     batch_size_rule: Callable[[Search, int, Trials], int] | None = None
     prepare_trial: Callable[[Trainer], None] | None = None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from typing_extensions import override
@@ -45,25 +44,9 @@ class LightningFitSession(fit.FitSession):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:  # Any: those of the core's session
         super().__init__(*arguments, **options)
-        self.around = ExitStack()
         self.opening: Callable[[], AbstractContextManager[object]] | None = None
         self.is_within_window = False
         self.counting_window: Callable[[], AbstractContextManager[object]] | None = None
-
-    def __enter__(self) -> Self:
-        """Enter also what parity puts around a verb."""
-        self.around = _around(self)
-        with self.around:
-            super().__enter__()
-            self.around.push(super().__exit__)
-            self.around = self.around.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Leave all of it."""
-        self.around.__exit__(kind, error, trace)
 
     @override
     def open_data(self) -> None:
@@ -127,25 +110,6 @@ class LightningEvaluationSession(evaluation.EvaluationSession):
     lifecycle_type = MeasuredLifecycle
     trainer: Trainer
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:  # Any: those of the core's session
-        super().__init__(*arguments, **options)
-        self.around = ExitStack()
-
-    def __enter__(self) -> Self:
-        """Enter also what parity puts around a verb."""
-        self.around = _around(self)
-        with self.around:
-            super().__enter__()
-            self.around.push(super().__exit__)
-            self.around = self.around.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Leave all of it."""
-        self.around.__exit__(kind, error, trace)
-
     def start(self) -> None:
         """Begin, and change what parity changes in an evaluation."""
         super().start()
@@ -171,14 +135,6 @@ class LightningEvaluationSession(evaluation.EvaluationSession):
 
     def release_trainer(self) -> None:
         """Stay with the module, which programs ask for its Trainer when they have dropped their own reference."""
-
-
-def _around(session: Session) -> ExitStack:
-    """Return a stack in which the context managers of parity are entered."""
-    with ExitStack() as stack:
-        for around in switches.functions("around"):
-            stack.enter_context(around(session.trainer, session.verb))
-        return stack.pop_all()
 
 
 def _complete(session: Session, run: Run) -> Run:

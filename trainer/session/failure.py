@@ -33,19 +33,21 @@ def fail(session: Session, error: BaseException) -> None:
         error: What ended it.
 
     Raises:
-        BaseException: The failure of another rank, or the agreed stop, that this error only follows from.
+        BaseException: The failure of another rank, or the agreed stop, that this error only follows from; or what a
+            layer on top raises instead.
     """
     trainer = session.trainer
     session.state.status = "interrupted"
     if isinstance(error, StopBySignal) and trainer.run_signals.is_to_requeue:
         requeue(trainer)
-    cause = _cause_elsewhere(session, error)
+    cause = _cause_elsewhere(session, error) or error
     if trainer._lw_run is not None:
-        _explain(session, trainer._lw_run, error if cause is None else cause)
-        _notify(session, trainer._lw_run, error if cause is None else cause)
-    tell_failure(trainer, error if cause is None else cause)
-    if cause is not None:
-        raise cause from None
+        _explain(session, trainer._lw_run, cause)
+        _notify(session, trainer._lw_run, cause)
+    tell_failure(trainer, cause)
+    raised = session.behavior.error_to_raise(cause)
+    if raised is not error:
+        raise raised from (None if raised is cause else cause)
 
 
 def _cause_elsewhere(session: Session, error: BaseException) -> BaseException | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from ....fabric import Fabric
 from ....lazy import is_core
 from ....precision import MixedPrecision
+from ....trainer.behavior import Behavior
 from ....trainer.trainer import Trainer
 
 __all__ = [
@@ -60,10 +61,10 @@ def cast_at_each_use(trainer: Trainer) -> None:
         trainer.fabric.precision.caches_weights = False
 
 
-@contextmanager
-def exit_on_interrupt(trainer: Trainer, verb: str) -> Iterator[None]:
-    """End the process with exit code 1 after Ctrl-C."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        raise SystemExit(1) from error
+def exit_on_interrupt(behavior: Behavior) -> Behavior:
+    """Let a Trainer end the process with exit code 1 after Ctrl-C."""
+    return replace(behavior, error_to_raise=_exit_for_interrupt)
+
+
+def _exit_for_interrupt(error: BaseException) -> BaseException:
+    return SystemExit(1) if isinstance(error, KeyboardInterrupt) else error

@@ -26,12 +26,11 @@ class Switch(NamedTuple):
         changes: Where it hooks in: the moment, a colon, and a function of this package as `file.function`. Moments are
             "arguments" (those of a Trainer or Fabric, before it is made), "behavior" (returns what a Trainer does at
             the seams, given what it would do), "trainer" (its first verb begins in this process), "hooks" (a verb's
-            hooks are in order), "run" (its run is made), "step" (the functions of fit's step are bound), "before"
-            (what the Trainer's last fit left is taken), "evaluation" (that of another verb begins), "around" (a context
-            manager around each verb), "bar" (the bar's metrics are read), "estimate" (so are
-            estimated_stepping_batches), "search" (makes a search's curve), "tuning" (a Trainer was made, for its
-            searches), "fabric" (a Fabric was made), "sampler" (it gets a loader to distribute), "loader" (that loader
-            is prepared), and "method" (a method of a Fabric module is bound).
+            hooks are in order), "run" (its run is made), "step" (the functions of fit's step are bound), "before" (what
+            the Trainer's last fit left is taken), "evaluation" (that of another verb begins), "bar" (the bar's metrics
+            are read), "estimate" (so are estimated_stepping_batches), "search" (makes a search's curve), "tuning" (a
+            Trainer was made, for its searches), "fabric" (a Fabric was made), "sampler" (it gets a loader to
+            distribute), "loader" (that loader is prepared), and "method" (a method of a Fabric module is bound).
         names: Names of Lightning that mean another class: `Name=file.Class`.
     """
 
@@ -380,7 +379,7 @@ SWITCHES = (
         "exit_code",
         "Ctrl-C ends the process with exit code 1.",
         "It raises KeyboardInterrupt: exit code 130.",
-        ("around:process.exit_on_interrupt",),
+        ("behavior:process.exit_on_interrupt",),
     ),
 )
 

@@ -23,11 +23,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from loopwright import CSVLogger, Trainer
+from loopwright import CSVLogger
 from loopwright.cli.commands.run_lightning import run_lightning
 from loopwright.compat.lightning import install, uninstall
 from loopwright.compat.lightning.parity import switches
-from loopwright.compat.lightning.parity.process import exit_on_interrupt
 from loopwright.compat.lightning.parity.rank_logs import tell_all_ranks
 from loopwright.compat.lightning.parity.ranks import insert_sampler, keep_own_predictions
 from loopwright.compat.lightning.parity.within_windows import WindowEnded
@@ -98,7 +97,7 @@ SEAMS = {
     "restore_and_start": "states_at_the_start",
     "current_values": "bar_metrics",
 }
-OF_RANKS = {"in_order"}
+WITH_TESTS_BELOW = {"in_order", "error_to_raise"}
 
 
 def _values(behavior: Behavior) -> dict[str, Any]:
@@ -113,7 +112,7 @@ def test_each_seam_that_parity_exchanges_is_among_those_that_are_left_out() -> N
         after = _values(LightningTrainer(logger=False).behavior)
     finally:
         uninstall()
-    assert {name for name, value in after.items() if value is not before[name]} == SEAMS.keys() | OF_RANKS
+    assert {name for name, value in after.items() if value is not before[name]} == SEAMS.keys() | WITH_TESTS_BELOW
 
 
 def test_a_rank_keeps_its_predictions_where_it_reads_data_of_its_own() -> None:
@@ -148,10 +147,25 @@ def test_the_guide_to_migration_names_every_switch() -> None:
     assert not [switch.name for switch in switches.SWITCHES if f"`{switch.name}`" not in guide]
 
 
-def test_an_interrupt_ends_the_process_with_code_1() -> None:
-    with pytest.raises(SystemExit) as ended, exit_on_interrupt(Trainer(logger=False), "fit"):
-        raise KeyboardInterrupt
-    assert ended.value.code == 1
+@pytest.mark.parametrize("parity", [["exit_code"], []])
+def test_an_interrupt_ends_the_process_with_code_1(parity: list[str], tmp_path: Path) -> None:
+    install(children=False, parity=parity)
+    try:
+        from lightning.pytorch import Callback, Trainer
+        from lightning.pytorch.demos.boring_classes import BoringModel
+
+        class Interrupt(Callback):
+            def on_train_batch_start(self, *_: Any) -> None:
+                raise KeyboardInterrupt
+
+        trainer = Trainer(max_steps=1, callbacks=[Interrupt()], logger=False, default_root_dir=tmp_path)
+        with pytest.raises(SystemExit if parity else KeyboardInterrupt) as ended:
+            trainer.fit(BoringModel())
+    finally:
+        uninstall()
+    assert trainer.state.status == "interrupted"
+    if parity:
+        assert (ended.value.code, type(ended.value.__cause__)) == (1, KeyboardInterrupt)  # type: ignore[attr-defined]
 
 
 class _OwnLogger:
