@@ -70,11 +70,11 @@ test-lightning: export LIGHTNING_PYTHON := $(CURDIR)/$(BIN)/python
 test-lightning: export PYTHONPATH := $(CURDIR)/$(VENV)/lightning
 test-lightning: export OMP_NUM_THREADS ?= 1
 test-lightning: setup $(VENV)/lightning/installed  ## compare with Lightning itself: names, trainings, checkpoints, command lines: ARGS="-k name"
-	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 --dist loadfile -m "not libraries" tests/compat $(ARGS)
+	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 --dist loadfile -o timeout=2400 -m "not libraries" tests/compat $(ARGS)
 
 test-compat: export LIGHTNING_PYTHON := $(CURDIR)/$(COMPAT)/bin/python
 test-compat: setup $(COMPAT)/installed  ## the same, and with libraries built on Lightning, in .venv-compat: ARGS="-k name"
-	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests tests/compat $(ARGS)
+	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -o timeout=2400 tests/compat $(ARGS)
 
 check: setup $(VENV)/types/loopwright  ## lint, formatting, phrases in the documentation, and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -60,7 +60,7 @@ def run(command: list[str], folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PL_")}
     found = subprocess.run(
-        command, cwd=folder, env=environment, text=True, capture_output=True, timeout=300, check=False
+        command, cwd=folder, env=environment, text=True, capture_output=True, timeout=900, check=False
     )
     assert found.returncode == 0, found.stderr
     lines = [line for line in found.stdout.splitlines() if line.startswith("{")]
@@ -112,7 +112,7 @@ def test_a_converted_file_of_a_program_without_this_layer_goes_on_in_lightning(t
 
 
 def loopwright(*arguments: str) -> int:
-    return subprocess.run([sys.executable, "-m", "loopwright", *arguments], timeout=200, check=False).returncode
+    return subprocess.run([sys.executable, "-m", "loopwright", *arguments], timeout=900, check=False).returncode
 
 
 _MIDDLE = """

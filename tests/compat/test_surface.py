@@ -28,7 +28,7 @@ OF_A_MODULE = {"log", "warning_cache", "T", "TBroadcast", "TReduce", "TModel", "
 
 def surface(*command: str) -> dict[str, dict[str, dict[str, Any]]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([PYTHON, *command], env=environment, timeout=200, check=True, capture_output=True)
+    subprocess.run([PYTHON, *command], env=environment, timeout=900, check=True, capture_output=True)
     place = command.index(PROGRAM) + 2
     return json.loads(Path(command[place]).read_text())  # type: ignore[no-any-return]
 
@@ -100,7 +100,6 @@ def rewritten(text: str, found: set[str]) -> str:
     return "\n".join([*kept, *(["", "# Not sorted yet.", *added] if added else [])]) + "\n"
 
 
-@pytest.mark.timeout(400)
 def test_what_differs_is_known(tmp_path: Path) -> None:
     there, here = str(tmp_path / "theirs.json"), str(tmp_path / "ours.json")
     theirs = surface(PROGRAM, "theirs", there)
