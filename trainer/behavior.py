@@ -92,7 +92,8 @@ class Behavior:
             `LearningRateCurve`. A subclass of that may choose rates and end the search by other rules.
         batch_size_rule: Chooses the sizes that a batch-size search tries, and the result; None: Loopwright's rule. See
             `loopwright.tuner.batch_size.search_sizes`.
-        prepare_trial: Called with the trainer of each trial of a search, before its run; None: nothing is changed.
+        prepare_trial: Called with the searching trainer and that of each trial, before its run; None: nothing is
+            changed.
     """
 
     default_callbacks: Callable[[Arguments, list[Callback]], list[Callback]] = default_callbacks
@@ -111,7 +112,7 @@ class Behavior:
     error_to_raise: Callable[[BaseException], BaseException] = _as_it_is
     learning_rate_curve: Callable[[str, float, float, int], LearningRateCurve] | None = None
     batch_size_rule: Callable[[Search, int, Trials], int] | None = None
-    prepare_trial: Callable[[Trainer], None] | None = None
+    prepare_trial: Callable[[Trainer, Trainer], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,7 +258,7 @@ def make_trainer(subject: Subject, fabric: Fabric, callbacks: Sequence[Callback]
     )
     trial._lw_is_in_child = trainer._lw_is_in_child
     if original.prepare_trial is not None:
-        original.prepare_trial(trial)
+        original.prepare_trial(trainer, trial)
     subject.trial = trial
     return trial
 

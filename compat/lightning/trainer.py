@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,7 +31,6 @@ from ...trainer import trainer
 from ...trainer.checkpointing.saving import Saving
 from ...trainer.metrics.accumulators import with_suffix
 from ...trainer.run import FitRun
-from ...tuner.batch_size import Search, Trials, search_sizes
 from . import connectors, sessions
 from .actions import STEP
 from .attached import collect_attached
@@ -116,11 +114,6 @@ class Trainer(trainer.Trainer):
         self._accelerator_connector = connectors._AcceleratorConnector(self)
         self._lw_has_parity = False
         self.has_fitted = False
-        self.behavior = replace(self.behavior, batch_size_rule=_search_sizes)
-        for curve in switches.functions("search"):
-            self.behavior = replace(self.behavior, learning_rate_curve=curve)
-        for change in switches.functions("tuning"):
-            change(self)
         show_paths()
 
     __init__.__signature__ = inspect.signature(trainer.Trainer.__init__)  # type: ignore[attr-defined]
@@ -400,12 +393,6 @@ class _Saving(Saving):
             checkpoint = with_objects(checkpoint)
             self.complete(checkpoint)
         super().write_to(checkpoint, filepaths, storage_options)
-
-
-def _search_sizes(search: Search, most: int, trials: Trials) -> int:
-    """Search for a batch size as Loopwright does, and continue if the loaders do not use it."""
-    trials.refuses_unused = False
-    return search_sizes(search, most, trials)
 
 
 def _take_level() -> None:

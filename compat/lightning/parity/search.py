@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from ....callbacks import Callback
 from ....data.rng import capture_rng, restore_rng
+from ....trainer.behavior import Behavior
 from ....trainer.run import FitRun
 from ....trainer.trainer import Trainer
 from ....tuner.batch_size import Search, Trials
@@ -25,7 +26,7 @@ from .reading import fetch_batches
 if TYPE_CHECKING:
     from ....protocols import StateDict as RngState
 
-__all__ = ["SearchCurve", "choose_batch_sizes", "train_in_trials", "try_sizes"]
+__all__ = ["SearchCurve", "choose_batch_sizes", "choose_learning_rates", "train_in_trials", "try_sizes"]
 
 _LARGEST = 8192  # of sizes that mode "power" tries, whatever max_val is
 
@@ -72,9 +73,14 @@ class SearchCurve(LearningRateCurve):
         return skip_begin + int(torch.arange(len(losses))[kept][slopes.argmin()])
 
 
-def choose_batch_sizes(trainer: Trainer) -> None:
+def choose_learning_rates(behavior: Behavior) -> Behavior:
+    """Let a learning-rate search try and judge the rates that Lightning tries."""
+    return replace(behavior, learning_rate_curve=SearchCurve)
+
+
+def choose_batch_sizes(behavior: Behavior) -> Behavior:
     """Let a batch-size search try the sizes that Lightning tries."""
-    trainer.behavior = replace(trainer.behavior, batch_size_rule=try_sizes)
+    return replace(behavior, batch_size_rule=try_sizes)
 
 
 def try_sizes(search: Search, most: int, trials: Trials) -> int:
@@ -121,9 +127,9 @@ def try_sizes(search: Search, most: int, trials: Trials) -> int:
     return found
 
 
-def train_in_trials(trainer: Trainer) -> None:
+def train_in_trials(behavior: Behavior) -> Behavior:
     """Let the trials of searches draw, read, validate and end as the training does."""
-    trainer.behavior = replace(trainer.behavior, prepare_trial=partial(_prepare, trainer))
+    return replace(behavior, prepare_trial=_prepare)
 
 
 def _prepare(trainer: Trainer, trial: Trainer) -> None:

@@ -28,9 +28,9 @@ class Switch(NamedTuple):
             the seams, given what it would do), "trainer" (its first verb begins in this process), "hooks" (a verb's
             hooks are in order), "run" (its run is made), "step" (the functions of fit's step are bound), "before" (what
             the Trainer's last fit left is taken), "evaluation" (that of another verb begins), "bar" (the bar's metrics
-            are read), "estimate" (so are estimated_stepping_batches), "search" (makes a search's curve), "tuning" (a
-            Trainer was made, for its searches), "fabric" (a Fabric was made), "sampler" (it gets a loader to
-            distribute), "loader" (that loader is prepared), and "method" (a method of a Fabric module is bound).
+            are read), "estimate" (so are estimated_stepping_batches), "fabric" (a Fabric was made), "sampler" (it gets
+            a loader to distribute), "loader" (that loader is prepared), and "method" (a method of a Fabric module is
+            bound).
         names: Names of Lightning that mean another class: `Name=file.Class`.
     """
 
@@ -340,14 +340,14 @@ SWITCHES = (
         "lr_find",
         "The learning-rate search skips the second rate, and its first smoothed losses are half as high.",
         "It tries each rate, and smooths without bias.",
-        ("search:search.SearchCurve",),
+        ("behavior:search.choose_learning_rates",),
     ),
     Switch(
         "trials",
         "Trials of a search read data as training does, validate, and end with max_epochs; in a fit with a finder, "
         "training reads on where they ended.",
         "They read them as Loopwright does, do not validate, and train for as many steps as they need.",
-        ("tuning:search.train_in_trials",),
+        ("behavior:search.train_in_trials",),
     ),
     Switch(
         "batch_sizes",
@@ -355,7 +355,7 @@ SWITCHES = (
         "whether or not memory was the limit, and in mode 'power' may end above max_val. Training continues with the "
         "random numbers after those of its trials.",
         "It ends with the largest size that was tried, fits, and is within the data and max_val.",
-        ("tuning:search.choose_batch_sizes",),
+        ("behavior:search.choose_batch_sizes",),
     ),
     Switch(
         "stepping_batches",

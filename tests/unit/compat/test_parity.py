@@ -96,6 +96,9 @@ SEAMS = {
     "continue_logs": "resumed_with_new_logs",
     "restore_and_start": "states_at_the_start",
     "current_values": "bar_metrics",
+    "learning_rate_curve": "learning_rate_search",
+    "batch_size_rule": "batch_size_search",
+    "prepare_trial": "search_before_training",
 }
 WITH_TESTS_BELOW = {"in_order", "error_to_raise"}
 
