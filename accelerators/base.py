@@ -9,8 +9,6 @@ import torch
 
 from ..errors import ArgumentTypeError, ConfigError, MissingDependency
 
-__all__ = ["Accelerator", "parse_device_count", "parse_device_indices", "read_machine_stats"]
-
 
 class Accelerator:
     """A kind of device: which devices exist, and how one is set up.

@@ -9,8 +9,6 @@ import torch
 from .base import Accelerator, parse_device_count, read_machine_stats
 from .registry import ACCELERATOR_REGISTRY
 
-__all__ = ["CPUAccelerator"]
-
 
 @ACCELERATOR_REGISTRY.register("cpu", description="the processor; devices= is a number of processes")
 class CPUAccelerator(Accelerator):

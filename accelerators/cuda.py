@@ -14,8 +14,6 @@ from .base import Accelerator, parse_device_indices
 from .matmul_precision import get_matmul_precision
 from .registry import ACCELERATOR_REGISTRY
 
-__all__ = ["CUDAAccelerator", "find_usable_cuda_devices"]
-
 log = logging.getLogger(__name__)
 
 

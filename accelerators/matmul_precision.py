@@ -15,15 +15,6 @@ import torch
 
 from ..messages import warn
 
-__all__ = [
-    "MATMUL_PRECISIONS",
-    "BackendModes",
-    "capture_matmul_precision",
-    "get_matmul_precision",
-    "restore_matmul_precision",
-    "set_matmul_precision",
-]
-
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 _OF_BACKENDS = {"tf32": "high", "bf16": "medium"}
 

@@ -10,8 +10,6 @@ import torch
 from .base import Accelerator, parse_device_indices, read_machine_stats
 from .registry import ACCELERATOR_REGISTRY
 
-__all__ = ["MPSAccelerator"]
-
 
 @ACCELERATOR_REGISTRY.register("mps", description="Apple's graphics processor; there is one")
 class MPSAccelerator(Accelerator):

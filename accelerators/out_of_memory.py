@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["is_out_of_memory"]
-
 # Messages, in lower case, of devices and libraries that are out of memory; torch has an error class for some of them.
 _SIGNS = (
     "out of memory",

@@ -10,20 +10,21 @@ from typing import Any, Generic, TypeVar, overload
 from ..errors import ConfigError, nearest
 from .base import Accelerator
 
-__all__ = ["ACCELERATOR_REGISTRY", "AcceleratorRegistry", "Registry"]
-
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
 
 
 @dataclass(frozen=True)
 class RegistryEntry(Generic[T]):
+    """What is registered under a name."""
+
     target: type[T] | str  # a class, or its location: "package.module:Class"
     description: str
     init_params: dict[str, object] = field(default_factory=dict)  # arguments of the user's own class
 
     @property
     def cls(self) -> type[T]:
+        """The class, imported at its first use."""
         if not isinstance(self.target, str):
             return self.target
         module, _, name = self.target.partition(":")
@@ -32,6 +33,7 @@ class RegistryEntry(Generic[T]):
 
     @property
     def class_name(self) -> str:
+        """Name of the class, which is not imported for it."""
         return self.target.partition(":")[2] if isinstance(self.target, str) else self.target.__name__
 
 

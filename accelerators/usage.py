@@ -9,8 +9,6 @@ from time import perf_counter
 
 import torch
 
-__all__ = ["peak_memory_bytes", "process_peak_bytes", "shortest_s", "synchronize"]
-
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has completed all queued work. This delays the step; call it only at log boundaries."""

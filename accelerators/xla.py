@@ -16,8 +16,6 @@ from ..errors import ConfigError, MissingDependency
 from .base import Accelerator, parse_device_indices
 from .registry import ACCELERATOR_REGISTRY
 
-__all__ = ["XLAAccelerator", "import_xla", "is_runtime_started", "why_xla_is_missing"]
-
 _MEGABYTE = 1 << 20
 # Value of PJRT_DEVICE that torch_xla has set at its import.
 _chosen_by_torch_xla: set[str] = set()

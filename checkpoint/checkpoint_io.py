@@ -12,8 +12,6 @@ from typing import Any, TypeGuard
 from ..protocols import BackgroundPlugin, CheckpointPlugin, MapLocation, StateDict, StorageOptions
 from . import storage
 
-__all__ = ["CheckpointIO", "TorchCheckpointIO", "before_next_step", "load_through", "saves_in_background"]
-
 before_next_step: list[Callable[[], object]] = []
 """What Fabric calls before an optimizer step: saves in the background that still copy what the step changes.
 

@@ -18,8 +18,6 @@ import torch
 from ..errors import CheckpointError
 from ..protocols import StateDict
 
-__all__ = ["OWN_KEY", "PARAM_NAMES", "SCHEMA_VERSION", "Content", "fit_by_name", "read", "require_shape", "write"]
-
 OWN_KEY = "loopwright"
 SCHEMA_VERSION = 1
 PARAM_NAMES = "param_names"

@@ -17,8 +17,6 @@ from .file.remote import Remote, as_local
 if TYPE_CHECKING:
     from .verified import Verified
 
-__all__ = ["FolderFormat", "FolderReader", "find_format", "register"]
-
 
 class FolderReader(Protocol):
     """The functions of a format's module. Each gets a path or URL, and the arguments of its file system."""

@@ -19,8 +19,6 @@ from ..strategies.base import plain_name
 if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
 
-__all__ = ["check_loaded", "leave_out"]
-
 
 def leave_out(state: StateDict, module: nn.Module, stepped: Iterable[Tensor]) -> tuple[StateDict, list[str]]:
     """Return a module's state without its frozen parameters, and the names that were left out.

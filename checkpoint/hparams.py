@@ -33,26 +33,6 @@ from ..protocols import StateDict, Tree
 from .plain import Untrusted, to_plain
 from .to_plain import resolve_omegaconf
 
-__all__ = [
-    "INSTANTIATOR",
-    "calls_resolver",
-    "constructor_arguments",
-    "containers_key",
-    "describe",
-    "entries",
-    "find_containers",
-    "put_back",
-    "read_file",
-    "read_yaml",
-    "refusal",
-    "require_passed",
-    "settings_of",
-    "split",
-    "to_pass_key",
-    "trusted_key",
-    "write",
-]
-
 logger = logging.getLogger(__name__)
 
 # Any in this file: hyperparameters of any type.

@@ -11,8 +11,6 @@ from .file.digest import read_file_digest
 from .file.remote import Remote, as_local
 from .formats import find_format
 
-__all__ = ["identify"]
-
 
 def identify(path: str | Path, storage_options: StorageOptions | None = None) -> str | None:
     """Return a fingerprint of a checkpoint. Reads a few bytes, whatever its size, and verifies nothing.

@@ -17,8 +17,6 @@ from ..errors import CheckpointError
 from ..protocols import CheckpointPlugin
 from .checkpoint_io import load_through, saves_in_background
 
-__all__ = ["Ranks", "read_on_all_ranks"]
-
 # Before each further attempt; a network file system may show other hosts what was there before for some seconds.
 _PAUSES_S = (0.05, 0.2, 1.0, 4.0)
 

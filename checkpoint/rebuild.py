@@ -18,8 +18,6 @@ from .file.reading import require_small
 from .frozen_parameters import check_loaded
 from .plain import untrust
 
-__all__ = ["load_datamodule", "load_module"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -11,24 +11,6 @@ from torch import Tensor
 
 from ..protocols import StateDict, Tree
 
-__all__ = [
-    "AnyTensor",
-    "Key",
-    "Offsets",
-    "StoredTensor",
-    "bracketed",
-    "flatten",
-    "is_tensor",
-    "map_tensors",
-    "memory_key",
-    "narrow",
-    "overlap",
-    "read_slice",
-    "read_tensor",
-    "size_bytes",
-    "tensors_in",
-]
-
 Offsets: TypeAlias = Sequence[int]
 Key: TypeAlias = str | int  # of a dict, or a position in a list
 

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from ..protocols import Tree
 
-__all__ = ["resolve_omegaconf", "to_plain"]
-
 _EXACT = frozenset((type(None), bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device))
 # torch.load(weights_only=True) takes an int of at most 255 bytes, sign included.
 MAX_INT_BITS = 2039

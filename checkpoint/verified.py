@@ -22,8 +22,6 @@ from .formats import find_format
 if TYPE_CHECKING:
     from .file.record_names import Storage
 
-__all__ = ["CheckpointNotFound", "Verified", "newest_valid", "verify"]
-
 _BUFFER = 1 << 16
 _MAX_NAMED = 5
 _FIX = "use an older checkpoint (ckpt_path='last' skips damaged ones), or copy this one again from where it came."

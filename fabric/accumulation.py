@@ -14,8 +14,6 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from .wrappers import FabricOptimizer
 
-__all__ = ["Accumulation", "Reader", "Window"]
-
 
 class Reader(Protocol):
     """A loader that can report how many batches are left in its pass."""

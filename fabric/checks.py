@@ -11,9 +11,6 @@ from torch.optim import Optimizer
 from ..errors import ConfigError, ModuleError
 from .wrappers import is_wrapped
 
-__all__ = ["check_module", "check_optimizers", "check_optimizers_of", "installed_callbacks", "refuse_wrapped"]
-
-
 _CALLBACK_FACTORIES = ("loopwright.fabric.callbacks_factory", "lightning.fabric.callbacks_factory")
 
 

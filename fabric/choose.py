@@ -17,20 +17,6 @@ from ..strategies.optional import MakesPrecision
 if TYPE_CHECKING:
     from ..protocols import CheckpointPlugin, Cluster
 
-__all__ = [
-    "Plugins",
-    "check_conflicts",
-    "check_num_nodes",
-    "choose_accelerator",
-    "choose_precision",
-    "choose_strategy",
-    "find_devices",
-    "has_several_processes",
-    "is_auto",
-    "precision_name",
-    "sort_plugins",
-]
-
 PRECISIONS = ("32-true", "64-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed")
 _PRECISION_ALIASES: dict[object, str] = {
     64: "64-true",

@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_leaves
 from ..errors import ConfigError
 from ..protocols import AnyFunction, AnyOutput
 
-__all__ = ["OWN_OPTIONS", "CompileOptions", "compiler_with", "own_problems", "split_options", "use_cache_dir"]
-
 # Any in this file: options of torch.compile, and what users' modules take and return.
 
 OWN_OPTIONS = ("cache_dir", "dynamic_dims", "compare")

@@ -17,8 +17,6 @@ import torch
 if TYPE_CHECKING:
     from ..strategies import Strategy
 
-__all__ = ["RankOrder", "order_ranks"]
-
 _GRACE_S = 2.0
 _POLL_S = 0.01
 

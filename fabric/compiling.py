@@ -23,12 +23,6 @@ from ..strategies import Strategy
 from ..strategies.construction.wrap_policy import repeated_blocks, select_modules
 from .compile_options import OWN_OPTIONS, compiler_with, own_problems, split_options, use_cache_dir
 
-__all__ = [
-    "CompiledForward", "CompiledMethod", "Compiler", "check_strategy", "compile_for_fabric", "compile_in_place",
-    "compile_problems", "compiled_parts", "compiler_of", "configure_dynamo", "entry_named", "find_blocks", "find_parts",
-    "is_compiled", "read_compile", "without_wrapper",
-]  # fmt: skip
-
 # Any in this file: options of torch.compile, and what users' modules take and return.
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -26,8 +26,6 @@ from ..strategies.optional import evaluation_of
 if TYPE_CHECKING:
     from .fabric import Fabric
 
-__all__ = ["UNEVEN", "EvaluationPass", "FabricDataLoader", "gather_samples"]
-
 # Any in this file: loaders, batches, and results of any kind.
 
 log = logging.getLogger(__name__)

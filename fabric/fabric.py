@@ -61,8 +61,6 @@ if TYPE_CHECKING:
     from .watch import Watch
     from .wrappers import FabricModule
 
-__all__ = ["Fabric"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

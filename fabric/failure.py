@@ -14,8 +14,6 @@ from typing import Any
 from ..errors import RankFailure
 from ..tracebacks import trimmed
 
-__all__ = ["Failure", "describe_exit"]
-
 
 @dataclass(frozen=True, slots=True)
 class Failure:

@@ -10,8 +10,6 @@ from ..data.tree import flatten_loaders, is_collection
 from ..errors import ConfigError
 from ..messages import counted
 
-__all__ = ["accumulation_steps", "describe_global_batch", "micro_batch_size"]
-
 
 def micro_batch_size(loader: object) -> int | None:
     """Return the number of samples per micro-batch on one process; None if it is unknown before reading.

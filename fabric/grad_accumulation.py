@@ -7,8 +7,6 @@ import torch
 from ..errors import ConfigError
 from ..strategies import Strategy
 
-__all__ = ["set_grad_accumulation_dtype"]
-
 _FLOAT32 = (torch.float32, "float32", "fp32", "32")
 
 

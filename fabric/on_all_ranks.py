@@ -13,8 +13,6 @@ from ..errors import LaunchError
 from ..strategies import Strategy
 from ..strategies.distributed import rendezvous
 
-__all__ = ["first_then_rest", "run_on_all_ranks"]
-
 R = TypeVar("R")
 
 _LONGEST_PAUSE_S = 0.25

@@ -14,8 +14,6 @@ from ..accelerators.matmul_precision import get_matmul_precision
 from ..accelerators.usage import synchronize
 from ..messages import warn
 
-__all__ = ["get_available_flops", "measure_flops", "measure_peak_flops", "mfu"]
-
 # Dense peaks in TFLOP/s as commonly quoted: without sparsity, with float32 accumulation where that differs. They have
 # not been compared with vendors' data sheets or measurements, so that an MFU from "auto" is only as accurate as its
 # row. The columns are half (float16 and bfloat16), tf32, float32, float64; 0 if the chip does not have such a unit. The

@@ -12,8 +12,6 @@ import torch
 
 from .compiling import entry_named
 
-__all__ = ["RecompileWatch"]
-
 logger = logging.getLogger(__name__)
 
 # Any in this file: torch's records, which have no public class.

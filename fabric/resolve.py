@@ -39,8 +39,6 @@ from .launch import InProcessLauncher
 if TYPE_CHECKING:
     from ..protocols import CheckpointPlugin, Cluster
 
-__all__ = ["Environment", "Parts", "resolve"]
-
 R = TypeVar("R")
 
 

@@ -17,17 +17,6 @@ from ..errors import CheckpointError, ConfigError
 from ..messages import warn
 from ..protocols import AnyTree, StateDict
 
-__all__ = [
-    "choose_rank_states",
-    "isolate_rng",
-    "merge_rank_states",
-    "pl_worker_init_function",
-    "reset_seed",
-    "rng_state",
-    "seed_everything",
-    "set_rng_state",
-]
-
 log = logging.getLogger(__name__)
 
 _SEED = "PL_GLOBAL_SEED"

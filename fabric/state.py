@@ -13,8 +13,6 @@ from ..protocols import AnyTree, StateDict, Stateful
 from ..strategies import Strategy
 from ..strategies.base import plain_names
 
-__all__ = ["bare", "collect_state", "put_back", "put_back_state"]
-
 # Any in this file: objects of the user's own, and their state.
 
 _NOTHING: dict[str, object] = {}

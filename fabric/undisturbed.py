@@ -10,8 +10,6 @@ from torch import nn
 
 from .seed import isolate_rng
 
-__all__ = ["evaluating", "undisturbed"]
-
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:

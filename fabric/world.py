@@ -21,17 +21,6 @@ from .launch.processes import check_start_method
 if TYPE_CHECKING:
     from ..protocols import Cluster
 
-__all__ = [
-    "auto_strategy",
-    "check_world",
-    "checks_deferred",
-    "choose_launcher",
-    "detect",
-    "infer_num_nodes",
-    "local_devices",
-    "read_launch_variables",
-]
-
 # -- variables of `loopwright launch`
 # -----------------------------------------------------------------------------------
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from .accumulation import Window
     from .fabric import Fabric
 
-__all__ = ["STEPS", "FabricModule", "FabricOptimizer", "FabricScheduler", "is_wrapped"]
-
 # Any in this file: arguments and attributes of user-defined classes.
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")

@@ -22,19 +22,6 @@ from ..deferred_compiler import step_uncompiled
 from ..protocols import AnyBatch, StateDict, Tree
 from ..tree import map_tree
 
-__all__ = [
-    "DefaultDtype",
-    "Precision",
-    "PrecisionPolicy",
-    "cast_floats",
-    "clear_gradients",
-    "clip_dense_norm",
-    "compute_gradients",
-    "evaluates_again",
-    "kept_buffers",
-    "take_step",
-]
-
 # Of the function that torch puts around `step` of each class.
 _WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
 _is_profiled = torch._C._autograd._profiler_enabled

@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 
 from ..protocols import StepFunction
 
-__all__ = ["ClosureUse", "read_closure_use", "reads_gradients_first"]
-
 
 @dataclass(frozen=True, slots=True)
 class ClosureUse:

@@ -10,8 +10,6 @@ from torch import nn
 from ..protocols import Batch
 from .base import DefaultDtype, Precision, PrecisionPolicy, cast_floats
 
-__all__ = ["DoublePrecision"]
-
 
 class DoublePrecision(Precision):
     """Hold parameters and buffers in float64, cast floating point inputs, and make new tensors in float64."""

@@ -12,8 +12,6 @@ from ..errors import ArgumentTypeError, ConfigError, nearest
 from ..protocols import Batch
 from .base import DefaultDtype, Precision, PrecisionPolicy, cast_floats, kept_buffers
 
-__all__ = ["HalfPrecision"]
-
 _DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 

@@ -15,8 +15,6 @@ from ..errors import CheckpointError, ConfigError, nearest
 from ..protocols import AnyBatch, Batch, StateDict, StepOutput
 from .base import Precision, PrecisionPolicy, cast_floats, evaluates_again
 
-__all__ = ["MixedPrecision"]
-
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 

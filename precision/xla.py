@@ -12,8 +12,6 @@ from .base import Precision
 from .half import HalfPrecision
 from .mixed import MixedPrecision
 
-__all__ = ["XLAPrecision"]
-
 _NAMES = ("32-true", "16-true", "bf16-true", "bf16-mixed")
 
 

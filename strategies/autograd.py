@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd.function import FunctionCtx
 
-__all__ = ["AutogradContext"]
-
 
 class AutogradContext(FunctionCtx):
     """The first argument of an autograd function's `forward` and `backward`, which carries attributes between them."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 
-__all__ = ["inherit_descriptions"]
-
 _SECTION = re.compile(r"^Args:\n((?: {4}.*\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^ {4}(\w+): .*\n(?: {5,}.*\n)*", re.MULTILINE)
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ..precision import Precision
     from ..protocols import CheckpointPlugin, ReduceOp, StepFunction, Tree
 
-__all__ = ["DataParallelStrategy"]
-
 # Any in this file: batches, and outputs of the user's steps.
 
 

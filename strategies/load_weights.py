@@ -16,8 +16,6 @@ from .base import plain_name, plain_names
 if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
 
-__all__ = ["load_weights"]
-
 
 def load_weights(module: nn.Module, state: Mapping[str, object], *, strict: bool) -> LoadedKeys:
     """Call torch's `load_state_dict`, and return what it returns: missing and unexpected keys.

@@ -22,37 +22,6 @@ if TYPE_CHECKING:
     from ..precision import Precision
     from .base import Strategy
 
-__all__ = [
-    "ChangesLater",
-    "ChecksLayers",
-    "ChecksProcesses",
-    "ChecksStates",
-    "ConfiguresOptimizers",
-    "EvaluatesWithoutData",
-    "HasEveryWeight",
-    "HasMesh",
-    "HasStages",
-    "HasTimeouts",
-    "MakesPrecision",
-    "NotesAbsence",
-    "PlacesBatches",
-    "ReadsOptions",
-    "RunsWindows",
-    "SavesShards",
-    "SetsUpTogether",
-    "SharesMemory",
-    "TakesTrainerConfig",
-    "changing",
-    "evaluation_of",
-    "every_weight",
-    "load_strategy_state",
-    "memory_shares",
-    "saves_shards",
-    "stages_of",
-    "strategy_state",
-    "written_state",
-]
-
 T = TypeVar("T")
 
 # Any in this file: constructor arguments, batches, and what `configure_optimizers` returns.

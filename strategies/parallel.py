@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ..precision import Precision
     from ..protocols import CheckpointPlugin, Cluster, ReduceOp, Tree
 
-__all__ = ["DEFAULT_TIMEOUT", "ParallelStrategy", "ProcessGroupStrategy"]
-
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 UNEVEN = ("stop_all", "cycle", "zero_weight")
 DEFAULT_TIMEOUT = timedelta(seconds=1800)

@@ -9,8 +9,6 @@ from ..errors import ConfigError
 from .base import Strategy
 from .optional import ReadsOptions
 
-__all__ = ["STRATEGY_REGISTRY", "StrategyRegistry"]
-
 
 class StrategyRegistry(Registry[Strategy]):
     """The strategies that `Trainer(strategy="name")` knows.

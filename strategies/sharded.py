@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from .mesh.layers import TensorSplit
     from .mesh.pipeline.stages import Stages
 
-__all__ = ["ShardedStrategy"]
-
 T = TypeVar("T")
 
 # Any in this file: arguments by name, batches, what steps take and return, and entries of states.

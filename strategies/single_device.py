@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ..precision import Precision
     from ..protocols import CheckpointPlugin
 
-__all__ = ["SingleDeviceStrategy"]
-
 
 @STRATEGY_REGISTRY.register("single_device", description="one process on one device")
 class SingleDeviceStrategy(Strategy):

@@ -8,8 +8,6 @@ from torch.overrides import TorchFunctionMode
 
 from ..protocols import Kwargs
 
-__all__ = ["SkipInit"]
-
 
 class SkipInit(TorchFunctionMode):
     """A context in which the functions of `torch.nn.init` leave their tensor as it is.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from ..protocols import AnyTree, StateDict
 
-__all__ = ["pack_subclasses", "refuse_shards", "unpack_subclasses"]
-
 _PLAIN = (Tensor, nn.Parameter)
 _KEY = "__loopwright_tensor_subclass__"
 

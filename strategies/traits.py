@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from ..precision import Precision
     from ..protocols import CheckpointPlugin, Cluster
 
-__all__ = ["Given", "Launcher", "MemoryShares", "Refusal", "TrainerConfig", "Traits"]
-
 T = TypeVar("T")
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from ..protocols import Tree
 
-__all__ = ["leaves", "map_leaves"]
-
 # Any in this file: data of any structure.
 
 

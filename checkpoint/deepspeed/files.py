@@ -12,8 +12,6 @@ from typing import Any
 from ...errors import CheckpointError
 from ..file.restricted import WITHOUT_ATTRIBUTES, load_replacing
 
-__all__ = ["DeepSpeedFiles", "checkpoint_files", "find_tag_folder", "is_deepspeed_folder"]
-
 # Any in this file: what DeepSpeed and its users have put into the files.
 
 LATEST = "latest"

@@ -44,8 +44,6 @@ from .files import (
 from .optimizers import flats_of, merged_steps, names_of_groups, numbered, steps_of_rank, without_zero
 from .partitions import Flat, MergedTensor, Misfit, group_layouts, parameter_layouts
 
-__all__ = ["DeepSpeedFolder", "load", "read_folder"]
-
 logger = logging.getLogger(__name__)
 
 # Any in this file: what DeepSpeed and its users have put into the files.

@@ -13,8 +13,6 @@ from ...protocols import StateDict
 from ..to_plain import to_plain
 from .partitions import Flat, MergedTensor, Misfit, PartitionLayout
 
-__all__ = ["RankSteps", "flats_of", "merged_steps", "names_of_groups", "numbered", "steps_of_rank", "without_zero"]
-
 # Any in this file: what DeepSpeed and its users have put into the files.
 
 

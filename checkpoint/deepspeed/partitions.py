@@ -16,8 +16,6 @@ from torch import Tensor
 
 from ..tensors import StoredTensor, narrow
 
-__all__ = ["Flat", "MergedTensor", "Misfit", "PartitionLayout", "group_layouts", "parameter_layouts"]
-
 
 class Misfit(Exception):
     """The lengths of saved tensors do not fit the saved shapes."""

@@ -12,8 +12,6 @@ from ..verified import Verified, verify_as
 from . import folder
 from .files import checkpoint_files, is_deepspeed_folder
 
-__all__ = ["identify", "is_folder_checkpoint", "load", "remove", "verify", "verify_share"]
-
 
 def is_folder_checkpoint(path: str | Path, storage_options: StorageOptions | None = None) -> bool:
     """Return whether a path is a local folder that DeepSpeed has saved."""

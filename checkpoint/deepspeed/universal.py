@@ -24,8 +24,6 @@ from ..file.streamed import save_streaming
 from ..tensors import memory_key
 from .files import FULL_MODEL, LATEST_UNIVERSAL, UNIVERSAL, is_deepspeed_folder
 
-__all__ = ["write_universal"]
-
 # Any in this file: the content of checkpoints.
 
 _TAG = "universal"

@@ -16,8 +16,6 @@ import struct
 from collections.abc import Iterator
 from typing import IO, NamedTuple
 
-__all__ = ["ArchiveRecord", "Damaged", "Directory", "payloads", "read_directory", "read_exactly"]
-
 LOCAL_SIGNATURE = b"PK\x03\x04"
 DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 END_SIGNATURE = b"PK\x05\x06"

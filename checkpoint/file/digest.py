@@ -21,17 +21,6 @@ from ...messages import counted
 from ...protocols import Advance
 from .archive import END, ArchiveRecord, Damaged, Directory, payloads, read_directory
 
-__all__ = [
-    "FORMAT",
-    "FORMAT_VERSION",
-    "Verification",
-    "append_digest",
-    "compare_checksums",
-    "crc32",
-    "has_digest",
-    "read_file_digest",
-]
-
 FORMAT = "loopwright-checkpoint"
 FORMAT_VERSION = 1
 

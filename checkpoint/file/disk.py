@@ -19,8 +19,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["cannot_remove", "cannot_write", "make_folder", "sync_file", "sync_folder", "write_anywhere", "write_file"]
-
 
 def make_folder(folder: Path) -> None:
     """Make a folder and its parents, so that they survive a power cut."""

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.storage import TypedStorage
 
-__all__ = ["PICKLE"]
-
 _PROTOCOL = 2
 _rebuild = torch._utils._rebuild_tensor_v2
 

@@ -20,8 +20,6 @@ from ..plain import Unopened, untrust
 from .record_names import TooMuch, require_bounded
 from .restricted import Unknown, UnknownClass, load_replacing
 
-__all__ = ["read_file", "require_small", "too_much"]
-
 _CPU = torch.device("cpu")
 # Entries without which nothing can continue, or that a reader interprets: an object there is refused.
 _OF_TRAINING = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "epoch", "global_step", "loopwright")

@@ -15,8 +15,6 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 from .archive import DESCRIPTOR_SIGNATURE, LOCAL, LOCAL_SIGNATURE, Damaged, read_directory
 
-__all__ = ["Storage", "TooMuch", "read_storages", "read_storages_from_front", "require_bounded"]
-
 _ITEM_BYTES = {
     "DoubleStorage": 8,
     "LongStorage": 8,

@@ -15,8 +15,6 @@ from urllib.parse import unquote
 from ...errors import CheckpointError, MissingDependency
 from ...protocols import StorageOptions
 
-__all__ = ["Remote", "as_local"]
-
 _TAIL_BYTES = 4096
 _LOCAL_SCHEMES = ("file://", "local://")
 

@@ -21,8 +21,6 @@ from torch import nn
 
 from .record_names import TooMuch, require_bounded
 
-__all__ = ["WITHOUT_ATTRIBUTES", "Unknown", "UnknownClass", "load_replacing", "refusing"]
-
 Known = Mapping[tuple[str, str], Any]  # Any: classes and functions that may be called
 
 _STORAGES = (

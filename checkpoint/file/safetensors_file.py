@@ -21,8 +21,6 @@ from ..sharded.shard_file import NAMES, StoredPart, encode_header, write_tensor
 from ..tensors import AnyTensor, StoredTensor, is_tensor, memory_key, read_tensor
 from .streamed import FileSink, write_atomically
 
-__all__ = ["TIED_KEY", "SafetensorsTensor", "read_weights", "write_weights"]
-
 TIED_KEY = "loopwright.tied"
 
 _NAMES = {**NAMES, torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}

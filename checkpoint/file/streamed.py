@@ -30,8 +30,6 @@ from .disk import cannot_write
 from .record_names import read_storages
 from .remote import as_local
 
-__all__ = ["FileSink", "save_streaming", "write_atomically"]
-
 Advance = Callable[[int], object]
 
 _CRC_IN_ENTRY = 16

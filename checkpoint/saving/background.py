@@ -28,8 +28,6 @@ from ..plain import require_plain
 from ..sharded import holds_sharded
 from .host_copy import HostCopy
 
-__all__ = ["AsyncCheckpointIO"]
-
 logger = logging.getLogger(__name__)
 
 _WORTH_SAYING_S = 1.0

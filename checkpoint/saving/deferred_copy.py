@@ -31,8 +31,6 @@ from torch import Tensor
 
 from ..checkpoint_io import before_next_step
 
-__all__ = ["DeferredCopies"]
-
 _is_cow_tensor: Any = getattr(torch._C, "_is_cow_tensor", None)  # Any: private, so perhaps not there
 
 # Below it, a copy costs less than to share.

@@ -17,8 +17,6 @@ from ...protocols import StateDict
 from ..plain import Trusted, Untrusted, WithObjects
 from .deferred_copy import DeferredCopies
 
-__all__ = ["HostCopy", "Taken"]
-
 # Nothing changes these in place; a Trusted object was pickled when it was made.
 _FROZEN = frozenset(
     (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, Trusted, Untrusted)

@@ -22,17 +22,6 @@ from ..file.remote import Remote, as_local
 from .manifest import FILE_DIGEST_SIZE, MANIFEST, FileEntry, read_digest
 from .shard_file import Sink
 
-__all__ = [
-    "OWN_NAME",
-    "LocalBackend",
-    "RemoteBackend",
-    "backend_of",
-    "identify",
-    "is_folder_checkpoint",
-    "remove",
-    "state_entry",
-]
-
 # A file of a save; its token identifies the save.
 OWN_NAME = re.compile(r"(?:state|shard)-(?P<token>[0-9a-f-]+?)(?:-[0-9]{5,}-of-[0-9]{5,})?\.(?:ckpt|safetensors)")
 

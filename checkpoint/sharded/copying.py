@@ -11,8 +11,6 @@ from .backends import OWN_NAME, LocalBackend
 from .manifest import MANIFEST, Chunk, Manifest, decode
 from .target import LocalTarget, target_of
 
-__all__ = ["copy"]
-
 _PIECE = 16 << 20
 
 

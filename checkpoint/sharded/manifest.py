@@ -23,24 +23,6 @@ from ...errors import CheckpointError
 from ...strategies.distributed.shards import RemoteShards
 from ..tensors import AnyTensor
 
-__all__ = [
-    "FILE_DIGEST_SIZE",
-    "FORMAT",
-    "FORMAT_VERSION",
-    "MANIFEST",
-    "Chunk",
-    "FileEntry",
-    "Manifest",
-    "Mesh",
-    "TensorEntry",
-    "damaged",
-    "decode",
-    "digest_of",
-    "encode",
-    "manifest_of",
-    "read_digest",
-]
-
 FORMAT = "loopwright-sharded-checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

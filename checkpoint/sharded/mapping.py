@@ -21,8 +21,6 @@ from torch import Tensor
 from ..file.digest import crc32
 from .shard_file import bytes_of
 
-__all__ = ["MappedFile", "map_file"]
-
 _PIECE = 4 << 20
 _PAGE = mmap.PAGESIZE
 _WIDE_GAP = 64 << 10  # less is cheaper to read than to leave out; the system reads ahead as much

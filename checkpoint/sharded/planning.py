@@ -12,8 +12,6 @@ from ...errors import CheckpointError
 from ...protocols import StateDict
 from .tree import PLACEHOLDER_KEY, Split, put_back
 
-__all__ = ["Planner", "first_names", "path_of", "unfit", "with_first_names"]
-
 
 class Planner(DefaultSavePlanner):
     """DCP's planner, which explains when the ranks do not fit together.

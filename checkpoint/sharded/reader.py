@@ -26,8 +26,6 @@ from .tree import put_back
 if TYPE_CHECKING:
     from torch.types import Storage
 
-__all__ = ["load", "read_manifest", "read_to", "verify", "verify_share"]
-
 # A save may replace the files while they are read: then the new checkpoint is read, so often at most.
 _MOST_ATTEMPTS = 5
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from ..file.digest import crc32
 
-__all__ = ["NAMES", "FileLayout", "Sink", "StoredPart", "bytes_of", "encode_header", "lay_out", "write_tensor"]
-
 _ALIGNMENT = 64
 _PIECE = 4 << 20
 

@@ -21,8 +21,6 @@ from .manifest import FILE_DIGEST_SIZE, Chunk, Manifest, digest_of
 from .mapping import MappedFile, map_file
 from .slices import fill, read_bytes
 
-__all__ = ["ShardFiles", "call_in_threads", "wrong_content"]
-
 _MOST_THREADS = 8
 _BUFFER = 1 << 18  # stays in the cache of a core between reading and summing
 _WORTH_A_THREAD = 4 << 20

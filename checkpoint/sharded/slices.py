@@ -14,8 +14,6 @@ from ..tensors import narrow
 from .manifest import Chunk
 from .shard_file import bytes_of
 
-__all__ = ["RAW", "fill", "read_bytes", "read_slice"]
-
 # Bytes are moved in dtypes of the same size, which all operations know.
 RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["STAGES", "STAGES_OF_ALL_RANKS", "reached"]
-
 STAGES_OF_ALL_RANKS = ("planned", "shard-opened", "shard-written", "shard-synced")
 
 # The others are rank 0's. It writes the state file after its shard, and commits when all ranks have written.

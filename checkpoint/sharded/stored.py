@@ -17,8 +17,6 @@ from .manifest import MANIFEST, Chunk, TensorEntry, damaged, decode
 from .shard_files import ShardFiles, wrong_content
 from .slices import RAW, read_slice
 
-__all__ = ["ShardedTensor"]
-
 
 class ShardedTensor(StoredTensor):
     """A tensor of a sharded checkpoint that has not been read yet.

@@ -23,8 +23,6 @@ from . import stages
 from .backends import OWN_NAME, LocalBackend, RemoteBackend
 from .manifest import MANIFEST, Manifest, decode, encode
 
-__all__ = ["LocalTarget", "RemoteTarget", "target_of"]
-
 logger = logging.getLogger(__name__)
 
 _FOLDER = ".folder"

@@ -21,8 +21,6 @@ from ..plain import replace_marked
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["PLACEHOLDER_KEY", "Split", "holds_sharded", "put_back", "take_out"]
-
 PLACEHOLDER_KEY = "__loopwright_tensor__"
 
 _RESERVED = re.compile(r"-?[0-9]+|__metadata__")  # the latter is a name that safetensors keeps for itself

@@ -39,9 +39,6 @@ from .shard_file import StoredPart, lay_out, write_tensor
 from .target import LocalTarget, RemoteTarget, target_of
 from .tree import PLACEHOLDER_KEY, Split, take_out
 
-__all__ = ["save"]
-
-
 _MOST_SIZED = 64
 
 

@@ -19,8 +19,6 @@ from ..tensors import is_tensor, tensors_in
 from .formats import Opened
 from .write_sharded import save_split
 
-__all__ = ["FORMATS", "guess_format", "rename", "weights_of", "without_training", "write_as"]
-
 FORMATS = ("checkpoint", "sharded", "safetensors", "state-dict", "lightning", "deepspeed")
 
 _SUFFIXES = {".ckpt": "checkpoint", ".safetensors": "safetensors", ".pt": "state-dict", ".pth": "state-dict"}

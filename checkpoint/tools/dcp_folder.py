@@ -28,8 +28,6 @@ from ..file.record_names import TooMuch, require_bounded
 from ..file.restricted import refusing
 from ..tensors import StoredTensor, narrow, overlap
 
-__all__ = ["METADATA", "DcpFolder", "DcpTensor"]
-
 METADATA = ".metadata"
 
 _MODULE = "torch.distributed.checkpoint.metadata"

@@ -17,8 +17,6 @@ from ...strategies.base import plain_name
 from ..plain import Untrusted
 from ..tensors import flatten, is_tensor, read_tensor, size_bytes
 
-__all__ = ["Difference", "Tolerance", "compare"]
-
 _ORDERED = (list, tuple)
 _MISSING = object()
 _LONGEST = 80

@@ -31,16 +31,6 @@ from ..tensors import is_tensor, tensors_in
 from ..to_plain import to_plain
 from .dcp_folder import METADATA, DcpFolder
 
-__all__ = [
-    "Opened",
-    "Reading",
-    "find_checkpoints",
-    "is_checkpoint_folder",
-    "is_dcp_folder",
-    "is_safetensors",
-    "open_checkpoint",
-]
-
 LIGHTNING_EXTRA = "meta.pt"
 SUFFIXES = (".ckpt", ".pt", ".pth", ".safetensors")
 

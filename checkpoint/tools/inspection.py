@@ -13,8 +13,6 @@ from ..file.remote import as_local
 from ..tensors import is_tensor, memory_key, size_bytes, tensors_in
 from .formats import Opened
 
-__all__ = ["describe", "describe_tensors", "disk_bytes"]
-
 _FIELD = {
     "epoch", "global_step", "loopwright_version", "state_dict", "callbacks", "optimizer_states", "lr_schedulers",
     "loops", "hyper_parameters", "hparams_name", "hparams_type", "datamodule_hyper_parameters",

@@ -15,8 +15,6 @@ from ..formats import find_format
 from .dcp_folder import DcpFolder
 from .formats import LIGHTNING_EXTRA, is_dcp_folder, is_safetensors
 
-__all__ = ["check"]
-
 _MAX_NAMED = 5
 
 

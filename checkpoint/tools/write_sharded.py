@@ -18,8 +18,6 @@ from ..sharded.target import target_of
 from ..sharded.tree import PLACEHOLDER_KEY, step_of
 from ..tensors import AnyTensor, Key, map_tensors, memory_key, read_slice, read_tensor, size_bytes
 
-__all__ = ["save_split"]
-
 
 def save_split(checkpoint: StateDict, path: str | Path, *, num_shards: int, advance: Advance | None = None) -> None:
     """Write a checkpoint as a folder, its tensors split along their first dimension into a number of files.

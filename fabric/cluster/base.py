@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 from ...errors import ConfigError, LaunchError, MissingVariable
 
-__all__ = ["ClusterEnvironment", "StartedProcesses", "check_numbers"]
-
 
 class ClusterEnvironment(ABC):
     """The rank of this process, and the address of rank 0.

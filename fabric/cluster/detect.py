@@ -15,8 +15,6 @@ from .mpi import MPIEnvironment
 from .slurm import SLURMEnvironment
 from .torchelastic import TorchElasticEnvironment
 
-__all__ = ["detect_cluster"]
-
 log = logging.getLogger(__name__)
 
 

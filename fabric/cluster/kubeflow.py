@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from .base import StartedProcesses, check_numbers
 
-__all__ = ["KubeflowEnvironment"]
-
 
 class KubeflowEnvironment(StartedProcesses):
     """One process per pod: MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK define everything.

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from ...errors import ConfigError
 from .base import ClusterEnvironment
 
-__all__ = ["LightningEnvironment", "LocalEnvironment"]
-
 # Variables that contain the node rank; the last is set by DeepSpeed's launcher.
 _NODE_RANKS = ("NODE_RANK", "GROUP_RANK", "CROSS_RANK")
 

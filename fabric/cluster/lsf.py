@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from ...errors import LaunchError
 from .base import StartedProcesses, check_numbers
 
-__all__ = ["LSFEnvironment"]
-
 _NEEDED = {"LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE"}
 
 

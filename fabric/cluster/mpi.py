@@ -9,8 +9,6 @@ from typing import Any
 from ...errors import LaunchError, MissingDependency
 from .base import ClusterEnvironment, check_numbers
 
-__all__ = ["MPIEnvironment"]
-
 
 class MPIEnvironment(ClusterEnvironment):
     """Ranks and sizes from MPI's communicator of all processes. Construction communicates: create it in every process.

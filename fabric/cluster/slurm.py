@@ -17,8 +17,6 @@ from typing import Any, Generic, TypeVar
 from ...errors import ConfigError, LaunchError
 from .base import StartedProcesses, check_numbers
 
-__all__ = ["SLURMEnvironment"]
-
 log = logging.getLogger(__name__)
 
 # SLURM's names for interactive jobs: they have tasks, but this process is not one of them.

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 from .base import StartedProcesses, check_numbers
 
-__all__ = ["TorchElasticEnvironment"]
-
 log = logging.getLogger(__name__)
 
 

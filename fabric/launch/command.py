@@ -11,8 +11,6 @@ from typing import Any
 
 from ...errors import LaunchError
 
-__all__ = ["own_command", "run_by", "sweep_job"]
-
 
 def own_command(local_rank: int) -> tuple[list[str], str | None]:
     """Return the command that started this process, for another local rank, and the folder to run it in.

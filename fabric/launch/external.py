@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from ...protocols import Cluster
     from .script import ScriptLauncher
 
-__all__ = ["ExternalLauncher"]
-
 R = TypeVar("R")
 
 

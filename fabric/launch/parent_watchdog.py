@@ -10,8 +10,6 @@ import signal
 import sys
 import threading
 
-__all__ = ["ParentWatchdog", "watch_parent", "watch_parent_process"]
-
 log = logging.getLogger(__name__)
 
 VARIABLE = "LOOPWRIGHT_PARENT"

@@ -23,8 +23,6 @@ from .command import own_command, run_by
 from .parent_watchdog import ParentWatchdog
 from .waiting_rank import WAITS
 
-__all__ = ["WaitingRank", "end_waiting", "prestart", "take"]
-
 SWITCH = "LOOPWRIGHT_PRESTART"
 """0: ranks start at the launch. 1: they start early also in tests run by pytest, where by default they do not."""
 

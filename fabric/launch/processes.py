@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from ...protocols import AnyOutput, Cluster, StateDict
 
-__all__ = ["START_METHODS", "ProcessLauncher"]
-
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from ...protocols import Cluster
 
-__all__ = ["ScriptLauncher", "leave_ended_job", "num_threads_per_process", "started_here"]
-
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ...strategies.distributed import rendezvous
 
-__all__ = ["rank_variables"]
-
 
 def rank_variables(
     address: str, port: int, *, local_rank: int, num_processes: int, node_rank: int, num_nodes: int

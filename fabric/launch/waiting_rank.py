@@ -20,8 +20,6 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
-__all__ = ["WAITS", "main"]
-
 WAITS = "LOOPWRIGHT_WAITING"
 _PR_SET_PDEATHSIG = 1
 

@@ -18,8 +18,6 @@ from pathlib import Path
 from ...data.worker import CRASH_FILE
 from .peers import stack_of
 
-__all__ = ["FOLDER", "crash_text", "describe_crash", "open_crash_file", "read_crash"]
-
 FOLDER = "LOOPWRIGHT_CRASH_FOLDER"
 """Environment variable in which a launcher names the folder; the default is the system's temporary folder."""
 

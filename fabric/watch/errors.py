@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["is_communication_error", "is_timeout"]
-
 # Messages of gloo, NCCL and torch's process groups when a peer is gone or late (torch 2.9 to 2.13).
 _SIGNS = (
     "gloo", "nccl", "processgroup", "process group", "connection closed by peer", "connection reset by peer",

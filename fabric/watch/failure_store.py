@@ -21,8 +21,6 @@ from ..failure import Failure
 from .peers import Peer
 from .rank_status import RankStatus
 
-__all__ = ["FailureRecord", "FailureStore", "Store"]
-
 _AT_ONCE = 64
 
 

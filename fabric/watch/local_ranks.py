@@ -9,8 +9,6 @@ from ..failure import describe_exit
 from .crash_file import read_crash
 from .peers import Peer
 
-__all__ = ["LocalRanks", "ProcessStarter"]
-
 _EXIT_CODE_S = 0.5  # for a rank that knows the exit code, before "it ended without a report" is stored
 
 

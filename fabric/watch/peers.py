@@ -10,8 +10,6 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Peer", "StackOnSignal", "machine_key", "stack_of"]
-
 
 def machine_key() -> str:
     """Return a key that two processes share if and only if each can look up the other by its pid.

@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["LastCollective", "RankStatus", "count_collectives", "last_collective", "phrase", "progress_of_collectives"]
-
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 
 

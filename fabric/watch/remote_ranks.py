@@ -5,8 +5,6 @@ from __future__ import annotations
 from .failure_store import FailureStore
 from .peers import Peer
 
-__all__ = ["RemoteRanks"]
-
 
 class RemoteRanks:
     """Detects machines that fell silent, in a ring: a rank observes the next one, if that is on another machine.

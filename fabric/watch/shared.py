@@ -13,8 +13,6 @@ from .watch import Watch
 if TYPE_CHECKING:
     from ...strategies import Launcher, Strategy
 
-__all__ = ["stop_watching", "watch_over"]
-
 logger = logging.getLogger(__name__)
 
 _watch: tuple[int, Any, Watch] | None = None  # process, store, watch

@@ -8,8 +8,6 @@ from typing import Protocol
 
 from .stop_coordinator import StopCoordinator
 
-__all__ = ["SignalCounter", "SignalWakeup"]
-
 _UNHANDLED_S = 1.0  # for the main thread to handle the second Ctrl-C
 
 

@@ -22,8 +22,6 @@ from .rank_status import LastCollective, RankStatus, progress_of_collectives
 if TYPE_CHECKING:
     pass
 
-__all__ = ["ANSWER_S", "StallFinding", "StallReport", "StallReporter"]
-
 ANSWER_S = 2.0  # for all ranks to answer
 _NEIGHBOUR_S = 1.0  # after which neighbors are examined
 _STACK_S = 0.5  # for a neighbor to write its stack

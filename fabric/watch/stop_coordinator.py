@@ -43,8 +43,6 @@ from ...strategies.distributed.store_tree import StoreTree
 if TYPE_CHECKING:
     from .failure_store import Store
 
-__all__ = ["StopCoordinator"]
-
 _SHIFT = 32
 _END = (1 << _SHIFT) - 1
 _MOST_NAMED = 16

@@ -62,8 +62,6 @@ from .signal_wakeup import SignalCounter, SignalWakeup
 from .stall_report import ANSWER_S, StallFinding, StallReporter
 from .stop_coordinator import StopCoordinator
 
-__all__ = ["Watch"]
-
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)

@@ -21,15 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from ...errors import ConfigError, ModuleError
 from .wrap_policy import check_policy, repeated_blocks, select_modules
 
-__all__ = [
-    "apply_activation_checkpointing",
-    "check_checkpointing",
-    "choose_checkpointed",
-    "is_checkpointed",
-    "remove_activation_checkpointing",
-    "replay_in",
-]
-
 # Any in this file: arguments and results of the user's forward.
 
 _MARK = "_loopwright_checkpointed"

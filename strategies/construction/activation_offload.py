@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["HostActivations"]
-
 _LEAST_BYTES = 2**20  # below it a copy takes longer than it saves
 _AHEAD = 2  # copies back that are under way before the backward pass needs them
 

@@ -24,8 +24,6 @@ from torch.nn.modules.module import (
 from .operator_replay import is_deferred
 from .recording import Functions, Operations
 
-__all__ = ["DeferredInit", "changed_names", "forget_marks", "own_tensors"]
-
 # The attribute of a module for {name of a deferred tensor: its version when the context ended}.
 _MARKS = "_loopwright_deferred"
 _LOST = -1  # instead of a version: the tensor was changed where operations are not recorded

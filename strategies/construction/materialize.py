@@ -25,16 +25,6 @@ from .operator_replay import is_deferred, is_empty, replay, view_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "check_materializable",
-    "empty_names",
-    "made_of",
-    "materialize",
-    "materialize_from_rank_zero",
-    "modules_of_unit",
-    "update_attributes",
-]
-
 # Any in this file: process groups, and attributes of modules.
 
 # The attribute of a deferred tensor for its replacement, for other modules that also refer to it.

@@ -28,30 +28,6 @@ from ...protocols import AnyTree
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-__all__ = [
-    "CPU",
-    "META",
-    "Constant",
-    "Kwargs",
-    "Memory",
-    "Operation",
-    "View",
-    "constant_of",
-    "is_deferred",
-    "is_empty",
-    "is_replaying",
-    "keep_constants",
-    "map_leaves",
-    "new_memory",
-    "next_time",
-    "replay",
-    "tensors_in",
-    "users_line",
-    "view_of",
-    "views_in",
-    "writes_needed",
-]
-
 Kwargs: TypeAlias = dict[str, Any]
 
 # Any in this file: operations of torch, their arguments and results.

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from .deferred import DeferredInit
 
-__all__ = ["Functions", "Operations"]
-
 # Any in this file: operations of torch, their arguments and results.
 
 # Largest tensor whose values are kept after they are read, so that the next read does not compute them again.

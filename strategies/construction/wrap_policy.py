@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from ...errors import ConfigError, nearest
 
-__all__ = ["Units", "check_policy", "choose_units", "repeated_blocks", "select_modules"]
-
 # Any in this file: a policy is a class, a collection, a function, or an object of torch that has no common type.
 
 # A unit costs two or three collectives a step. Eight units against one, on two gloo ranks: 25 ms instead of 4

@@ -9,8 +9,6 @@ import torch
 
 from ..distributed.rendezvous import store
 
-__all__ = ["note_absence"]
-
 
 def note_absence(window: str, device: torch.device) -> Callable[[], int] | None:
     """Note in the store of all ranks that this one had no loss; see `Strategy.note_absence`.

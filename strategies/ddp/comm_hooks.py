@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ..parallel import ParallelStrategy
     from .replica import Replica
 
-__all__ = ["CommHook", "check_comm_hook"]
-
 # Any in this file: hooks and their states are the user's or torch's own.
 Bucket = Any  # torch's GradBucket, which its types lack
 Futured = torch.futures.Future[Tensor]

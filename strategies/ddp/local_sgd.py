@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from ...protocols import StateDict
 
-__all__ = ["ModelAveraging"]
-
 
 class ModelAveraging:
     """Counts the steps of each optimizer, and averages the weights of its parameters when that is due.

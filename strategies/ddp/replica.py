@@ -22,17 +22,6 @@ if TYPE_CHECKING:
     from ..autograd import AutogradContext
     from .comm_hooks import CommHook
 
-__all__ = [
-    "NOTHING",
-    "Replica",
-    "ReplicaCall",
-    "inside_a_replica",
-    "is_odd",
-    "loss_tensor",
-    "replace_loss",
-    "sparse_parameters",
-]
-
 # Any in this file: what the user's steps take and return.
 
 NOTHING = object()

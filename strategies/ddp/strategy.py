@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from ...precision import Precision
     from ...protocols import CheckpointPlugin, Cluster, StateDict, StepFunction, StepOutput
 
-__all__ = ["DDPStrategy"]
-
 _OURS = {
     "module": "is passed to the Trainer or `setup_module` instead",
     "device_ids": "follows from devices=",

@@ -14,16 +14,6 @@ from ...errors import Clauses, ConfigError
 from . import config as configs
 from .config import ABSENT, Config, at, is_stage, leaves, section_of, stage_of, write
 
-__all__ = [
-    "DeepSpeedArguments",
-    "ResolvedArguments",
-    "build",
-    "check_against",
-    "check_arguments",
-    "check_sections",
-    "read_given",
-]
-
 T = TypeVar("T")
 
 _DEVICES = ("none", "cpu", "nvme")

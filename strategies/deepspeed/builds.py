@@ -26,8 +26,6 @@ from pathlib import Path
 
 from ...errors import ConfigError, LaunchError
 
-__all__ = ["TIMEOUT_VARIABLE", "build", "build_environment", "is_built", "missing_for"]
-
 logger = logging.getLogger(__name__)
 
 TIMEOUT_VARIABLE = "LOOPWRIGHT_BUILD_TIMEOUT_S"

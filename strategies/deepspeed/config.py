@@ -17,9 +17,6 @@ from typing import Any
 from ...errors import ConfigError
 from ...protocols import AnyTree
 
-__all__ = ["ABSENT", "Config", "Facts", "activation_options", "at", "differences", "facts_of", "is_stage", "leaves",
-           "merged", "read", "section_of", "settle", "stage_of", "write"]  # fmt: skip
-
 Config = dict[str, Any]  # Any: values of a JSON document
 Row = tuple[str, object, object]
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from .engine_types import Engine, State, Zero
 
-__all__ = ["EngineOptimizer", "EngineRoot"]
-
 # Attribute of a user's module: the root that it was set up with last, perhaps by another strategy object.
 _ROOT = "_deepspeed_root"
 

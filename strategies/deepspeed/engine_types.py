@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-__all__ = ["Engine", "HalfOptimizer", "State", "Zero", "ZeroParameter"]
-
 State = dict[str, Any]  # Any: entries of the user's modules and optimizers
 
 

@@ -14,8 +14,6 @@ from torch import nn
 if TYPE_CHECKING:
     from .engine_types import Engine
 
-__all__ = ["Event", "gathering_in_steps", "modules_noted", "repeat"]
-
 # Any in this file: DeepSpeed's contexts and coordinator.
 
 Event = tuple[bool, Any]

@@ -22,9 +22,6 @@ from ...errors import Clauses, ConfigError, MissingDependency
 from .builds import build, build_environment, is_built, missing_for
 from .config import activation_options, section_of
 
-__all__ = ["configure_activations", "connect", "forget_activations", "import_deepspeed", "operators_of", "prepare",
-           "quietly", "refusals", "takes_cpu_adam"]  # fmt: skip
-
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _SHARED_MEMORY = "deepspeed_shm_comm"
 

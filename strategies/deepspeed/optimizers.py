@@ -22,8 +22,6 @@ from .ops import takes_cpu_adam
 if TYPE_CHECKING:
     from .engine_types import State
 
-__all__ = ["ConfiguredSchedule", "make_optimizer"]
-
 # DeepSpeed's own parameters of Adam, which torch's do not have. Its "Adam" is AdamW unless adam_w_mode says otherwise.
 _OWN_PARAMETERS = ("adam_w_mode", "torch_adam", "bias_correction")
 

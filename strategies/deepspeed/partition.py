@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from .engine_types import ZeroParameter
     from .strategy import DeepSpeedStrategy
 
-__all__ = ["has_values", "is_to_be_partitioned", "partition"]
-
 
 def has_values(module: nn.Module) -> bool:
     """Return whether all parameters and buffers of a module have memory."""

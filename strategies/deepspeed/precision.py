@@ -16,8 +16,6 @@ from ...precision import Precision, PrecisionPolicy
 from ...precision.base import DefaultDtype, cast_floats
 from ...protocols import Batch
 
-__all__ = ["DeepSpeedPrecision"]
-
 _DTYPES = {
     "32-true": torch.float32,
     "bf16-mixed": torch.bfloat16,

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from .strategy import DeepSpeedStrategy
 
-__all__ = ["check_layers", "engine_config", "make_contiguous", "move_buffers", "setup_optimizer", "several", "start"]
-
 _BLOCK_BYTES = 4096  # of a disk
 
 

@@ -24,12 +24,6 @@ from .engine import EngineOptimizer, EngineRoot
 if TYPE_CHECKING:
     from .engine_types import HalfOptimizer, State, ZeroParameter
 
-__all__ = [
-    "PendingTensor", "check_groups", "entry_of", "full_parameters", "gather", "is_partitioned", "load_module",
-    "load_optimizer", "local_fragment", "module_state", "needs_gathering", "optimizer_state", "set_local_masters",
-    "set_masters", "state_entry", "state_of",
-]  # fmt: skip
-
 # Any in this file: entries of states, of the user's modules and optimizers.
 
 

@@ -18,8 +18,6 @@ from .engine import EngineRoot
 if TYPE_CHECKING:
     from .strategy import DeepSpeedStrategy
 
-__all__ = ["bind_step"]
-
 Step = Callable[..., StepOutput]
 
 

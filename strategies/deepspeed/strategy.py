@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from ...protocols import AnyTree, CheckpointPlugin, Cluster, StateDict
     from .engine_types import Engine, State
 
-__all__ = ["DeepSpeedStrategy"]
-
 
 class DeepSpeedStrategy(ParallelStrategy):
     """Several processes whose module and optimizer are run by a DeepSpeed engine, on any kind of device.

@@ -18,8 +18,6 @@ from ...errors import ModuleError
 from .rendezvous import store
 from .store_tree import StoreTree
 
-__all__ = ["Changes", "agree_on_changes", "params_of_group"]
-
 params_of_group: Callable[[dict[str, list[Tensor]]], list[Tensor]] = itemgetter("params")
 """Takes the parameters out of a group of an optimizer, in C."""
 

@@ -15,8 +15,6 @@ from .shards import is_sharded, local
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["largest_over_ranks", "over_shards", "scale_to_norm", "total_norm"]
-
 
 def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the norm of all gradients as one vector. Call it on every rank: it communicates once per mesh axis.

@@ -23,21 +23,6 @@ from ..tree import leaves, map_leaves
 if TYPE_CHECKING:
     from ..autograd import AutogradContext
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "barrier",
-    "broadcast",
-    "broadcast_tensors",
-    "check_divides",
-    "gather_objects",
-    "gather_to_first",
-    "host_device",
-    "op_name",
-    "reduce_scatter",
-    "same_everywhere",
-]
-
 T = TypeVar("T")
 
 # Any in this file: data of any structure.

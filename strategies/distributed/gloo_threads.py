@@ -12,8 +12,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["wait_for_gloo_threads"]
-
 _NAME = "pt_gloo_runloop"
 _THREADS = Path("/proc/self/task")
 # A thread that waits for the interpreter's lock wakes every 5 ms (sys.getswitchinterval), an idle one does not.

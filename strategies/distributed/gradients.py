@@ -17,8 +17,6 @@ from .shards import local
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["LostGradients", "average_gradients", "average_tensors"]
-
 _BUCKET_BYTES = 25 * 2**20
 
 

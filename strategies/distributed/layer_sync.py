@@ -15,8 +15,6 @@ from ...errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["LayerSync", "TorchSyncBatchNorm", "check_sync_batchnorm"]
-
 _DEVICES = ("cuda", "xpu", "hpu")
 
 

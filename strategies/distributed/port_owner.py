@@ -6,8 +6,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["port_owner"]
-
 _LISTENS = "0A"  # the state TCP_LISTEN in /proc/net/tcp
 
 

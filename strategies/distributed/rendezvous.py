@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from ...protocols import Rendezvous
 
-__all__ = ["connect", "disconnect", "host_store", "keep_exits", "keep_store", "open_store", "store"]
-
 log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = timedelta(seconds=1800)

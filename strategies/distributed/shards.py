@@ -23,25 +23,6 @@ if TYPE_CHECKING:
 
     from ...protocols import AnyTree, TensorInFile, Tree
 
-__all__ = [
-    "FULL_STATE",
-    "RemoteShards",
-    "all_parameters",
-    "as_shards",
-    "fits",
-    "full_tensor",
-    "gather_full",
-    "has_parts",
-    "has_shards",
-    "is_sharded",
-    "local",
-    "local_slice",
-    "read_full",
-    "reading_numbers",
-    "refuse_in_files",
-    "watch_numbers",
-]
-
 # Any in this file: the content of checkpoints, and what mypy does not know of torch.
 
 FULL_STATE = (

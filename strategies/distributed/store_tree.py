@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-__all__ = ["FAN", "StoreTree", "children"]
-
 FAN = 16
 """Ranks, or groups, in a group."""
 

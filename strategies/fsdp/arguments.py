@@ -19,8 +19,6 @@ from ..construction.activation_checkpointing import check_checkpointing
 from ..construction.wrap_policy import check_policy
 from .plan import MixedPrecisionPlan, ShardingPlan, sizes_of
 
-__all__ = ["OF_PROCESSES", "read_arguments"]
-
 # Any in this file: unchecked arguments, and torch's policies, which have no common type.
 
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")

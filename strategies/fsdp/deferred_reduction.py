@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-__all__ = ["average", "forget", "holds_gradient"]
-
 
 def holds_gradient(one: FSDPParam) -> bool:
     """Return whether a gradient of this parameter waits on this rank."""

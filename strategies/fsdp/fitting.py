@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from ...protocols import StateDict
 
-__all__ = ["fit_module_state", "fit_optimizer_state", "fit_state_of"]
-
 # Any in this file: states, whose tensors are full, in a file, or sharded.
 
 

@@ -14,8 +14,6 @@ from ...errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["MixedPrecisionPlan", "ShardingPlan", "check_mesh", "sizes_of"]
-
 # Any in this file: torch's policies, which have no common type.
 
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from ..mesh.tensor import TensorPlan
 
-__all__ = ["ROOT", "STORAGE_OF", "ShardedRoot", "groups_of", "reshard", "root_of", "run_empty", "units_of"]
-
 logger = logging.getLogger(__name__)
 
 # Any in this file: what the user's steps take and return.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["HeldUnits", "end_backward"]
-
 # Any in this file: torch's own states and groups of parameters, without public names.
 
 

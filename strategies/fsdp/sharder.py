@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ..parallel import ParallelStrategy
     from .plan import ShardingPlan
 
-__all__ = ["Sharder", "parameters_of"]
-
 logger = logging.getLogger(__name__)
 
 # Optimizers whose arithmetic needs full parameters, with the reason.

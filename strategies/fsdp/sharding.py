@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from ...precision import PrecisionPolicy
     from .plan import ShardingPlan
 
-__all__ = ["ShardingTarget", "shard"]
-
 logger = logging.getLogger(__name__)
 
 

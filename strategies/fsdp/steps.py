@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ...protocols import StepFunction, StepOutput
     from ..parallel import ParallelStrategy
 
-__all__ = ["bound", "bound_training", "explain"]
-
 # Any in this file: what the user's steps take and return.
 
 

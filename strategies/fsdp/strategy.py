@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ...protocols import CheckpointPlugin, Cluster
     from .sharding import ShardingTarget
 
-__all__ = ["FSDPStrategy"]
-
 # Any in this file: what users give for torch's own types.
 
 

@@ -19,8 +19,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["UnusedParameters"]
-
 logger = logging.getLogger(__name__)
 
 

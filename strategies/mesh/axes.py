@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from ...errors import ConfigError, nearest
 
-__all__ = ["AXES", "REST", "MeshAxes", "read_axes"]
-
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 """Names of the axes, outside in: neighbors on the last one have consecutive ranks, and so share a node."""
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from .axes import MeshAxes
 
-__all__ = ["MeshGroups", "make_groups"]
-
 
 @dataclass(frozen=True, slots=True)
 class MeshGroups:

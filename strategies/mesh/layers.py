@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ..fsdp.root import ShardedRoot
     from .tensor import TensorPlan
 
-__all__ = ["TensorSplit"]
-
 logger = logging.getLogger(__name__)
 
 # Any in this file: a plan of the user, of any form. Tensor parallelism is imported where it is used.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from ..fsdp.root import ShardedRoot
 
-__all__ = ["ModelParallelStrategy"]
-
 _TENSOR = "tensor_parallel"
 
 # Any in this file: further arguments of FSDPStrategy.

@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["StepNumbers", "kept_numbers", "own_numbers"]
-
 # Any in this file: states of generators of Python and NumPy.
 
 _States = tuple[list[Tensor], Any, Any]

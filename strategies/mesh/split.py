@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from .pipeline.stages import Stages
     from .pipeline.window import PipelineRunner
 
-__all__ = ["ModuleSplit"]
-
 # Any in this file: what steps return. Each split is imported where its axis has several ranks.
 
 

@@ -14,8 +14,6 @@ from .layers import TensorSplit
 from .pipeline.options import Pipeline
 from .pipeline.stages import Stages
 
-__all__ = ["MeshStrategy"]
-
 # Any in this file: a plan of the user, and arguments of FSDPStrategy.
 
 

@@ -19,8 +19,6 @@ from ..distributed.collectives import gather_objects
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["check_buffers", "difference", "dtypes_of", "mark_of", "saved_buffers", "unlike_over_ranks"]
-
 
 def check_buffers(module: nn.Module, group: ProcessGroup | None, axis: str) -> None:
     """Compare the buffers in the state of a module over ranks that read the same batch. On every rank of the group.

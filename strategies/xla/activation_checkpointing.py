@@ -13,8 +13,6 @@ import torch
 from ...accelerators.xla import import_xla
 from ...protocols import AnyFunction, AnyOutput
 
-__all__ = ["checkpoint_on_xla"]
-
 
 def checkpoint_on_xla(function: AnyFunction, *args: Any) -> AnyOutput:  # Any: arguments and result of a forward
     """Return `function(*args)`, whose activations the backward pass computes again.

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from ...accelerators.xla import import_xla
 
-__all__ = ["Collectives", "HostCollectives", "RuntimeCollectives", "gather_with_gradient", "reduce_as"]
-
 _OPS = {"sum": "sum", "min": "min", "max": "max", "product": "mul"}
 
 

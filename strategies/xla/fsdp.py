@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ...precision import Precision
     from ...protocols import CheckpointPlugin, Cluster, StepOutput
 
-__all__ = ["XLAFSDPStrategy"]
-
 # Any in this file: torch_xla is not annotated; policies are classes, functions, or objects of torch.
 
 _STATE_DICT_TYPES = (None, "full", "sharded")

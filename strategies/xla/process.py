@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ...accelerators import Accelerator
     from ...precision import Precision
 
-__all__ = ["XLAProcessStrategy"]
-
 Step = Callable[..., StepOutput]
 _DEBUG = ("PT_XLA_DEBUG", "XLA_IR_DEBUG", "XLA_HLO_DEBUG")
 EVALUATIONS = ("validation_step", "test_step", "predict_step")

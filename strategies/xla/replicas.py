@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from ...accelerators import Accelerator
     from ...precision import Precision
 
-__all__ = ["XLAReplicasStrategy"]
-
 # Any in this file: torch_xla is not annotated; batches, and what the user's steps take and return.
 
 

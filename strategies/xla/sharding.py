@@ -18,8 +18,6 @@ from ...accelerators.xla import import_xla
 from ...protocols import StateDict
 from ..base import plain_name
 
-__all__ = ["BatchSharding", "Spec", "copy_shards", "replicated", "send_state", "send_tensors"]
-
 logger = logging.getLogger(__name__)
 
 # Any in this file: torch_xla is not annotated.

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ...precision import Precision
     from ...protocols import CheckpointPlugin
 
-__all__ = ["SingleDeviceXLAStrategy"]
-
 
 class SingleDeviceXLAStrategy(XLAProcessStrategy):
     """One process on one device of XLA's runtime; every collective returns its argument.

@@ -20,8 +20,6 @@ from ...accelerators.xla import import_xla
 from ...protocols import StepOutput
 from ..tree import leaves
 
-__all__ = ["StepWatch"]
-
 logger = logging.getLogger(__name__)
 
 Trace = Callable[[FrameType, str, object], "Trace | None"]

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ...precision import Precision
     from ...protocols import CheckpointPlugin, Cluster
 
-__all__ = ["XLAStrategy"]
-
 
 class XLAStrategy(XLAProcessStrategy):
     """One process that trains on all XLA devices of this host, each with a copy of the module.

@@ -18,8 +18,6 @@ from ....errors import ModuleError
 if TYPE_CHECKING:
     from .parts import SequenceParts
 
-__all__ = ["Attention"]
-
 _SEQUENCE, _HEADS = -2, -3
 
 

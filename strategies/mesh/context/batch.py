@@ -15,8 +15,6 @@ from ....protocols import AnyBatch, AnyOutput, Batch, StepOutput
 from .inputs import local_length
 from .parts import SequenceParts
 
-__all__ = ["split_batch", "whole_loss"]
-
 # Any in this file: batches and outputs of the user's step.
 
 

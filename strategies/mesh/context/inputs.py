@@ -16,8 +16,6 @@ from ...distributed.shards import is_sharded
 from ...tree import leaves, map_leaves
 from .parts import SequenceParts
 
-__all__ = ["CallArguments", "check_outputs", "gather_outputs", "local_length"]
-
 # Any in this file: arguments of the user's model.
 
 _POSITIONS = "position_ids"

@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 from ....errors import ModuleError
 from ....protocols import AnyFunction, AnyOutput, AnyTree, Args, Kwargs
 
-__all__ = ["Interception"]
-
 # Any in this file: arguments and results of torch's functions.
 
 _LOSSES = (F.cross_entropy, F.nll_loss)

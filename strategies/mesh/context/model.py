@@ -10,8 +10,6 @@ from ....errors import ModuleError, nearest
 from ..pipeline.remote_tensors import RemoteTensor
 from .options import Context
 
-__all__ = ["check_kernels", "check_model", "check_window", "find_model"]
-
 # Any in this file: attributes of the user's model.
 
 

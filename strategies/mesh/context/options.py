@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from ....errors import Problems, nearest
 
-__all__ = ["METHODS", "Context"]
-
 METHODS = ("gather", "ulysses")
 
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ....protocols import AnyOutput, Args, Call, Kwargs, StepFunction
     from ..pipeline.split import StageSplit
 
-__all__ = ["ContextParallel", "share_sequences"]
-
 # Any in this file: arguments and outputs of the user's model and steps.
 
 _HOOKS = "_loopwright_context_hooks"

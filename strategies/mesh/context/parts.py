@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from ...autograd import AutogradContext
 
-__all__ = ["SequenceParts"]
-
 T = TypeVar("T")
 
 # Any in this file: contexts of autograd functions.

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from .interception import Interception
     from .parts import SequenceParts
 
-__all__ = ["check_same_inputs", "verify"]
-
 logger = logging.getLogger(__name__)
 
 # Any in this file: outputs of the user's model.

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from ...autograd import AutogradContext
 
-__all__ = ["exchange", "shared"]
-
 # Any in this file: torch.autograd.Function's context.
 
 

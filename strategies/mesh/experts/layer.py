@@ -12,8 +12,6 @@ from ....protocols import StateDict
 from .permute import permute
 from .weights import ExpertWeights
 
-__all__ = ["Experts"]
-
 # Any in this file: a module's state as copy and pickle take it.
 
 

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from ...autograd import AutogradContext
 
 
-__all__ = ["permute"]
-
 # Any in this file: torch.autograd.Function's context.
 
 

@@ -17,8 +17,6 @@ from .weights import ExpertWeights
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["check_layers", "experts_in", "leave_results", "preparing", "shard_experts"]
-
 _RESULTS = ("balance_loss", "tokens_per_expert")
 
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from ...distributed.shards import is_sharded
 from .exchange import exchange, shared
 
-__all__ = ["EXPERT_AXIS", "ExpertWeights"]
-
 EXPERT_AXIS = "ep"
 """Name of the mesh axis over whose ranks the experts are sharded."""
 

@@ -18,8 +18,6 @@ from ....protocols import AnyOutput, AnyTree
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["StageStates", "unchanged"]
-
 # Any in this file: attributes of the user's modules.
 
 Bindings = dict[nn.Module, tuple[dict[str, Any], dict[str, Tensor | None]]]

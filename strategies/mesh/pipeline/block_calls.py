@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from .unsplit_run import UnsplitRun
     from .verify import StageComparison
 
-__all__ = ["BlockCall", "ChildCall", "Cut", "Position", "gradient_ends_here"]
-
 # Any in this file: arguments and results of the user's modules.
 
 

@@ -14,8 +14,6 @@ from torch import nn
 from ....errors import ConfigError, ModuleError, nearest
 from .options import Pipeline
 
-__all__ = ["StagePlan", "plan_stages"]
-
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["called_before"]
-
 
 def called_before(kind: type[nn.Module], blocks: str) -> dict[str, bool]:
     """Return which submodules forward calls, each with whether it first does so before it uses that of the blocks.

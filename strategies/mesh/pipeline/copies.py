@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from .split import StageSplit
 
-__all__ = ["StageCopies"]
-
 _PLAIN = (Tensor, nn.Parameter)
 
 Marks = dict[str, int]

@@ -14,8 +14,6 @@ from ....protocols import AnyOutput, AnyTree
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Exchange"]
-
 # Any in this file: objects that are sent.
 
 _DTYPES = (

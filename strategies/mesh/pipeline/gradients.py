@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from .split import StageSplit
 
-__all__ = ["add_shared_gradients", "norm_over_stages"]
-
 
 def add_shared_gradients(split: StageSplit, group: ProcessGroup) -> None:
     """Add the gradients of each shared parameter over the pipeline's ranks that have it, in rank order.

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from ....errors import ConfigError, Problems, nearest
 
-__all__ = ["SCHEDULES", "Pipeline", "Schedule"]
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from .block_calls import Position
     from .blocks import StagePlan
 
-__all__ = ["OuterCall", "make_twins", "outer_modules_of", "place"]
-
 # Any in this file: arguments and results of the user's modules.
 
 _PLAIN = (bool, int, float, str, type(None))

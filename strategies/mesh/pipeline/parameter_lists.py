@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from .block_calls import Position
 from .remote_tensors import RemoteTensor
 
-__all__ = ["ParametersCall", "list_all_parameters"]
-
 _REMEDY = (
     "a step has the values of this rank's stages only: let the optimizer do what concerns all parameters "
     "(weight_decay= in place of a penalty), look at gradients in on_before_optimizer_step, or train without pp."

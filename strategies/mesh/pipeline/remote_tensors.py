@@ -12,8 +12,6 @@ from ....errors import ModuleError
 from ....protocols import AnyFunction, AnyTree, Args, Kwargs
 from ...tree import leaves
 
-__all__ = ["READABLE", "RemoteTensor"]
-
 # Any in this file: arguments and results of torch's functions.
 
 _PROPERTIES = (

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from .shapes import StageShapes
     from .split import StageSplit
 
-__all__ = ["can_run", "make_schedule", "run_schedule"]
-
 # Any in this file: torch's schedules have no common public type.
 
 

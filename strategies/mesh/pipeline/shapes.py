@@ -13,9 +13,6 @@ from ....errors import ModuleError
 from ....protocols import Batch
 from ...tree import leaves
 
-__all__ = ["StageShapes", "changed_in_place", "check_shapes", "described", "plain_shapes", "read_shapes", "shapes_of",
-           "versions_of"]  # fmt: skip
-
 # Any in this file: entries of checkpoints.
 
 

@@ -21,8 +21,6 @@ from .remote_tensors import RemoteTensor
 if TYPE_CHECKING:
     from ...autograd import AutogradContext
 
-__all__ = ["absent", "absent_output", "choose", "described_output", "fill", "further_tensors", "join", "no_copy"]
-
 # Any in this file: arguments and results of the user's modules.
 
 _MOST_DIMS = 8

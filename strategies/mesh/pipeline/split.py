@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from .options import Pipeline
 
-__all__ = ["Shared", "StageSplit", "split_stages"]
-
 # Any in this file: arguments and results of the user's steps.
 
 EVERYWHERE = -1

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ....protocols import AnyTree, Batch, StateDict, StepFunction
     from ...fsdp.root import ShardedRoot
 
-__all__ = ["Stages", "runner_of"]
-
 # Any in this file: batches, and what steps take and return.
 
 _RUNNER = "_loopwright_pipeline"

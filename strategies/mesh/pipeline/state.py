@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from .split import StageSplit
     from .window import PipelineRunner
 
-__all__ = ["StageOptimizer", "StagePart", "arrange_shards", "gather_stages", "own_module_state", "own_optimizer_state",
-           "runner_in", "stage_optimizer", "stages_state"]  # fmt: skip
-
 T = TypeVar("T")
 
 # Any in this file: entries of states.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from .split import StageSplit
 
-__all__ = ["UnreachedStages"]
-
 
 class UnreachedStages:
     """Takes gradients of zero away from stages before a block that detaches its input.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from .exchange import Exchange
     from .split import StageSplit
 
-__all__ = ["CannotRunError", "UnsplitRun"]
-
 # Any in this file: arguments and results of the user's modules.
 
 

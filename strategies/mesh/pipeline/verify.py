@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from .exchange import Exchange
     from .split import StageSplit
 
-__all__ = ["StageComparison", "verify_first"]
-
 logger = logging.getLogger(__name__)
 
 # Any in this file: batches, arguments of the user's modules, and what steps return.

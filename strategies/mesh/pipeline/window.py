@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from .split import StageSplit
     from .verify import StageComparison
 
-__all__ = ["PipelineRunner"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

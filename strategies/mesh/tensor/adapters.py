@@ -10,8 +10,6 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from ....errors import Clauses
 from .styles import Colwise, Embedding, PackedColwise, Rowwise
 
-__all__ = ["base_of", "called_as", "expand_adapters"]
-
 _WITHIN = re.compile(r"\.(base_layer|lora_[AB]\.[^.]+)$")
 _OF_LORA = {"base_layer", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}
 

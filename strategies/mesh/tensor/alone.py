@@ -22,8 +22,6 @@ from .style import map_first, map_output
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["FirstCall", "Values", "floats", "run_alone"]
-
 # Any in this file: arguments and results of the user's modules.
 
 Values = dict[tuple[nn.Module, str], Tensor]

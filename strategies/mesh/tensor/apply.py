@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from .plan import TensorPlan
 
-__all__ = ["apply", "differentiate_once", "finish", "is_of_plan", "running"]
-
 # Any in this file: arguments and results of the user's modules, and parameters that are DTensors.
 
 _APPLIED = "_loopwright_tensor_mesh"

@@ -13,8 +13,6 @@ from .names import Found
 from .simulate import group_problem
 from .styles import Colwise, Rowwise, is_linear
 
-__all__ = ["find_by_graph"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_LAYERS = 64

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from ....protocols import AnyFunction, AnyTree, Args, Call, Kwargs
 from .styles import features, is_linear
 
-__all__ = ["copy_with", "make_arguments"]
-
 # Any in this file: arguments of the user's modules.
 
 

@@ -18,8 +18,6 @@ from .styles import is_linear
 if TYPE_CHECKING:
     from ...autograd import AutogradContext
 
-__all__ = ["LinearGroup", "linear_groups"]
-
 # Any in this file: nodes of the graph, and what functions of torch take and return.
 
 # What values that are split by features, or by heads, may pass through; numbers decide afterwards.

@@ -15,8 +15,6 @@ from typing import TypeGuard
 
 from torch import nn
 
-__all__ = ["COUNTS", "copies_of", "head_problem", "is_query", "key_layers", "local_counts", "packed_parts"]
-
 COUNTS = (
     "num_heads", "n_heads", "n_head", "nhead", "nheads", "num_attention_heads", "heads",
     "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_heads", "n_local_kv_heads",

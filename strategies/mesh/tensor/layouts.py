@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from ...autograd import AutogradContext
 
-__all__ = ["convert", "enter", "gather", "local_of", "once", "reduce", "split", "unviewed"]
-
 # Any in this file: contexts and arguments of autograd functions.
 
 # Older versions of torch have them under another name.

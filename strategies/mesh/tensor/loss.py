@@ -17,8 +17,6 @@ from .layouts import convert
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["PlainLoss", "losses_in_parts"]
-
 # Any in this file: functions of torch, their arguments and results.
 
 

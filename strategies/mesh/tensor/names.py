@@ -12,8 +12,6 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from ....errors import Clauses, nearest
 from .styles import Colwise, Embedding, PackedColwise, Replicated, Rowwise, is_linear
 
-__all__ = ["STYLES", "Found", "match", "read_plan", "style_named"]
-
 
 @dataclass
 class Found:

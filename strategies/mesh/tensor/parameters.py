@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["PARTIAL", "Swapped", "distribute", "put_back", "replace_parameter", "swap_in"]
-
 PARTIAL = "_loopwright_partial"
 """Attribute of a module: names of its replicated parameters whose gradients are to be summed over ranks, because each
 rank uses them with another part of the activations."""

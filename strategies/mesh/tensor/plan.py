@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["TensorPlan", "check_plan", "resolve_plan", "shown"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from .plan import TensorPlan
 
-__all__ = ["OnSequence", "set_sequence_parallel"]
-
 # Any in this file: arguments and results of the user's modules.
 
 _TOKEN_WISE = ("norm", "dropout", "droppath", "identity")

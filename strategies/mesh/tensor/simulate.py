@@ -20,8 +20,6 @@ from .graph import LinearGroup
 from .heads import copies_of, local_counts
 from .styles import features, is_linear
 
-__all__ = ["group_problem"]
-
 # Any in this file: results of the user's modules.
 
 _TOLERANCE = 1e-8  # as a share of the largest value, in float64

@@ -15,8 +15,6 @@ from .auto import find_by_graph
 from .names import Found, match, read_plan, style_named
 from .style import Style
 
-__all__ = ["find_styles", "names_styles"]
-
 # Any in this file: what users and models return as plans.
 
 logger = logging.getLogger(__name__)

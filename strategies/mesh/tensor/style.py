@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Around", "Frame", "Style", "map_first", "map_output"]
-
 # Any in this file: arguments and results of the user's modules.
 
 _FRAMES = "_loopwright_frames"

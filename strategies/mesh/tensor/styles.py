@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Colwise", "Embedding", "PackedColwise", "Replicated", "Rowwise", "features", "is_linear"]
-
 # Any in this file: arguments and results of the user's modules.
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from ....errors import Clauses
 
-__all__ = ["Tied", "find_tied"]
-
 
 @dataclass
 class Tied:

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from .plan import TensorPlan
 
-__all__ = ["recording", "verify_plan"]
-
 # Any in this file: arguments and results of the user's modules.
 
 logger = logging.getLogger(__name__)
