@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from ..trainer.module import Module
     from ..trainer.trainer import Trainer
 
-__all__ = ["CLI"]
-
 # Any in this file: settings, the user's classes, and objects created from them.
 
 

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from ..errors import CheckpointError, ConfigError, LaunchError, LoopwrightError, MissingDependency, ModuleError
 from ..tracebacks import user_frames
 
-__all__ = ["reporting_errors"]
-
 _OF_SETTINGS = (ConfigError, CheckpointError, LaunchError, MissingDependency, ModuleError)
 
 

@@ -10,8 +10,6 @@ from ..errors import ConfigError
 from ..settings.parameters import EMPTY, Parameter
 from ..settings.tree import WRONG, SettingsTree
 
-__all__ = ["TYPED", "Groups", "put"]
-
 TYPED = ("command line", "LW__")
 """Prefixes of sources that apply to this run only."""
 

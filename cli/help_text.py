@@ -16,8 +16,6 @@ from ..settings.parameters import EMPTY, Parameter, parameters_of
 from ..settings.typed import show_type
 from .sources import CONFIG_VARIABLE, PREFIX
 
-__all__ = ["describe_class", "describe_parameter", "overview"]
-
 # Any in this file: classes of any kind, and defaults.
 
 _WIDTH = 100

@@ -16,8 +16,6 @@ from ..settings.typed import ObjectPlan, Typed
 from .program import Program
 from .trainer_types import TRAINER_TYPES
 
-__all__ = ["Plans", "plan_all", "plan_trainer"]
-
 # Any in this file: settings and planned objects.
 
 _OF_SCHEDULE = ("monitor", "interval", "frequency", "strict", "name")

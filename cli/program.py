@@ -12,8 +12,6 @@ from ..settings.parameters import EMPTY, Parameter, parameters_of
 from ..settings.tree import CLASS_KEYS, SettingsTree, is_class_node
 from .groups import Groups
 
-__all__ = ["SUBCOMMANDS", "Program"]
-
 # Any in this file: the user's classes and their defaults.
 
 SUBCOMMANDS = {

@@ -16,8 +16,6 @@ from ..settings.typed import Typed
 from .help_text import describe_class, describe_parameter
 from .sources import CONFIG_VARIABLE, PREFIX
 
-__all__ = ["RecipeSettings"]
-
 # Any in this file: values of settings, and dataclasses of them.
 
 # Annotations of values that are not objects of Python when they are written.

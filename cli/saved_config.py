@@ -20,8 +20,6 @@ from ..yaml_file import parse
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
-__all__ = ["SaveConfig", "config_of", "written_settings"]
-
 _FIX = "pass the configuration with --config."
 _INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 _KEY = "SaveConfig"

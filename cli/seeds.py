@@ -7,8 +7,6 @@ import os
 import random
 from collections.abc import Mapping
 
-__all__ = ["draw_seed"]
-
 _SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "NNODES")
 _SHARED = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "LSB_JOBID", "PMIX_NAMESPACE", "PMI_JOBID",
            "MASTER_ADDR", "MASTER_PORT")  # fmt: skip

@@ -18,8 +18,6 @@ from ..settings.names import Trust
 from ..settings.tree import CLASS_KEYS, Settings, SettingsTree
 from ..yaml_file import parse_scalar, read_with_lines
 
-__all__ = ["CONFIG_VARIABLE", "PREFIX", "Assignment", "CommandLine", "gather", "parse_command_line"]
-
 # Any in this file: values of settings.
 
 PREFIX = "LW__"

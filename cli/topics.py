@@ -20,8 +20,6 @@ from .help_text import describe_class, describe_parameter, overview
 from .program import Program
 from .trainer_types import TRAINER_TYPES
 
-__all__ = ["help_on"]
-
 # Any in this file: classes of any kind, and settings.
 
 

@@ -9,8 +9,6 @@ from ..callbacks import Callback
 from ..loggers import Logger
 from ..profilers import Profiler
 
-__all__ = ["TRAINER_TYPES"]
-
 # Any in this file: annotations.
 
 

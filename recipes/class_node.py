@@ -10,8 +10,6 @@ from ..settings.names import ClassProblem, find_class
 from ..settings.tree import Settings
 from ..settings.typed import Typed
 
-__all__ = ["class_node"]
-
 # Any in this file: arguments of classes that the user names.
 
 

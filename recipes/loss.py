@@ -23,20 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ..trainer.loop.loss import Loss
 
-__all__ = [
-    "IGNORED",
-    "ModelParts",
-    "RouterLoss",
-    "chunk_size",
-    "find_parts",
-    "find_router_loss",
-    "full_loss",
-    "hidden_states",
-    "part_logits",
-    "select_trained",
-    "selected_loss",
-]
-
 # Any in this file: models of transformers, whose outputs have no types here.
 
 IGNORED = -100

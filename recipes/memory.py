@@ -19,8 +19,6 @@ from .settings import TrainSettings
 if TYPE_CHECKING:
     from .model.loading import ModelSettings
 
-__all__ = ["MemoryPlan", "Sizes", "count_sizes", "plan_memory"]
-
 # Any in this file: models and configurations of transformers.
 
 # 4 bits, and a float32 scale for each block of 64 values.

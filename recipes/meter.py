@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
     from .step_plan import StepBudget
 
-__all__ = ["Meter"]
-
 _IGNORED = -100
 
 

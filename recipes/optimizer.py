@@ -18,16 +18,6 @@ from ..errors import ConfigError, nearest
 from ..optim import adamw
 from ..settings.names import ClassProblem, find_class
 
-__all__ = [
-    "PARAMETER_KINDS",
-    "SCHEDULES",
-    "JoinedOptimizer",
-    "OptimizerSettings",
-    "learning_rate_share",
-    "make_optimizer",
-    "make_schedule",
-]
-
 # Any in this file: arguments of optimizers and schedules.
 
 SCHEDULES = ("cosine", "linear", "constant")

@@ -16,8 +16,6 @@ from .settings import PretrainSettings, TrainSettings
 from .step_plan import StepBudget
 from .train import Prepared, prepare
 
-__all__ = ["PlanReport", "plan"]
-
 # Any in this file: plain values for JSON.
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from .run_folder import TrainingFolder
     from .step_plan import StepBudget
 
-__all__ = ["RunReport", "describe_data", "make_report", "show_bytes"]
-
 _COUNTS = {
     "cut": "cut",
     "dropped": "dropped",

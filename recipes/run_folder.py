@@ -17,8 +17,6 @@ from ..yaml_file import read, write
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TrainingFolder", "changed_settings"]
-
 # Any in this file: settings are YAML values.
 
 _FIRST_LINE = "# A run of `loopwright recipe`, with all of its settings. The same command continues it.\n"

@@ -15,19 +15,6 @@ from torch.nn import functional as F
 from ..errors import ConfigError, DataError
 from .loss import ModelParts, RouterLoss, hidden_states, part_logits
 
-__all__ = [
-    "OwnOutput",
-    "Packing",
-    "check_own_loss",
-    "check_packing",
-    "compare_packing",
-    "has_experts",
-    "is_head_alone",
-    "no_trained_token",
-    "own_output",
-    "without_dropout",
-]
-
 Forward = Callable[[Tensor, Tensor], Tensor]
 """Hidden states or logits, shape (rows, length, width), of ids and positions."""
 

@@ -14,8 +14,6 @@ from .data.settings import DataSettings
 from .model.loading import LoraSettings, ModelSettings
 from .module import OptimizerSettings
 
-__all__ = ["FinetuneSettings", "PretrainSettings", "TrainSettings", "default_settings", "plain_settings"]
-
 # Any in this file: arguments of classes that the user names, and values of YAML.
 
 METHODS = ("lora", "full")

@@ -8,8 +8,6 @@ from ..errors import ConfigError
 from ..fabric.global_batch import accumulation_steps
 from ..messages import counted
 
-__all__ = ["StepBudget", "accumulation", "plan_steps"]
-
 
 @dataclass(frozen=True)
 class StepBudget:

@@ -9,8 +9,6 @@ from .loss import find_router_loss
 from .model.checks import skeleton
 from .model.settings import ModelSettings
 
-__all__ = ["strategy_problems"]
-
 
 def strategy_problems(settings: ModelSettings, strategy: Strategy, *, packing: bool = True) -> list[str]:
     """Return why a strategy cannot train this model, `name: Expected ..., got ...`; also before processes start.

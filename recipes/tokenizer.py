@@ -14,8 +14,6 @@ from .data.settings import DataSettings, SourceLike
 from .data.shard import publish, temporary_folder
 from .data.sources import find_files, read_records
 
-__all__ = ["CHAT_TEMPLATE", "TokenizerReport", "TokenizerSettings", "train_tokenizer"]
-
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
 SPECIAL = (END, START, PAD)
 _BYTES = 256

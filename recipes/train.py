@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from ..trainer.trainer import Trainer
 
-__all__ = ["Prepared", "check", "finetune", "prepare", "pretrain"]
-
 logger = logging.getLogger(__name__)
 
 LAST = "last.ckpt"

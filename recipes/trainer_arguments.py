@@ -22,8 +22,6 @@ from .module import block_classes
 from .run_folder import TrainingFolder
 from .settings import OWNED, TrainSettings
 
-__all__ = ["INTERRUPTED", "Machine", "find_machine", "make_trainer"]
-
 # Any in this file: arguments of the Trainer.
 
 SAVE_INTERVAL = timedelta(minutes=15)

@@ -10,8 +10,6 @@ from ..tracebacks import where_raised
 from .tree import WRONG, Settings
 from .typed import ObjectPlan
 
-__all__ = ["Building"]
-
 # Any in this file: created objects.
 
 

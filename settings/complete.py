@@ -17,8 +17,6 @@ from .parameters import EMPTY, Parameter, parameters_of
 from .tree import Settings
 from .typed import ObjectPlan, Typed
 
-__all__ = ["complete", "is_plain", "public_path", "written_default"]
-
 # Any in this file: values of settings.
 
 

@@ -14,8 +14,6 @@ from .parameters import parameters_of
 from .tree import Settings
 from .typed import ObjectPlan, Typed
 
-__all__ = ["check", "make"]
-
 # Any in this file: values of settings.
 
 T = TypeVar("T")

@@ -16,17 +16,6 @@ from typing import Any
 from ..lazy import home_of, is_core, origin
 from ..tracebacks import where_raised
 
-__all__ = [
-    "ClassProblem",
-    "NotTrusted",
-    "Trust",
-    "find_class",
-    "find_maker",
-    "import_object",
-    "imported_object",
-    "known_classes",
-]
-
 # Any in this file: classes of any kind.
 
 

@@ -16,8 +16,6 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["EMPTY", "Parameter", "Parameters", "evaluate_annotations", "parameters_of"]
-
 from ..lazy import home_of
 
 # Any in this file: annotations and defaults of the user's classes.

@@ -15,8 +15,6 @@ from typing import Any, TypeAlias
 from ..errors import ConfigError, nearest
 from .names import Trust
 
-__all__ = ["CLASS_KEYS", "WRONG", "Settings", "class_nodes", "escaped", "is_class_node", "resolve"]
-
 # Any in this file: settings are YAML values.
 
 CLASS_KEYS = ("model", "data", "optimizer", "lr_scheduler")

@@ -25,8 +25,6 @@ from .names import ClassProblem, NotTrusted, Trust, find_class, import_object
 from .parameters import EMPTY, Parameter, parameters_of
 from .tree import WRONG, Settings, SettingsTree, class_nodes, is_class_node
 
-__all__ = ["ObjectPlan", "Typed", "lazy_node", "show_type", "with_class_defaults"]
-
 # Any in this file: values of settings, and annotations.
 
 _LISTS = (

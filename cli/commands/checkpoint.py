@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-__all__ = ["checkpoint"]
-
 _COMMANDS = {
     "inspect": "show a checkpoint's content: versions, counts, weights, optimizers, hyperparameters",
     "verify": "read every byte and compare it with the checksums; report damage",

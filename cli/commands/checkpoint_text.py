@@ -12,8 +12,6 @@ from ...checkpoint.tensors import flatten, is_tensor
 from ...checkpoint.tools.formats import Opened
 from ...checkpoint.tools.inspection import describe, describe_tensors
 
-__all__ = ["ByteMeter", "inspect_json", "inspect_text", "show_bytes"]
-
 _EVERY_S = 0.2
 _LONGEST = 100
 _WIDEST = 60

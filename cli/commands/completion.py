@@ -6,8 +6,6 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
-__all__ = ["completion"]
-
 # The second words of commands: subcommands and names. Files are completed in their place where there are none.
 _SUBCOMMANDS = {
     "checkpoint": "inspect verify diff convert consolidate",

@@ -17,8 +17,6 @@ from ...doctor import examine
 if TYPE_CHECKING:
     from ...doctor import Finding
 
-__all__ = ["doctor"]
-
 _MARKS = {"ok": " ", "note": "-", "warning": "!", "problem": "X"}
 _COLORS = {"warning": "33", "problem": "31"}
 _NAME_WIDTH = 24

@@ -12,8 +12,6 @@ from pathlib import Path
 from ...errors import ConfigError, LaunchError, LoopwrightError, Problems
 from .launch_options import Request, read_request
 
-__all__ = ["LaunchPlan", "launch", "make_plan"]
-
 _DEFAULT_PORT = "29400"
 # Strategies that start processes themselves: under a launcher each process would start more.
 _OWN_PROCESSES = ("spawn", "fork", "notebook")

@@ -12,8 +12,6 @@ from yaml import YAMLError
 
 from ...errors import ConfigError, Problems, nearest
 
-__all__ = ["OPTIONS", "Option", "Request", "read_request"]
-
 
 @dataclass(frozen=True)
 class Option:

@@ -13,8 +13,6 @@ from ...compat.lightning.check.program import ProgramCheck
 from ...compat.lightning.check.unserved import find_unserved, local_imports
 from ...messages import counted
 
-__all__ = ["migrate"]
-
 _USAGE = """usage: loopwright migrate check [OPTIONS] PROGRAM.py [ARGS]
        loopwright migrate check [OPTIONS] -m MODULE [ARGS]
        loopwright migrate check --static PATH [PATH ...]

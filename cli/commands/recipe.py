@@ -22,8 +22,6 @@ from ..ending import reporting_errors
 from ..recipe_settings import RecipeSettings
 from ..sources import CommandLine, gather, parse_command_line
 
-__all__ = ["RECIPES", "recipe"]
-
 # Any in this file: dataclasses of settings, functions and reports of recipes.
 
 

@@ -14,8 +14,6 @@ from ...messages import counted
 from ...report import read_runs, terminal, write_report
 from ...report.runs import RunReader
 
-__all__ = ["report", "watch"]
-
 _DIRECTORIES = "directory or URL of one or more runs; NAME=DIR names a run"
 
 

@@ -16,8 +16,6 @@ from ...compat.lightning import PARITY, child_environment
 from ...compat.lightning.parity.switches import SWITCHES, as_text, choose
 from ...errors import ConfigError
 
-__all__ = ["run_lightning"]
-
 _USAGE = """usage: loopwright run-lightning [--parity[=NAMES]] [PYTHON OPTIONS] PROGRAM.py [ARGS]
        loopwright run-lightning [--parity[=NAMES]] [PYTHON OPTIONS] -m MODULE [ARGS]
 

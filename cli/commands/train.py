@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from ..app import CLI
 
-__all__ = ["train"]
-
 
 def train(arguments: Sequence[str]) -> int:
     """Run a subcommand with classes named by the user, and return the exit code.

@@ -27,8 +27,6 @@ from .sources import Record, find_files, read_records
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Cache", "ProblemList", "describe_tokenizer"]
-
 VERSION = 2
 _SHOWN = 20
 _SKIPPED = "skipped.txt"  # beside the tokens

@@ -19,8 +19,6 @@ from .formats import BadRecord, Chat, Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatText", "Span", "Spanned"]
-
 Span: TypeAlias = "tuple[int, int]"
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -22,8 +22,6 @@ from .shard import Array
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Draft", "EncodedPart", "Encoder", "first_tokens"]
-
 _BLOCK = 1 << 18  # characters of a long document that are tokenized at a time
 
 

@@ -12,22 +12,6 @@ from .settings import PROMPT_FIELDS, PROMPT_STYLES
 
 # Any in this file: values from JSON.
 
-__all__ = [
-    "BadRecord",
-    "Chat",
-    "Example",
-    "Ids",
-    "LeftOut",
-    "Message",
-    "NoTemplate",
-    "Prompted",
-    "Text",
-    "find_kind",
-    "to_example",
-    "to_messages",
-    "unread_keys",
-]
-
 Message: TypeAlias = "dict[str, Any]"
 
 # Kind -> sets of keys, one of which a record of this kind has. In this order: some data sets have text beside others.

@@ -21,8 +21,6 @@ from .shard import Array, TokenShard, publish, temporary_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RowLayout", "build_layout", "find_layout", "pad_token", "read_layout"]
-
 VERSION = 1
 REPORT = "report.json"
 NO_PAD = "The tokenizer has no pad token: rows are padded with its end token, which has no label there."

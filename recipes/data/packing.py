@@ -8,8 +8,6 @@ import numpy as np
 
 from .shard import Array
 
-__all__ = ["RowPlan", "one_per_row", "pack"]
-
 
 @dataclass(frozen=True)
 class RowPlan:

@@ -9,8 +9,6 @@ import numpy as np
 
 from .shard import Array, TokenShard
 
-__all__ = ["Pieces", "cut_samples"]
-
 _BLOCK = 1 << 16  # pieces whose trained tokens are counted at a time
 
 

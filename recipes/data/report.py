@@ -13,8 +13,6 @@ from .shard import Array
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DataReport", "mark_trained"]
-
 
 @dataclass(frozen=True)
 class DataReport:

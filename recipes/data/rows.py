@@ -14,8 +14,6 @@ from .packing import RowPlan
 from .pieces import Pieces
 from .shard import Array, TokenShard
 
-__all__ = ["Collate", "LengthBatches", "Rows", "ShuffledRows"]
-
 _IGNORED = -100
 _POOL = 64  # batches whose rows are sorted together
 

@@ -10,8 +10,6 @@ from typing import Any, TypeAlias
 
 from ...errors import nearest
 
-__all__ = ["KINDS", "PROMPT_STYLES", "DataSettings", "DataSource"]
-
 KINDS = ("chat", "instruct", "completion", "text", "ids")
 TRAIN_ON = ("assistant", "last", "all")
 ON_BAD_RECORD = ("error", "skip")

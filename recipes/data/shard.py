@@ -14,8 +14,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "ShardWriter", "TokenShard", "publish", "temporary_folder"]
-
 Array: TypeAlias = "npt.NDArray[Any]"  # Any: the type of its numbers
 MANIFEST = "manifest.json"
 

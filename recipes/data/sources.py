@@ -13,8 +13,6 @@ from ...errors import MissingDependency
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
-__all__ = ["Record", "find_files", "read_records"]
-
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 TEXT_SUFFIXES = frozenset(
     f".{name}"

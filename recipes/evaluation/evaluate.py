@@ -24,8 +24,6 @@ from ..inference.model import (
 from .held_out import data_batches, held_out_settings, mean_loss
 from .tasks import run_tasks, task_problems
 
-__all__ = ["EvaluateReport", "EvaluateSettings", "evaluate"]
-
 # Any in this file: plain values for JSON.
 
 _LENGTH = 2048

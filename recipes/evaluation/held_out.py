@@ -25,8 +25,6 @@ from ..self_check import is_head_alone, own_output
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["MeanLoss", "data_batches", "held_out_settings", "mean_loss"]
-
 # Any in this file: models of transformers, and settings from YAML.
 
 Batch = dict[str, Tensor]

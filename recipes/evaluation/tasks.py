@@ -13,8 +13,6 @@ import yaml
 from ...errors import ConfigError, MissingDependency
 from ..inference.model import OpenedModel
 
-__all__ = ["run_tasks", "task_problems"]
-
 # Any in this file: results of lm-eval.
 
 _NOT_METRICS = ("alias", "sample_len")

@@ -37,8 +37,6 @@ from .merge import (
     without_adapter,
 )
 
-__all__ = ["ExportReport", "ExportSettings", "MergeLosses", "export", "export_run"]
-
 # Any in this file: plain values for JSON.
 
 _SIZE = re.compile(r"(?=.*[1-9])\d+(\.\d+)? ?[KMGT]B")  # as transformers reads it, and above 0

@@ -19,8 +19,6 @@ from .location import RECIPE_JSON, ModelLocation
 from .merge import last_hidden
 from .model_card import public_name, write_model_card
 
-__all__ = ["dtype_of", "reload_hidden", "write_texts", "write_weights"]
-
 # Any in this file: models of transformers and peft.
 
 _KEPT = ("command", "kind", "train_on", "prompt_style", "max_length", "packing")  # what evaluation and prompts follow

@@ -14,8 +14,6 @@ from ...errors import CheckpointError, ConfigError
 from ...messages import warn
 from ...yaml_file import read
 
-__all__ = ["ADAPTER_CONFIG", "RECIPE_JSON", "RUN_FILE", "ModelLocation", "find_model", "read_json"]
-
 # Any in this file: what JSON and YAML files and checkpoints hold.
 
 ADAPTER_CONFIG = "adapter_config.json"

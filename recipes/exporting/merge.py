@@ -13,17 +13,6 @@ from torch import Tensor, nn
 from ...errors import ConfigError
 from ..inference.model import num_embeddings
 
-__all__ = [
-    "ModelComparison",
-    "cast_parameters",
-    "compare_hidden",
-    "has_adapted_head",
-    "last_hidden",
-    "merge_adapter",
-    "sample_ids",
-    "without_adapter",
-]
-
 # Any in this file: models of transformers and peft.
 
 _ROWS, _LENGTH = 2, 32

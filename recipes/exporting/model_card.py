@@ -8,8 +8,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-__all__ = ["public_name", "public_settings", "write_model_card"]
-
 # Any in this file: settings from YAML.
 
 # Settings that say nothing of the model.

@@ -15,8 +15,6 @@ from .model import InferenceSettings, OpenedModel, num_positions, open_any, quie
 from .prompts import find_prompt_style, render_chat
 from .sampling import Sampling, length_problem, sample
 
-__all__ = ["ChatReport", "ChatSettings", "Conversation", "chat"]
-
 # Any in this file: plain values for JSON.
 
 _PROMPT, _ANSWER = "You: ", "Model: "

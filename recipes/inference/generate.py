@@ -15,8 +15,6 @@ from .model import InferenceSettings, open_any, quiet_transformers, raise_proble
 from .prompts import find_prompt_style, read_messages, render_chat, render_prompt
 from .sampling import Sampling, length_problem, sample
 
-__all__ = ["GenerateReport", "GenerateSettings", "generate"]
-
 # Any in this file: plain values for JSON, and configurations of transformers.
 
 

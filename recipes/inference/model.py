@@ -28,17 +28,6 @@ from ..model.loading import LoraSettings, ModelSettings, open_model, open_tokeni
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "InferenceSettings",
-    "OpenedModel",
-    "base_of",
-    "dtype_named",
-    "num_embeddings",
-    "num_positions",
-    "open_any",
-    "open_weights",
-]
-
 # Any in this file: models of transformers and peft, and settings from files.
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")

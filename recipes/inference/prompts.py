@@ -17,8 +17,6 @@ from ..exporting.location import ModelLocation
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Message", "end_tokens", "find_prompt_style", "read_messages", "render_chat", "render_prompt"]
-
 # Any in this file: messages from JSON.
 Message = Mapping[str, Any]
 

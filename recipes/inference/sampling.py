@@ -16,8 +16,6 @@ from .prompts import end_tokens
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-__all__ = ["Answer", "Sampling", "TextPieces", "length_problem", "sample"]
-
 # Any in this file: models of transformers and peft.
 
 

@@ -15,8 +15,6 @@ from .settings import LoraSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["adapter_config", "adapter_plan", "add_adapters"]
-
 # Any in this file: peft's configuration.
 
 # Styles of the layers in an adapted layer, by the style that the layer itself has in the plan of transformers. The

@@ -22,8 +22,6 @@ from .settings import DTYPES, QUANTIZATIONS, LoraSettings, ModelSettings
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["model_problems", "read_config", "skeleton", "unreadable"]
-
 # Any in this file: JSON.
 
 _BITSANDBYTES = "0.50"

@@ -11,8 +11,6 @@ from typing import BinaryIO
 
 from ...errors import ConfigError
 
-__all__ = ["check_weight_files", "fingerprint_of_folder", "fingerprint_problems", "weight_files"]
-
 _CONFIG = "config.json"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE = ("model.safetensors", "pytorch_model.bin")

@@ -12,8 +12,6 @@ from typing import Any
 
 from ...errors import MissingDependency
 
-__all__ = ["import_bitsandbytes", "import_peft"]
-
 # Any in this file: modules without types.
 
 _BITSANDBYTES = "bitsandbytes"

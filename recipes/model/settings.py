@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["DTYPES", "QUANTIZATIONS", "LoraSettings", "ModelSettings"]
-
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZATIONS = ("nf4",)
 
