@@ -126,7 +126,7 @@ def test_a_full_disk_leaves_no_empty_file_of_rows(tmp_path: Path) -> None:
             trainer.fit(module, loader)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "nor could they be kept" in str(said[-1].message)
+    assert "and they could not be saved" in str(said[-1].message)
     assert not [*tmp_path.iterdir()]
 
 
