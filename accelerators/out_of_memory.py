@@ -1,6 +1,8 @@
-"""`is_out_of_memory`: whether an error means that memory ran out."""
+"""Memory that ran out: whether an error means that, and freeing what is not in use."""
 
 from __future__ import annotations
+
+import gc
 
 import torch
 
@@ -29,3 +31,12 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     message = str(error).lower()
     return any(sign in message for sign in _SIGNS)
+
+
+def free_memory(device: torch.device) -> None:
+    """Free what nothing refers to, or only cycles, and return the allocator's unused memory to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()

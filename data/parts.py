@@ -12,7 +12,9 @@ from ..protocols import AnyBatch, AnyOutput, Batch, StepOutput, Tree
 from .move import find_batch_size, find_leaves, find_tensors, map_tree
 
 
-def split_batch(batch: Batch, num_parts: int, *, num_samples: int | None = None) -> tuple[list[AnyBatch], list[int]]:
+def split_batch(
+    batch: Batch, num_parts: int, *, num_samples: int | None = None, by: str = "micro_batches="
+) -> tuple[list[AnyBatch], list[int]]:
     """Return a batch in parts of nearly equal size, the larger ones first, and the number of samples in each.
 
     Tensors are split along their first dimension. So are lists with as many entries as there are samples, and tuples of
@@ -23,6 +25,7 @@ def split_batch(batch: Batch, num_parts: int, *, num_samples: int | None = None)
         batch: A tensor or any nesting of lists, tuples, mappings and dataclasses; tensors of parts are views of it.
         num_parts: Number of parts.
         num_samples: Samples in the batch, if known otherwise: the first dimension must have them.
+        by: What asks for the parts, for the message: a name before their number.
 
     Raises:
         DataError: The tensors have no first dimension in common, or there is an object that cannot be split.
@@ -30,7 +33,7 @@ def split_batch(batch: Batch, num_parts: int, *, num_samples: int | None = None)
     size = find_batch_size(batch)
     strange = sorted({type(value).__name__ for value in find_leaves(batch) if not _is_plain(value)})
     if size is None or strange or (num_samples is not None and num_samples != size):
-        raise _unsplittable(batch, num_parts, strange, num_samples)
+        raise _unsplittable(batch, f"{by}{num_parts}", strange, num_samples)
     if size == 0:
         return [batch], [0]
     num_parts = min(num_parts, size)
@@ -80,7 +83,7 @@ def _is_plain(value: Tree) -> bool:
     return value is None or isinstance(value, str | bytes | int | float | complex)
 
 
-def _unsplittable(batch: Batch, num_parts: int, strange: list[str], num_samples: int | None) -> DataError:
+def _unsplittable(batch: Batch, into: str, strange: list[str], num_samples: int | None) -> DataError:
     shapes = dict.fromkeys(str(tuple(tensor.shape)) for tensor in find_tensors(batch) if not tensor.is_nested)
     got = f"tensors of shapes {', '.join(shapes)}" if shapes else "no tensors"
     if strange:
@@ -88,8 +91,8 @@ def _unsplittable(batch: Batch, num_parts: int, strange: list[str], num_samples:
     elif num_samples is not None:
         got += f" in a batch of {num_samples} samples"
     return DataError(
-        f"Expected a batch whose tensors have the samples along their first dimension, to be split into micro_batches="
-        f"{num_parts}, got {got}.",
-        fix="let collate_fn return such tensors, and hold what belongs to no sample in the module; or leave "
-        "micro_batches out and pass accumulate_grad_batches.",
+        f"Expected a batch whose tensors have the samples along their first dimension, to be split into {into}, "
+        f"got {got}.",
+        fix="let collate_fn return such tensors, and hold what belongs to no sample in the module; or pass "
+        "a smaller batch size with accumulate_grad_batches in place of splitting.",
     )

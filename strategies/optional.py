@@ -5,7 +5,7 @@ Trainer, Fabric and registry look for them when they set up, and bind what they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
@@ -302,6 +302,29 @@ class RunsWindows(Protocol):
 
         Returns:
             What `step` returned for each micro-batch, in order.
+        """
+        ...
+
+
+@runtime_checkable
+class RejoinsPasses(Protocol):
+    """Communicates within forward and backward passes, and can rejoin one that an error interrupted on this rank."""
+
+    def count_collectives(self) -> dict[str, int]:
+        """Return how many collectives this rank has begun, by process group."""
+        ...
+
+    def skip_collectives(self, counts: Mapping[str, int]) -> AbstractContextManager[object]:
+        """Return a context that leaves out the next collectives of each process group: this rank was in them before."""
+        ...
+
+    def break_off(self, module: nn.Module) -> None:
+        """Free what a broken-off pass has left, and its gradients, so that another pass can begin.
+
+        Does not communicate.
+
+        Args:
+            module: What `setup_module` returned.
         """
         ...
 

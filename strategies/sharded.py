@@ -21,6 +21,7 @@ from .distributed.changes import params_of_group
 from .distributed.clipping import scale_to_norm, total_norm
 from .distributed.collectives import broadcast_tensors
 from .distributed.shards import gather_full, is_sharded, local, reading_numbers
+from .fsdp import broken_pass
 from .fsdp.arguments import OF_PROCESSES, read_arguments
 from .fsdp.fitting import fit_module_state, fit_optimizer_state
 from .fsdp.root import ShardedRoot, root_of
@@ -383,6 +384,19 @@ class ShardedStrategy(ParallelStrategy):
     def discard_gradients(self, module: nn.Module | None, optimizer: Optimizer | None = None) -> None:
         """Discard gradients that wait for the end of their window; an optimizer's `zero_grad` does not reach them."""
         self._lw_sharder.discard_gradients(module, optimizer)
+
+    def count_collectives(self) -> dict[str, int]:
+        """Return how many collectives this rank has begun, by process group; see `RejoinsPasses`."""
+        return broken_pass.count_collectives()
+
+    def skip_collectives(self, counts: Mapping[str, int]) -> AbstractContextManager[object]:
+        """Return a context that leaves out the next collectives of this rank; see `RejoinsPasses`."""
+        return broken_pass.SkippedCollectives(counts)
+
+    def break_off(self, module: nn.Module) -> None:
+        """Free what a broken-off pass has left, and its gradients; see `RejoinsPasses`."""
+        if isinstance(module, ShardedRoot):
+            broken_pass.break_off(module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> bool:
         """Step the optimizer; see `Strategy.optimizer_step`.

@@ -60,6 +60,7 @@ class Progress:
         validation_ending: Whether on_validation_epoch_end is done in a validation within fit, and on_validation_end is
             due.
         eval_batches: Evaluation batches ever seen, by stage: the x axis of step values logged there.
+        parts_per_batch: Parts in which each batch is trained, since `on_oom="shrink"` split them.
     """
 
     epochs: int = 0
@@ -81,6 +82,7 @@ class Progress:
     tokens: int = 0
     samples_before: int = 0
     tokens_before: int = 0
+    parts_per_batch: int = 1
 
     @property
     def global_step(self) -> int:
@@ -115,6 +117,8 @@ class Progress:
             state.end_epoch()
         counts = asdict(state)
         del counts["samples_before"], counts["tokens_before"]
+        if self.parts_per_batch == 1:
+            del counts["parts_per_batch"]
         return counts
 
     def load_state_dict(self, state_dict: StateDict) -> None:

@@ -126,6 +126,9 @@ class Trainer(TrainerAttributes):
             them: True for all repeated blocks, the fraction of blocks that keep theirs (0.5), classes or their names,
             or a function of a module. With `compile`, a fraction is the memory budget of torch's partitioner.
         offload_activations: Whether activations of 1 MiB or more wait for the backward pass in host memory.
+        on_oom: What happens where training runs out of memory: "raise", or "shrink": each batch of the window is split
+            in two, on all ranks, and the window is repeated with the same gradient; later windows begin with the
+            smaller parts. See docs/guides/out-of-memory.md.
 
     Raises:
         ConfigError: Names every invalid argument.
@@ -186,6 +189,7 @@ class Trainer(TrainerAttributes):
         compile: bool | dict[str, Any] = False,  # Any: arguments of torch.compile
         activation_checkpointing: Any = None,  # Any: as `accelerator`
         offload_activations: bool = False,
+        on_oom: str = "raise",
     ) -> None:
         self.behavior = self.make_behavior()
         given = Arguments(
@@ -208,6 +212,7 @@ class Trainer(TrainerAttributes):
             max_tokens=max_tokens, accumulate_across_epochs=accumulate_across_epochs,
             grad_accumulation_dtype=grad_accumulation_dtype, matmul_precision=matmul_precision, compile=compile,
             activation_checkpointing=activation_checkpointing, offload_activations=offload_activations,
+            on_oom=on_oom,
         )  # fmt: skip
         given = self._lw_read_environment(given)
         self._lw_same_everywhere = given.same_everywhere()

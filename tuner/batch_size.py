@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..accelerators.out_of_memory import is_out_of_memory
+from ..accelerators.out_of_memory import free_memory, is_out_of_memory
 from ..data.combined import CombinedLoader
 from ..data.tree import flatten_loaders, is_collection
 from ..errors import ConfigError, ModuleError, RankFailure
@@ -23,7 +23,7 @@ from ..protocols import Loaders, Options, StepFunction
 from ..trainer.run import FitRun
 from ..trainer.session.optimizers import build_optimizers
 from .setting import find_setting, write_setting
-from .trial import Subject, free_memory, isolated, kept_weights, make_trainer, single_device_fabric
+from .trial import Subject, isolated, kept_weights, make_trainer, single_device_fabric
 
 if TYPE_CHECKING:
     from ..fabric import Fabric

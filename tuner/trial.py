@@ -7,7 +7,6 @@ number generators, positions of loaders, the state of precision and strategy).
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
+from ..accelerators.out_of_memory import free_memory
 from ..callbacks import Callback
 from ..data.combined import CombinedLoader
 from ..data.rng import capture_generators, capture_rng, find_generators, restore_generators, restore_rng
@@ -401,12 +401,3 @@ def kept_weights(module: nn.Module) -> Iterator[None]:
         for parameter, flag, gradient in zip(parameters, flags, gradients, strict=True):
             parameter.requires_grad_(flag)
             parameter.grad = gradient
-
-
-def free_memory(device: torch.device) -> None:
-    """Free the memory of a trial, so that the next one starts with the same free memory."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif device.type == "mps":
-        torch.mps.empty_cache()

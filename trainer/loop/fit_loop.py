@@ -205,7 +205,7 @@ class FitLoop:
         self.next_validation = self.plan_validation(run)
         self.look_at = self.seams.when_to_look(self, run)
         accumulate = self.accumulation_for_epoch(progress.epochs)
-        run.metrics.is_weighing_steps = accumulate > 1 or run.fabric.strategy.traits.parts_per_batch > 1
+        run.metrics.is_weighing_steps = accumulate > 1 or run.plan.hold is not None
         train_window = run.lifecycle.bracketed(self.seams.train_window, "run_training_step")
         stop_points, carried = run.stop_points, run.carried
         is_skipped = progress.epoch_left

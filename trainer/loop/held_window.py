@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _MicroBatch:
+class MicroBatch:
     """What `training_step` runs on: a batch of the loader, or a part of one.
 
     Attributes:
@@ -54,7 +54,7 @@ class _MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn:
+class Drawn:
     """What an evaluation draws and counts besides gradients: random numbers, buffers, states of metric objects."""
 
     rng: StateDict = field(default_factory=dict)
@@ -62,7 +62,7 @@ class _Drawn:
     metrics: dict[str, StateDict] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, run: FitRun) -> _Drawn:
+    def of(cls, run: FitRun) -> Drawn:
         """Return what it is now."""
         owned = [(one, name, it) for one in run.module.modules() for name, it in one._buffers.items() if it is not None]
         copies = tuple((one, name, buffer.detach().clone()) for one, name, buffer in owned)
@@ -101,12 +101,12 @@ class HeldWindow:
         self._sizes: list[int | None] = []  # samples in each, None where unknown
         # Of each: what training_step returned in the first evaluation (that of parts joined), and its loss as a value.
         self._outcomes: list[tuple[StepOutput, Tensor | None]] = []
-        self._micro_batches: list[_MicroBatch] = []
+        self._micro_batches: list[MicroBatch] = []
         self._outputs: list[StepOutput] = []  # of micro-batches, in the first evaluation
         self._shares: list[Tensor] = []
-        self._of_losses: dict[int, _MicroBatch] = {}  # by the ids of losses
+        self._of_losses: dict[int, MicroBatch] = {}  # by the ids of losses
         self._num_steps = self._num_losses = 0
-        self._before = self._after = _Drawn()
+        self._before = self._after = Drawn()
 
     def add(self, batch: Batch | NoBatch, index: int, *, is_last: bool) -> None:
         """Add a batch of the loader, in as many parts as the strategy wants.
@@ -114,23 +114,27 @@ class HeldWindow:
         Raises:
             DataError: It cannot be split.
         """
-        offset, num_parts = len(self._batches), self._run.fabric.strategy.traits.parts_per_batch
-        metrics = self._run.metrics
+        offset, metrics = len(self._batches), self._run.metrics
+        size = None
+        if batch is not NO_BATCH:
+            size = None if metrics.sizes is None else metrics.sizes.of(batch)  # now: it is the stream's latest batch
+            metrics.sized, metrics.size = batch, size
         self._batches.append(batch)
-        if batch is NO_BATCH:
-            self._sizes.append(None)
-            self._micro_batches.append(_MicroBatch(batch, offset))
-            return
-        size = None if metrics.sizes is None else metrics.sizes.of(batch)  # now: it is the stream's latest batch
-        metrics.sized, metrics.size = batch, size
         self._sizes.append(size)
-        if num_parts == 1:
-            self._micro_batches.append(_MicroBatch(batch, offset))
+        self._split(offset, self._run.fabric.strategy.traits.parts_per_batch)
+
+    def _split(self, offset: int, num_parts: int, by: str = "micro_batches=") -> None:
+        """Add the micro-batches of a batch."""
+        batch, size = self._batches[offset], self._sizes[offset]
+        if num_parts == 1 or batch is NO_BATCH:
+            self._micro_batches.append(MicroBatch(batch, offset))
             return
-        parts, lengths = split_batch(batch, num_parts, num_samples=None if find_batch_size(batch) is None else size)
+        parts, lengths = split_batch(
+            batch, num_parts, num_samples=None if find_batch_size(batch) is None else size, by=by
+        )
         total = sum(lengths)
         self._micro_batches += [
-            _MicroBatch(part, offset, length, total / length if length else 1.0, number == 0)
+            MicroBatch(part, offset, length, total / length if length else 1.0, number == 0)
             for number, (part, length) in enumerate(zip(parts, lengths, strict=True))
         ]
 
@@ -183,13 +187,13 @@ class HeldWindow:
         if is_again:
             self._before.restore(run)
         else:
-            self._before = _Drawn.of(run)
+            self._before = Drawn.of(run)
         with torch.enable_grad():  # the optimizer's step may turn them off
             self._evaluate()
         if is_again:
             self._after.restore(run)
         else:
-            self._after = _Drawn.of(run)
+            self._after = Drawn.of(run)
         if window.is_empty:
             raise _NothingToStepWithError
         factor = window.gradient_factor()
@@ -239,23 +243,30 @@ class HeldWindow:
             self._outcomes.append((output, _joined_loss([losses[number] for number in numbers], parts)))
 
     def _run_in_order(self) -> list[Tensor | Loss | NoLoss | None]:
-        plan, life = self._plan, self._run.lifecycle
         losses = []
         for number, one in enumerate(self._micro_batches):
             loss = self._forward(one.batch, number)
             losses.append(loss)
-            if isinstance(loss, NoLoss):
-                if loss.zero.requires_grad:
-                    plan.backward(loss.zero)
-            elif loss is not None:
-                share = self._share_of(loss)
-                if share.requires_grad or loss.__class__ is not Loss:
-                    life.on_before_backward(share)
-                    plan.backward(share)
-                    life.on_after_backward()
-                else:
-                    fill_gradients(plan.optimizer)
+            self._backward(loss)
         return losses
+
+    def _backward(self, loss: Tensor | Loss | NoLoss | None) -> None:
+        plan, life = self._plan, self._run.lifecycle
+        if isinstance(loss, NoLoss):
+            if loss.zero.requires_grad:
+                plan.backward(loss.zero)
+        elif loss is not None:
+            share = self._share_of(loss)
+            if share.requires_grad or loss.__class__ is not Loss:
+                life.on_before_backward(share)
+                plan.backward(share)
+                life.on_after_backward()
+            else:
+                fill_gradients(plan.optimizer)
+
+    def _compare_forms(self, loss: Tensor | Loss | None) -> None:
+        """Compare the forms of losses over ranks, until one has a loss. On every rank: it communicates."""
+        self._run.window_loss.synchronize_form(loss)
 
     def _forward(self, batch: object, number: int, *, counts: bool = True) -> Any:
         """Run training_step on a micro-batch and return its loss; see `Strategy.run_window`."""
@@ -276,7 +287,7 @@ class HeldWindow:
         if len(self._outputs) < len(self._micro_batches):
             self._outputs.append(output)
         if run.window_loss.form is None:
-            run.window_loss.synchronize_form(loss)
+            self._compare_forms(loss)
         self._num_steps += 1
         if loss is None:
             self._reduce_after_last()
@@ -318,7 +329,7 @@ class HeldWindow:
             self._run.window_loss.reduce()
 
 
-def _joined_loss(losses: Sequence[Any], parts: Sequence[_MicroBatch]) -> Tensor | None:
+def _joined_loss(losses: Sequence[Any], parts: Sequence[MicroBatch]) -> Tensor | None:
     """Return the loss of a batch as a value from those of its parts; None where they have none."""
     if len(losses) == 1:
         return None if losses[0] is None or isinstance(losses[0], NoLoss) else detached_mean(losses[0])

@@ -104,10 +104,11 @@ class WindowLoss:
 
     Attributes:
         is_finite: Whether the losses are, where bad steps are skipped: of this rank, and after the last of all.
+        has_parts: Whether batches are trained in several parts each; set by whoever splits them.
         is_scaled: Whether the gradients are right as they are: of one plain mean, or scaled already.
     """
 
-    __slots__ = ("count", "device", "is_finite", "is_scaled", "planned", "reference", "total")
+    __slots__ = ("count", "device", "has_parts", "is_finite", "is_scaled", "planned", "reference", "total")
     form: str | None = "any"  # "mean" or "sum" where all ranks must have the same; None before any of them had a loss
     has_nothing = False  # whether a window that other ranks skip, too, is skipped because nothing counts on any of them
 
@@ -122,7 +123,7 @@ class WindowLoss:
         self.reference: Tensor | float | None = None
         self.total: Tensor | float = 0.0
         self.is_finite = True
-        self.is_scaled = False
+        self.is_scaled = self.has_parts = False
 
     def synchronize_form(self, loss: Tensor | Loss | None) -> None:
         """Compare the form of losses over ranks, until one has a loss."""
@@ -179,7 +180,8 @@ class WindowLoss:
             )
         if self.reference is None:
             if isinstance(weight, Tensor):
-                if self.planned == 1:  # no factor comes after it: a sum that weighs nothing gets its gradient of 0 here
+                if self.planned == 1 and not self.has_parts:
+                    # No factor comes after it: a sum that weighs nothing gets its gradient of 0 here.
                     self.reference = torch.where(weight > 0, weight.to(total.dtype), math.inf)
                 else:
                     self.reference = torch.where(weight > 0, weight, torch.ones_like(weight))
@@ -201,7 +203,7 @@ class WindowLoss:
         if self.reference is None:
             return None if self.count == self.planned else self.planned / self.count
         if isinstance(self.total, Tensor):
-            if self.planned == 1:
+            if self.planned == 1 and not self.has_parts:
                 return None
             # Counts are integers, and torch would divide those in float32.
             total = self.total.to(accumulation_dtype(self.device))

@@ -99,10 +99,11 @@ class LossWatch:
             )
 
     def counts(self, progress: Progress) -> dict[str, float]:
-        """Return what rows of the loggers say of skipped steps: nothing where there are none."""
+        """Return what rows of the loggers say of skipped steps, and of batches that are split: nothing without any."""
+        counts = {} if progress.parts_per_batch == 1 else {"parts_per_batch": float(progress.parts_per_batch)}
         if not progress.skipped_steps:
-            return {}
-        counts = {"skipped_steps": float(progress.skipped_steps)}
+            return counts
+        counts["skipped_steps"] = float(progress.skipped_steps)
         if progress.nonfinite_steps:
             counts["nonfinite_steps"] = float(progress.nonfinite_steps)
         return counts

@@ -103,6 +103,7 @@ class Arguments:
     compile: Any = False  # Any: a flag, a mapping or a function
     activation_checkpointing: Any = None  # Any: a flag, a fraction, or a policy; see `apply_activation_checkpointing`
     offload_activations: bool = False
+    on_oom: str = "raise"
     profiler: Profiler | str | None = None
     logger: LoggerArgument = None
 
@@ -234,6 +235,8 @@ class Arguments:
 
             for what, fix in check_checkpointing("activation_checkpointing", self.activation_checkpointing):
                 problems.add(f"{what}.", fix=f"{fix}.")
+        if self.on_oom not in ("raise", "shrink"):
+            problems.add(f"on_oom={self.on_oom!r}.", fix="pass 'raise' or 'shrink'.")
         if self.nonfinite_loss not in POLICIES:
             problems.add(f"nonfinite_loss={self.nonfinite_loss!r}.", fix=f"pass one of {', '.join(POLICIES)}.")
         return problems

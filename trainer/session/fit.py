@@ -233,7 +233,8 @@ class FitSession(Session):
         """Set the module up on its device; gradients are reduced in the backward pass, or after it."""
         strategy, run = self.strategy, self.run
         sums_after_backward = strategy.accumulate_dtype is not None and not strategy.traits.sums_gradients_itself
-        if not run.is_automatic or sums_after_backward:
+        averages_later = self.arguments.on_oom == "shrink" and strategy.traits.averages_after_backward
+        if not run.is_automatic or sums_after_backward or averages_later:
             super().place()
         else:
             run.model = self.fabric.prepare_module(self.module)
@@ -316,6 +317,10 @@ class FitSession(Session):
 
             limits = DataLimits(weakref.proxy(trainer), weakref.proxy(run))
             run.plan.transfer, run.plan.count_window = limits.counting(run.plan.transfer), limits.end_window
+        if self.arguments.on_oom == "shrink":
+            from ..loop.shrink import bind_shrinking
+
+            bind_shrinking(trainer, run, syncs_norms=trainer.sync_batchnorm or self.fabric.layer_sync is not None)
         if self.arguments.offload_activations and run.device.type != "cpu":  # which has nothing to move
             from ...strategies.construction.activation_offload import HostActivations
 

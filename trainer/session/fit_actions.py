@@ -39,7 +39,7 @@ class FitActions:
             timeline = self._trainer.timeline
             timeline.enter("logging")
             row, probed = run.metrics.read_step(run.watch.probe())
-            if progress.skipped_steps:
+            if progress.skipped_steps or progress.parts_per_batch > 1:
                 row = {**run.watch.counts(progress), **row}
             if row:
                 self._trainer.log_metrics(row)

@@ -47,7 +47,7 @@ _OF_TRAINER = frozenset(
     (
         "accumulate_across_epochs", "activation_checkpointing", "compile", "global_batch_size",
         "grad_accumulation_dtype", "matmul_precision", "max_samples", "max_tokens", "nonfinite_loss",
-        "offload_activations",
+        "offload_activations", "on_oom",
     )
 )  # fmt: skip
 _OF_PARTS = frozenset(
