@@ -16,6 +16,7 @@ STEPS   ?=
 DEVICES ?=
 FRESH   ?=
 ARGS    ?=
+WHEELS  ?=
 TESTS   ?= tests
 
 # What runs with torch 2.9 as well, in less than two minutes: devices, precisions, strategies, Fabric, and the Trainer.
@@ -26,7 +27,7 @@ TORCH29 := $(addprefix tests/unit/,accelerators precision strategies fabric) \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train digits test test-slow test-mesh test-gpu test-xla test-engines test-lightning test-compat check format bench bench-peers docs docs-test all clean
+.PHONY: help setup train digits gpu test test-slow test-mesh test-gpu test-xla test-engines test-lightning test-compat check format bench bench-peers docs docs-test all clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -50,6 +51,9 @@ test-slow: setup $(VENV)/hydra/installed  ## run the tests that take long: the e
 test-mesh: export OMP_NUM_THREADS ?= 1
 test-mesh: setup  ## run the tests of N-D parallelism, on up to eight processes: ARGS="-k name"
 	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 -m "not gpu" tests/integration/mesh $(ARGS)
+
+gpu: $(VENV)/installed-gpu  ## measure on a GPU, at most ten minutes; writes benchmarks/GPU.md: WHEELS=folder
+	$(BIN)/python benchmarks/accelerator/run.py $(ARGS)
 
 test-gpu: setup  ## run the tests that need a GPU
 	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -m gpu $(TESTS) $(ARGS)
@@ -117,6 +121,11 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/installed-examples: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[examples]'
 	@touch $@ $(VENV)/installed
+
+# For `make gpu`, from a folder of wheels where there is no network; CONTRIBUTING.md says which.
+$(VENV)/installed-gpu: pyproject.toml constraints.txt | $(BIN)/python
+	[ -e $(VENV)/installed-dev ] || $(PIP) $(if $(WHEELS),--no-index --find-links $(WHEELS)) -e . numpy pytest pytest-timeout
+	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev]'

@@ -79,7 +79,7 @@ def describe_many_ranks(numbers: dict[str, Any]) -> list[str]:
         " us for a rank and step), for only the sampler knows their order. Not shown: the time of the network and "
         "of a file system, which N ranks use at once; waiting for slow ranks; torch's own start of NCCL; ranks "
         "that all have something different where the simulation has two kinds; and the load of the store itself, "
-        "which answers all ranks, 5 messages each second (fewer from 2,048 ranks on, when the ranks ask less "
+        "which answers all ranks, 9 messages each second (fewer from 2,048 ranks on, when the ranks ask less "
         "often).",
         table(
             ("", "strategy", "rank", *(title for _, title, _ in COLUMNS)),

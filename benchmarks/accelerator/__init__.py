@@ -1,0 +1,1 @@
+"""What can be shown only on an accelerator; `make gpu` runs it."""
