@@ -81,10 +81,9 @@ def memory_report(
         device: Device to report on; None: that of the module's first parameter.
         error: Error whose traceback provides names of tensors.
     """
-    parameters = dict(module.named_parameters())
+    parameters, gathered, waiting = _parameters_of(module)
     if device is None:
         device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
-    gathered, waiting = _of_units(module)
     others = list(_others(error))
     names = {id(one): name for name, one in [*parameters.items(), *gathered]}
     saved = list(_saved([one for _, one in others], names))
@@ -144,15 +143,18 @@ def advise(report: MemoryReport, *, shards: bool) -> str:
 # --- where tensors are -----------------------------------------------------------------------------------------------
 
 
-def _of_units(module: nn.Module) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
-    """Return the full parameters that units have gathered now, and the full gradients that wait beside them."""
+def _parameters_of(module: nn.Module) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+    """Return the parameters, the full ones that units have gathered now, and the full gradients that wait there."""
+    parameters: dict[str, Tensor] = dict(module.named_parameters())
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [], []
+        return parameters, [], []
     from .fsdp.root import groups_of, root_of, units_of  # not imported where nothing can be sharded
 
     root = root_of(module)
     gathered: list[tuple[str, Tensor]] = []
     waiting: list[tuple[str, Tensor]] = []
+    if root is not None:
+        parameters = dict(root.named_shards())  # the module's are full ones while they are gathered
     for one in [] if root is None else [p for u in units_of(root) for g in groups_of(u) for p in g.fsdp_params]:
         name = str(one._param_fqn).removeprefix("module.")
         full = getattr(one, "_unsharded_param", None)
@@ -162,7 +164,7 @@ def _of_units(module: nn.Module) -> tuple[list[tuple[str, Tensor]], list[tuple[s
         for gradient in (one.unsharded_accumulated_grad, None if full is None else full.grad):
             if gradient is not None:
                 waiting.append((f"{name}.grad", gradient))
-    return gathered, waiting
+    return parameters, gathered, waiting
 
 
 def _states(optimizers: Iterable[Optimizer], names: dict[int, str]) -> Iterator[tuple[str, Tensor]]:

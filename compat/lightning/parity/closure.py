@@ -15,6 +15,7 @@ from ....data.sources.base import NO_BATCH, NoBatch
 from ....protocols import Batch, StepOutput
 from ....trainer.loop.loss import Loss, read_loss
 from ....trainer.loop.manual import loss_in_manual
+from ....trainer.loop.shrink import ShrinkingWindow
 from ....trainer.loop.window import detached_mean, outputs_of
 from ....trainer.run import FitRun
 
@@ -25,7 +26,7 @@ def step_with_closures(run: FitRun) -> None:
     """Let optimizers get the training step of a window's last micro-batch as their closure."""
     plan = run.plan
     is_one_step = run.is_automatic and plan.optimizer is not None and plan.run_window is None
-    if not is_one_step or run.fabric.precision.has_scaler or run.skips_bad_steps:
+    if not is_one_step or plan.hold is ShrinkingWindow or run.fabric.precision.has_scaler or run.skips_bad_steps:
         return
     plan.hold, plan.looks_ahead = _ClosureWindow, True
     for managed in run.managed:

@@ -17,6 +17,7 @@ from toys import quiet
 import loopwright as lw
 from loopwright.errors import ConfigError
 from loopwright.strategies import DDPStrategy, FSDPStrategy
+from loopwright.strategies.memory_report import memory_report
 
 # Any in this file: batches, strategies, and results that travel between processes.
 
@@ -130,3 +131,24 @@ def test_what_communicates_within_a_pass_is_refused_by_name() -> None:
         for reason, error in zip(cases, errors, strict=True):
             assert "on_oom='shrink' with" in error
             assert reason in error
+
+
+class Report(lw.Callback):
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.owners = memory_report(pl_module, error=exception).owners
+
+
+def report(rank: int, size: int) -> dict[str, int]:
+    callback = Report()
+    with pytest.raises(torch.OutOfMemoryError, match="planted") as caught:
+        train(rank, size, "fsdp", {0: (rank, "last block", 0)}, callbacks=[callback])
+    assert "gathered units" in "".join(caught.value.__notes__)
+    return callback.owners
+
+
+def test_the_report_of_a_sharded_module_has_gathered_units() -> None:
+    block, head = 4 * (WIDTH * WIDTH + WIDTH), 4 * (WIDTH + 1)
+    for owners in run_ranks(report, 2, connect=False):
+        assert owners["parameters"] == pytest.approx((3 * block + head) / 2, abs=64)  # shards are padded
+        assert block + head <= owners["gathered units"] <= 2 * (block + head)  # the last block, and the root
+        assert owners["activations"] > 0
