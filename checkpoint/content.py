@@ -220,45 +220,55 @@ def require_shape(checkpoint: Mapping[str, Any], source: str) -> None:
 
 
 def _misfit(value: object, shape: _Shape, where: str) -> str | None:
-    """Return what does not have its shape, None if all has."""
-    if isinstance(shape, tuple):
-        problems = [_misfit(value, one, where) for one in shape]
-        return None if None in problems else problems[0]
-    if isinstance(shape, list):
-        if not isinstance(value, list | tuple):
-            return f"expected a list at {where}, got {_shown(value)}"
-        for index, one in enumerate(value):
-            problem = _misfit(one, shape[0], f"{where}[{index}]")
-            if problem is not None:
-                return problem
-        return None
-    if isinstance(shape, dict):
-        if not isinstance(value, Mapping):
-            return f"expected a dict at {where or 'the top'}, got {_shown(value)}"
-        if where == "callbacks" and not all(isinstance(key, str) for key in value):
-            return f"expected names at {where}, got {_shown(next(key for key in value if not isinstance(key, str)))}"
-        for name, below in shape.items():
-            key, problem = name.removesuffix("?"), None
-            if name == "*" and below is not object:
-                others = set(value) - {other.removesuffix("?") for other in shape}
-                for other in others:
-                    problem = problem or _misfit(value[other], below, f"{where}[{other!r}]")
-            elif name == "*" or (key not in value and name != key):
+    """Return the first entry that does not have its shape, None if all have."""
+    waiting = [(value, shape, where)]  # the next one last
+    while waiting:
+        value, shape, where = waiting.pop()
+        if isinstance(shape, tuple):
+            if value is None and None in shape:
                 continue
-            elif key not in value:
-                problem = f"expected the entry {key} in {where}, got {sorted(map(str, value))[:5]}"
+            problem = None
+            for one in shape:
+                misfit = _misfit(value, one, where)
+                if misfit is None:
+                    break
+                problem = problem or misfit
             else:
-                problem = _misfit(value[key], below, f"{where}.{key}" if where else key)
-            if problem is not None:
                 return problem
-        return None
-    if shape is None:
-        return None if value is None else f"expected None at {where}, got {_shown(value)}"
-    if isinstance(shape, range):
-        fits = isinstance(value, int) and value in shape
-        return None if fits else f"expected an integer of at least {shape.start} at {where}, got {_shown(value)}"
-    fits = isinstance(value, int | float) and math.isfinite(value) if shape is float else isinstance(value, shape)
-    return None if fits else f"expected {shape.__name__} at {where}, got {_shown(value)}"
+        elif isinstance(shape, list):
+            if not isinstance(value, list | tuple):
+                return f"expected a list at {where}, got {_shown(value)}"
+            waiting += reversed([(one, shape[0], f"{where}[{index}]") for index, one in enumerate(value)])
+        elif isinstance(shape, dict):
+            if not isinstance(value, Mapping):
+                return f"expected a dict at {where or 'the top'}, got {_shown(value)}"
+            if where == "callbacks" and not all(isinstance(key, str) for key in value):
+                return (
+                    f"expected names at {where}, got {_shown(next(key for key in value if not isinstance(key, str)))}"
+                )
+            below: list[tuple[object, _Shape, str]] = []
+            for name, entry in shape.items():
+                key = name.removesuffix("?")
+                if name == "*":
+                    if entry is not object:
+                        others = set(value) - {other.removesuffix("?") for other in shape}
+                        below += [(value[other], entry, f"{where}[{other!r}]") for other in others]
+                elif key in value:
+                    below.append((value[key], entry, f"{where}.{key}" if where else key))
+                elif key == name:
+                    return f"expected the entry {key} in {where}, got {sorted(map(str, value))[:5]}"
+            waiting += reversed(below)
+        elif shape is None:
+            if value is not None:
+                return f"expected None at {where}, got {_shown(value)}"
+        elif isinstance(shape, range):
+            if not isinstance(value, int) or value not in shape:
+                return f"expected an integer of at least {shape.start} at {where}, got {_shown(value)}"
+        elif not (
+            isinstance(value, int | float) and math.isfinite(value) if shape is float else isinstance(value, shape)
+        ):
+            return f"expected {shape.__name__} at {where}, got {_shown(value)}"
+    return None
 
 
 def _shown(value: object) -> str:

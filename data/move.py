@@ -65,8 +65,11 @@ def mover_to(device: torch.device) -> Callable[..., AnyBatch]:
         return lambda batch, *_: move_to_device(batch, device)
 
     def move_to_cpu(batch: Batch, *_: object) -> AnyBatch:
+        # The most frequent batches, without a further call; and devices take longer to compare.
+        if type(batch) is Tensor and batch.is_cpu:
+            return batch
         if type(batch) is tuple or type(batch) is list:
-            for item in batch:  # the most frequent batch, without a further call; and devices take longer to compare
+            for item in batch:
                 if type(item) is not Tensor or not item.is_cpu:
                     return move_to_device(batch, device)
             return batch

@@ -57,13 +57,13 @@ def plain_names(state: Mapping[str, T]) -> dict[str, T]:
     Raises:
         CheckpointError: It is something else.
     """
-    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+    if not isinstance(state, Mapping) or [name for name in state if not isinstance(name, str)]:
         got = f"a {type(state).__name__}" if not isinstance(state, Mapping) else "other keys than names"
         raise CheckpointError(
             f"Expected the state of a module as a dict of tensors by name, got {got}.",
             fix="pass a checkpoint that a Trainer or Fabric has saved.",
         )
-    if isinstance(state, dict) and not any(_COMPILED in name for name in state):
+    if isinstance(state, dict) and not [name for name in state if _COMPILED in name]:
         return state  # with the versions of layers that torch attaches to it
     return {plain_name(name): value for name, value in state.items()}
 
@@ -622,11 +622,11 @@ class Strategy:
                 fix="configure the optimizer with the class and parameter groups that were saved.",
             ) from error
         # torch replaces entire groups: those of another class lack what this one reads in its step.
-        lacking = sorted(key for key in own if any(key not in group for group in optimizer.param_groups))
+        lacking = set().union(*[own - group.keys() for group in optimizer.param_groups])
         if lacking:
             raise CheckpointError(
                 f"Expected a state of {type(optimizer).__name__} in the checkpoint, got one without "
-                f"{', '.join(lacking)}.",
+                f"{', '.join(sorted(lacking))}.",
                 fix="resume with the optimizer class that was saved, or load only the weights.",
             )
         _own_memory(optimizer)

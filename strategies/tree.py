@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..protocols import Tree
@@ -12,19 +12,21 @@ from ..protocols import Tree
 # Any in this file: data of any structure.
 
 
-def leaves(data: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each leaf, which is everything that is not a container, in a fixed order."""
+def leaves(data: Tree, path: str = "") -> list[tuple[str, Any]]:
+    """Return path and value of each leaf, which is everything that is not a container, in a fixed order."""
+    found = []
     if isinstance(data, Mapping):
         for key, value in data.items():
-            yield from leaves(value, f"{path}[{key!r}]")
+            found += leaves(value, f"{path}[{key!r}]")
     elif isinstance(data, list | tuple):
         for index, value in enumerate(data):
-            yield from leaves(value, f"{path}[{index}]")
+            found += leaves(value, f"{path}[{index}]")
     elif dataclasses.is_dataclass(data) and not isinstance(data, type):
         for field in dataclasses.fields(data):
-            yield from leaves(getattr(data, field.name), f"{path}.{field.name}")
+            found += leaves(getattr(data, field.name), f"{path}.{field.name}")
     else:
-        yield path, data
+        found.append((path, data))
+    return found
 
 
 def map_leaves(data: Tree, function: Callable[[Any], object]) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import IO, NamedTuple
 
 LOCAL_SIGNATURE = b"PK\x03\x04"
@@ -94,7 +95,7 @@ def read_directory(file: IO[bytes], size: int) -> Directory:
         raise Damaged("its end record contradicts the size of the file")
     file.seek(directory_start)
     raw = read_exactly(file, directory_size)
-    records = sorted(_read_entries(raw, count), key=lambda record: record.header)
+    records = sorted(_read_entries(raw, count), key=attrgetter("header"))
     return Directory(records, end, tail[at + END.size :])
 
 
@@ -159,8 +160,8 @@ def _read_end(file: IO[bytes], raw: bytes, end: int) -> tuple[int, int, int]:
     return fields[-3], fields[-2], fields[-1]
 
 
-def _read_entries(raw: bytes, count: int) -> Iterator[ArchiveRecord]:
-    at = 0
+def _read_entries(raw: bytes, count: int) -> list[ArchiveRecord]:
+    at, records = 0, []
     for _ in range(count):
         if at + ENTRY.size > len(raw):
             raise Damaged("its directory is too short")
@@ -175,9 +176,10 @@ def _read_entries(raw: bytes, count: int) -> Iterator[ArchiveRecord]:
             extra = raw[at + name_length : at + name_length + extra_length]
             size, header = _read_extra64(extra, size=size, full_size=full_size, header=header)
         at += name_length + extra_length + comment_length
-        yield ArchiveRecord(name.partition("/")[2], crc, size, header, method == 0)
+        records.append(ArchiveRecord(name.partition("/")[2], crc, size, header, method == 0))
     if at != len(raw):
         raise Damaged("its directory is too long")
+    return records
 
 
 def _read_extra64(extra: bytes, *, size: int, full_size: int, header: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable
 from functools import cache
 from io import FileIO
+from operator import attrgetter
 from typing import IO
 
 from ...messages import counted
@@ -59,7 +60,9 @@ def append_digest(archive: FileIO) -> int:
         directory = read_directory(file, size)
         if directory.comment:
             raise Damaged("it has a comment already")
-        digest = _frame_digest(file, directory, read_payload=None)
+        digest = hashlib.blake2b(digest_size=_DIGEST_SIZE)
+        for _, frame in payloads(file, directory):
+            digest.update(frame)
         file.seek(directory.end)
         end = file.read(END.size)
     new_size = size + _COMMENT_SIZE
@@ -90,14 +93,15 @@ def compare_checksums(file: IO[bytes], size: int, advance: Advance | None = None
     result.has_digest = _is_digest_comment(comment)
     # torch.save without CRCs (an option of torch) leaves zeros: there is nothing to compare with.
     has_checksums = result.has_digest or any(record.crc for record in directory.records)
-    buffer = memoryview(bytearray(min(_CHUNK, max((record.size for record in directory.records), default=0))))
-
-    def read_payload(record: ArchiveRecord) -> None:
-        crc = _crc(file, record.size, buffer, advance)
-        if has_checksums and record.is_stored and crc != record.crc:
-            result.altered.append(record)
-
-    digest = _frame_digest(file, directory, read_payload)
+    largest = max(directory.records, key=attrgetter("size"), default=None)
+    buffer = memoryview(bytearray(0 if largest is None else min(_CHUNK, largest.size)))
+    digest = hashlib.blake2b(digest_size=_DIGEST_SIZE)
+    for record, frame in payloads(file, directory):
+        digest.update(frame)
+        if record is not None:
+            crc = _crc(file, record.size, buffer, advance)
+            if has_checksums and record.is_stored and crc != record.crc:
+                result.altered.append(record)
     if result.has_digest:
         file.seek(directory.end)
         tail = file.read(END.size + len(comment))
@@ -130,24 +134,13 @@ def _text(size: int) -> bytes:
     return f"{FORMAT}/{FORMAT_VERSION} size={size:020d} blake2b=".encode()
 
 
-def _frame_digest(
-    file: IO[bytes], directory: Directory, read_payload: Callable[[ArchiveRecord], None] | None
-) -> hashlib.blake2b:
-    digest = hashlib.blake2b(digest_size=_DIGEST_SIZE)
-    for record, frame in payloads(file, directory):
-        digest.update(frame)
-        if record is not None and read_payload is not None:
-            read_payload(record)
-    return digest
-
-
 def _crc(file: IO[bytes], size: int, buffer: memoryview, advance: Advance | None) -> int:
-    crc = 0
+    crc, update = 0, _crc32()
     while size > 0:
         count = file.readinto(buffer[: min(size, len(buffer))])  # type: ignore[attr-defined]  # typeshed's IO lacks it
         if not count:
             raise Damaged(f"it ends {counted(size, 'byte')} too early")
-        crc = crc32(buffer[:count], crc)
+        crc = update(buffer[:count], crc)
         size -= count
         if advance is not None:
             advance(count)

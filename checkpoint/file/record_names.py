@@ -111,7 +111,9 @@ class _View(_Inert):
     def __new__(cls, *args: object, **kwargs: object) -> _Inert:  # type: ignore[misc]  # as in _Inert
         match args:
             case [_Reference() as storage, int() as offset, tuple() as size, tuple() as stride, *_] if 0 not in size:
-                end = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=False)) + 1
+                end = offset + 1
+                for length, step in zip(size, stride, strict=False):
+                    end += (length - 1) * step
                 if end > storage.num_items or (cls.name == "_rebuild_qtensor" and math.prod(size) > storage.num_items):
                     raise TooMuch(f"it has a tensor of shape {size} in a storage of {storage.num_items} items")
         return super().__new__(cls, *args, **kwargs)

@@ -270,7 +270,7 @@ def test_few_frames_lie_between_fit_and_the_step() -> None:
 # --- the start of a fit ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("walk", "most_calls", "most_changes"), [("start", 660, 250), ("ckpt_path", 1470, 300)])
+@pytest.mark.parametrize(("walk", "most_calls", "most_changes"), [("start", 625, 250), ("ckpt_path", 1000, 285)])
 def test_a_fit_starts_in_few_calls(walk: str, most_calls: int, most_changes: int) -> None:
     spec = importlib.util.spec_from_file_location("walks", ROOT / "benchmarks" / "walks.py")
     assert spec is not None

@@ -6,7 +6,7 @@ what `configure_optimizers` returned, so that a learning rate that differs from 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from ...checkpoint.content import PARAM_NAMES
 from ...errors import CheckpointError
 from ...protocols import ParamGroup, StateDict, Tree
-from ...strategies.base import plain_name
+from ...strategies.base import plain_names
 
 if TYPE_CHECKING:
     from ..loop.schedule import LRSchedulerConfig
 
 _NOT_GIVEN = ("params", PARAM_NAMES, "lr", "initial_lr")
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def describe(optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerConfig]) -> StateDict:
@@ -74,7 +75,7 @@ def differences(before: StateDict, now: StateDict, put_back: Sequence[tuple[Stat
 
 def names_of(module: nn.Module, optimizer: Any) -> list[list[str]] | None:  # Any: DeepSpeed's have more attributes
     """Return the names of an optimizer's parameters by group; None if it has some that are not the module's."""
-    names = {id(one): name for name, one in all_names(module)}
+    names = {id(one): name for name, one in all_names(module).items()}
     # DeepSpeed's engine has put flat tensors into `param_groups`.
     groups = optimizer.groups if "root" in vars(optimizer) else [group["params"] for group in optimizer.param_groups]
     if all(id(one) in names for members in groups for one in members):
@@ -82,10 +83,9 @@ def names_of(module: nn.Module, optimizer: Any) -> list[list[str]] | None:  # An
     return None
 
 
-def all_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield a module's parameters with the names that they have in checkpoints."""
-    for name, one in module.named_parameters():
-        yield plain_name(name), one
+def all_names(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a module's parameters by the names that they have in checkpoints."""
+    return plain_names(dict(module.named_parameters()))
 
 
 def fit_groups(
@@ -137,24 +137,26 @@ def fit_groups(
     return {**state, "state": entries, "param_groups": fitted}, found
 
 
-def _hyperparameters(group: ParamGroup, *, of_start: bool = True) -> Iterator[tuple[str, Tree]]:
-    """Yield what a group was given. A schedule may have changed `lr` already: then the group has its `initial_lr`."""
+def _hyperparameters(group: ParamGroup, *, of_start: bool = True) -> StateDict:
+    """Return what a group was given. A schedule may have changed `lr` already: then the group has its `initial_lr`."""
     lr = group.get("initial_lr", group.get("lr")) if of_start else group.get("lr")
-    yield "lr", lr
-    yield from ((key, value) for key, value in group.items() if key not in _NOT_GIVEN)
+    return {"lr": lr, **{key: value for key, value in group.items() if key not in _NOT_GIVEN}}
 
 
-def _plain(values: ParamGroup | Iterator[tuple[str, Tree]]) -> StateDict:
+def _plain(values: StateDict) -> StateDict:
     """Return the values that a checkpoint can hold and that can be compared. Reads rates that are tensors."""
-    pairs = values.items() if isinstance(values, dict) else values
-    read = ((key, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value) for key, value in pairs)
-    return {key: value for key, value in read if _is_plain(value)}
+    plain = {}
+    for key, value in values.items():
+        read = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if type(read) in _PLAIN or (isinstance(read, list | tuple) and _is_plain(read)):
+            plain[key] = read
+    return plain
 
 
 def _is_plain(value: Tree) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_plain(one) for one in value)
-    return value is None or type(value) in (bool, int, float, str)
+    return type(value) in _PLAIN
 
 
 def _class_changed(where: str, old: StateDict, new: StateDict) -> list[str]:

@@ -534,8 +534,8 @@ def restore_frozen(run: Run, content: Content) -> None:
         return
     parameters, modules = {*map(plain_name, frozen["parameters"])}, {*map(plain_path, frozen["modules"])}
     changed = []
-    for name, parameter in run.module.named_parameters():
-        if parameter.requires_grad == (plain_name(name) in parameters):
+    for name, parameter in all_names(run.module).items():
+        if parameter.requires_grad == (name in parameters):
             parameter.requires_grad_(not parameter.requires_grad)
             changed.append(name)
     for path, child in run.module.named_modules():
@@ -584,7 +584,7 @@ def _load_optimizer(
         else None
     )
     if own is not None and saved is not None:
-        known = {name for name, _ in all_names(run.module)}
+        known = set(all_names(run.module))
         state, order = fit_groups(state, saved, own, known=known, name=type(optimizer).__name__)
     elif own is not None:
         state = contents.fit_by_name(state, own)

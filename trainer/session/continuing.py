@@ -156,7 +156,7 @@ def _continue_optimizer(
     given = [dict(group) for group in optimizer.param_groups]
     try:
         if saved is not None and own is not None:
-            known = {name for name, _ in all_names(run.module)}
+            known = set(all_names(run.module))
             state, order = fit_groups(state, saved, own, known=known, name=name)
         trainer.strategy.load_optimizer_state(optimizer, state, run.model)
     except (CheckpointError, ValueError) as error:
