@@ -24,6 +24,7 @@ from ...trainer.session import assemble
 from ...trainer.session.optimizers import build_optimizers
 from .attached import collect_attached, show_callbacks
 from .imports.absent import refuse
+from .part_state import state_of
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,7 @@ def of_trainer(strategy: Strategy, name: str) -> Any:  # what the trainer has
     Raises:
         AttributeError: There is none, or there is no trainer.
     """
-    trainer = strategy.__dict__.get("_lw_lightning_trainer")
+    trainer = state_of(strategy).trainer
     if trainer is not None and name in _OF_TRAINER:
         return getattr(trainer, _OF_TRAINER[name])
     if trainer is not None and name in _OF_STRATEGY:

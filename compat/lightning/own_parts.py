@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ...strategies import Strategy
 from .enums import GradClipAlgorithmType
 from .overrides import find_own
+from .part_state import state_of
 from .precision import computed
 from .strategies import EVENTS, STEPS, with_optimizer
 
@@ -44,14 +45,14 @@ def serve_overrides(trainer: Trainer) -> None:
     if "optimizer_step" in own:
         strategy.optimizer_step = partial(_optimizer_step, trainer, strategy)  # type: ignore[method-assign]
         if trainer.fabric.steps_by_precision:
-            strategy.__dict__["_lw_stepping_precision"] = precision
+            state_of(strategy).stepping_precision = precision
             trainer.fabric.steps_by_precision = False
     if own.keys() & set(STEPS):
         strategy.bind_step = partial(_bind_step, strategy, own.keys())  # type: ignore[method-assign]
     if "convert_input" in of_precision:
         strategy.bind_step = partial(_bind_converting, strategy.bind_step, precision)  # type: ignore[method-assign]
     if _OF_PRECISION & of_precision.keys():
-        strategy.__dict__["_lw_precision_of_program"] = precision
+        state_of(strategy).precision = precision
         if not own:
             strategy.backward = partial(with_optimizer(type(strategy).backward), strategy)  # type: ignore[method-assign]
     if _CLIPPING & of_precision.keys():
@@ -106,25 +107,25 @@ def _optimizer_step(
     trainer: Trainer, part: Any, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any
 ) -> bool:
     """Step by the method of the program; its closure computes nothing where that was done already."""
-    own = part.__dict__
-    own.pop("_lw_has_stepped", None)
+    state = state_of(part)
+    state.has_stepped = None
     module = trainer.lightning_module
     type(part).optimizer_step(part, optimizer, closure=closure or computed, model=module, **kwargs)
-    return bool(own.pop("_lw_has_stepped", True))
+    return state.has_stepped is not False
 
 
 def _clip(
     precision: Any, clip: Any, algorithm: str, module: nn.Module, optimizer: Optimizer, limit: float, *others: Any
 ) -> Tensor:
     """Clip by the method of the program; return the norm before, or the one after where the program clips itself."""
-    own = precision.__dict__
-    own["_lw_run_clipping"] = lambda optimizer, limit: clip(module, optimizer, limit, *others)
-    own["_lw_norm"] = None
+    state = state_of(precision)
+    state.run_clipping = lambda optimizer, limit: clip(module, optimizer, limit, *others)
+    state.norm = None
     try:
         precision.clip_gradients(optimizer, limit, GradClipAlgorithmType(algorithm))
     finally:
-        del own["_lw_run_clipping"]
-    norm: Tensor | None = own.pop("_lw_norm")
+        state.run_clipping = None
+    norm, state.norm = state.norm, None
     gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
     return nn.utils.get_total_norm([one for one in gradients if one is not None]) if norm is None else norm
 
@@ -133,7 +134,7 @@ def _bind_step(strategy: Strategy, own: Any, module: nn.Module, name: str) -> St
     bound = type(strategy).bind_step(strategy, module, name)
     if name not in own:
         return bound
-    strategy.__dict__.setdefault("_lw_bound_steps", {})[name] = bound
+    state_of(strategy).bound_steps[name] = bound
     step: StepFunction = getattr(strategy, name)
     return step
 

@@ -21,6 +21,7 @@ from ...trainer.loop.optimizers import ManagedOptimizer
 from ...trainer.module import Module
 from .imports.served import Served, serve, served
 from .overrides import find_own
+from .part_state import state_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as ShardedDtypes
@@ -59,7 +60,7 @@ def _with_model(core: Any) -> Any:
         if model is None and not kwargs:
             return core(self, optimizer, closure)
         if getattr(self, "scaler", None) is not None:
-            self.__dict__["_lw_has_stepped"] = core(self, optimizer, None if closure is computed else closure)
+            state_of(self).has_stepped = core(self, optimizer, None if closure is computed else closure)
             return None
         if model is not None or closure is not None:
             kwargs["closure"] = closure
@@ -91,7 +92,7 @@ def _backward(
     """Run the backward pass, that of a LightningModule where there is one."""
     is_argument = optimizer is None or isinstance(optimizer, Optimizer | ManagedOptimizer)
     others = args if is_argument else (optimizer, *args)
-    run = self.__dict__.get("_lw_run_backward")  # of the strategy, while a program's own precision is at work
+    run = state_of(self).run_backward  # of the strategy, while a program's own precision is at work
     if run is not None:
         run(tensor, *others, **kwargs)
         return
@@ -103,10 +104,10 @@ def _backward(
 
 def _clip_in_strategy(self: Any, optimizer: Optimizer, clip_val: float) -> bool:
     """Clip as the strategy does, while a program's own precision is at work; return whether it is."""
-    run = self.__dict__.get("_lw_run_clipping")
-    if run is not None:
-        self.__dict__["_lw_norm"] = run(optimizer, clip_val)
-    return run is not None
+    state = state_of(self)
+    if state.run_clipping is not None:
+        state.norm = state.run_clipping(optimizer, clip_val)
+    return state.run_clipping is not None
 
 
 def _clip_by_value(self: Any, optimizer: Optimizer, clip_val: float) -> None:

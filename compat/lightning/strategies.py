@@ -19,6 +19,7 @@ from ...trainer.loop.optimizers import ManagedOptimizer
 from .connectors import of_trainer
 from .imports.served import serve, served
 from .optimizers import replace_optimizers, replace_schedules
+from .part_state import state_of
 from .precision import computed, serve_precision
 
 if TYPE_CHECKING:
@@ -66,38 +67,38 @@ def serve_parts(trainer: Trainer) -> None:
     strategy = trainer.fabric.strategy
     serve(strategy, served_strategy)
     serve_precision(trainer.fabric)
-    strategy.__dict__["_lw_lightning_trainer"] = trainer
+    state_of(strategy).trainer = trainer
 
 
 def _get_optimizers(strategy: Strategy) -> list[Optimizer]:
     """The optimizers of the trainer whose strategy this is, where a program of Lightning made that trainer."""
-    own: list[Optimizer] | None = strategy.__dict__.get("optimizers")
+    own = state_of(strategy).optimizers
     found: list[Optimizer] = of_trainer(strategy, "optimizers") if own is None else own
     return found
 
 
 def _set_optimizers(strategy: Strategy, optimizers: list[Optimizer]) -> None:
-    trainer = strategy.__dict__.get("_lw_lightning_trainer")
-    if trainer is None:
-        strategy.__dict__["optimizers"] = optimizers
+    state = state_of(strategy)
+    if state.trainer is None:
+        state.optimizers = optimizers
     else:
-        replace_optimizers(trainer, optimizers)
+        replace_optimizers(state.trainer, optimizers)
 
 
 def _get_schedules(strategy: Strategy) -> list[LRSchedulerConfig]:
     """The schedules of the trainer whose strategy this is, where a program of Lightning made that trainer."""
-    trainer = strategy.__dict__.get("_lw_lightning_trainer")
+    trainer = state_of(strategy).trainer
     return [] if trainer is None else list(trainer.lr_scheduler_configs)
 
 
 def _set_schedules(strategy: Strategy, configs: list[LRSchedulerConfig]) -> None:
-    trainer = strategy.__dict__.get("_lw_lightning_trainer")
+    trainer = state_of(strategy).trainer
     if trainer is not None:
         replace_schedules(trainer, configs)
 
 
 def _set_module(strategy: Strategy, module: nn.Module | None) -> None:
-    trainer = strategy.__dict__.get("_lw_lightning_trainer")
+    trainer = state_of(strategy).trainer
     if trainer is not None:
         trainer.attach_module(module)
 
@@ -105,7 +106,7 @@ def _set_module(strategy: Strategy, module: nn.Module | None) -> None:
 def _make_step(name: str) -> Callable[..., Any]:
     def step(self: Strategy, *args: Any, **kwargs: Any) -> Any:
         """Run the step of the module that is trained or evaluated, in this strategy."""
-        return self.__dict__["_lw_bound_steps"][name](*args, **kwargs)
+        return state_of(self).bound_steps[name](*args, **kwargs)
 
     return step
 
@@ -140,21 +141,21 @@ def with_optimizer(core: Any) -> Any:
         optimizer = kwargs.pop("optimizer", None)
         if args and (args[0] is None or isinstance(args[0], Optimizer | ManagedOptimizer)):
             optimizer, *args = args  # type: ignore[assignment]
-        own = self.__dict__
-        precision = own.get("_lw_precision_of_program")
-        if precision is None:
+        state = state_of(self)
+        precision, trainer = state.precision, state.trainer
+        if precision is None or trainer is None:
             core(self, tensor, *args, **kwargs)
             return
-        own["_lw_precision_of_program"] = None  # another class of this strategy may define the method, too
-        precision.__dict__["_lw_run_backward"] = partial(core, self)
-        module = own["_lw_lightning_trainer"].lightning_module
+        state.precision = None  # another class of this strategy may define the method, too
+        state_of(precision).run_backward = partial(core, self)
+        module = trainer.lightning_module
         try:
             tensor = precision.pre_backward(tensor, module)
             precision.backward(tensor, module, optimizer, *args, **kwargs)
             precision.post_backward(tensor, module)
         finally:
-            own["_lw_precision_of_program"] = precision
-            del precision.__dict__["_lw_run_backward"]
+            state.precision = precision
+            state_of(precision).run_backward = None
 
     return backward
 
@@ -164,17 +165,17 @@ def _with_model(core: Any) -> Any:
     def optimizer_step(
         self: Any, optimizer: Optimizer, closure: Any = None, model: nn.Module | None = None, **kwargs: Any
     ) -> Any:
-        precision = self.__dict__.get("_lw_stepping_precision")
+        state = state_of(self)
         if closure is computed and not kwargs:
             closure = None
-        if precision is not None:
-            has_stepped = precision.optimizer_step(optimizer, closure=closure, **kwargs)
+        if state.stepping_precision is not None:
+            has_stepped = state.stepping_precision.optimizer_step(optimizer, closure=closure, **kwargs)
         elif kwargs:
             optimizer.step(closure=closure, **kwargs)
             has_stepped = True
         else:
             has_stepped = core(self, optimizer, closure)
-        self.__dict__["_lw_has_stepped"] = has_stepped
+        state.has_stepped = has_stepped
         return has_stepped
 
     return optimizer_step
