@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from .settings import PROMPT_FIELDS, PROMPT_STYLES
 
-# Any in this file: values from JSON.
-
-Message: TypeAlias = "dict[str, Any]"
+Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | float | bool | None"
+Record: TypeAlias = Mapping[str, Json]
+Message: TypeAlias = "dict[str, Any]"  # Any: what a template reads, by the keys that it knows
 
 # Kind -> sets of keys, one of which a record of this kind has. In this order: some data sets have text beside others.
 KEYS: dict[str, tuple[frozenset[str], ...]] = {
@@ -62,10 +62,10 @@ class Chat:
     """
 
     messages: list[Message]
-    tools: list[Any] | None = None
+    tools: list[Any] | None = None  # Any: what transformers annotates
     first_trained: int = 0
     untrained: frozenset[int] = frozenset()
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Json] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +94,14 @@ class Ids:
 Example: TypeAlias = "Chat | Prompted | Text | Ids"
 
 
-def find_kind(value: Any) -> str | None:
+def find_kind(value: Json) -> str | None:
     """Return the kind of a record by its keys; None if it has none."""
     if not isinstance(value, Mapping):
         return None
     return next((kind for kind, sets in KEYS.items() if any(keys <= set(value) for keys in sets)), None)
 
 
-def to_example(value: Any, kind: str, style: str | None, *, has_template: bool) -> Example:
+def to_example(value: Json, kind: str, style: str | None, *, has_template: bool) -> Example:
     """Return the example that a record holds.
 
     Args:
@@ -136,7 +136,7 @@ def to_example(value: Any, kind: str, style: str | None, *, has_template: bool) 
     return _to_prompted(value, kind, style)
 
 
-def unread_keys(value: Mapping[str, Any], kind: str, style: str | None, *, has_template: bool) -> list[str]:
+def unread_keys(value: Record, kind: str, style: str | None, *, has_template: bool) -> list[str]:
     """Return the keys of a record that its example does not depend on; arguments as of `to_example`."""
     read = {key for keys in KEYS[kind] for key in keys} | _MORE.get(kind, frozenset())
     is_chat = kind == "chat" or (kind != "text" and isinstance(value.get("prompt"), list))
@@ -151,7 +151,7 @@ def unread_keys(value: Mapping[str, Any], kind: str, style: str | None, *, has_t
     return [key for key, part in value.items() if key not in read and part not in (None, "", [], {})]
 
 
-def _to_chat_completion(value: Mapping[str, Any]) -> Chat:
+def _to_chat_completion(value: Record) -> Chat:
     """Read a prompt and a completion that are lists of messages."""
     completion = value["completion"]
     if isinstance(completion, str):
@@ -159,7 +159,7 @@ def _to_chat_completion(value: Mapping[str, Any]) -> Chat:
     return _chat(value, value["prompt"], completion)
 
 
-def _chat(value: Mapping[str, Any], messages: Any, completion: Any = None) -> Chat:
+def _chat(value: Record, messages: Json, completion: Json = None) -> Chat:
     """Return the chat of a record with what stands beside its messages.
 
     Args:
@@ -185,28 +185,35 @@ def _chat(value: Mapping[str, Any], messages: Any, completion: Any = None) -> Ch
     return Chat(read, _tools(value), first_trained, untrained, dict(options))
 
 
-def _tools(value: Mapping[str, Any]) -> list[Any] | None:
+def _tools(value: Record) -> list[Any] | None:
     """Return descriptions of tools as OpenAI has them, of which JSON text and bare functions are made."""
     tools = _parsed(value.get("tools") or value.get("functions"), "tools")
-    tools = [tools] if isinstance(tools, Mapping) else tools or []
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+    described = [tools] if isinstance(tools, Mapping) else _objects(tools or [])
+    if described is None:
         raise BadRecord(f"Expected tools to be a list of objects, got {_brief(tools)}.")
-    is_bare = [("name" in tool and "function" not in tool and "type" not in tool) for tool in tools]
-    wrapped = zip(tools, is_bare, strict=True)
+    is_bare = [("name" in tool and "function" not in tool and "type" not in tool) for tool in described]
+    wrapped = zip(described, is_bare, strict=True)
     return [{"type": "function", "function": tool} if bare else tool for tool, bare in wrapped] or None
 
 
-def _parsed(value: Any, name: str) -> Any:
+def _objects(value: Json) -> list[Record] | None:
+    """Return a list of objects as it is; None for anything else."""
+    found = [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else None
+    return found if found == value else None
+
+
+def _parsed(value: Json, name: str) -> Json:
     """Return the value of a JSON text; other values as they are."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value.strip() else None
+        parsed: Json = json.loads(value) if value.strip() else None
     except ValueError as error:
         raise BadRecord(f"Expected {name} to be JSON, got {_brief(value)} ({error}).") from error
+    return parsed
 
 
-def to_messages(messages: Any, *, may_be_empty: bool = False) -> list[Message]:
+def to_messages(messages: Json, *, may_be_empty: bool = False) -> list[Message]:
     """Return messages with the roles, the text and the calls that templates take.
 
     Args:
@@ -221,21 +228,23 @@ def to_messages(messages: Any, *, may_be_empty: bool = False) -> list[Message]:
     return [_message(message, number, may_be_empty) for number, message in enumerate(messages, 1)]
 
 
-def _message(message: Any, number: int, may_be_empty: bool) -> Message:
+def _message(message: Json, number: int, may_be_empty: bool) -> Message:
     if isinstance(message, Mapping) and "from" in message and "value" in message and "role" not in message:
         others = {key: part for key, part in message.items() if key not in ("from", "value")}
         message = {"role": str(message["from"]), "content": message["value"], **others}
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(message, Mapping) or not isinstance(role, str):
         raise BadRecord(f"Expected message {number} to have role and content, got {_brief(message)}.")
-    role = message["role"]
     if role not in KNOWN_ROLES and (near := get_close_matches(role.lower(), KNOWN_ROLES, n=1, cutoff=_NEARLY)):
         raise BadRecord(f"Expected a known role in message {number}, got {role!r} (did you mean {near[0]!r}?).")
     # Parquet files have every key in every message, with None where it is absent; templates test for presence.
-    read = {key: part for key, part in message.items() if part is not None}
+    read: Message = {key: part for key, part in message.items() if part is not None}
     read["role"] = ROLES.get(role, role)
     calls = _parsed(read.pop("tool_calls", None), f"tool_calls of message {number}") or []
+    if not isinstance(calls, list):
+        raise BadRecord(f"Expected tool_calls of message {number} to be a list, got {_brief(calls)}.")
     calls = [*calls, read.pop("function_call")] if "function_call" in read else calls
-    content: Any = read.get("content", read.pop("refusal", None))
+    content: Json = read.get("content", read.pop("refusal", None))
     if role == "function_call":
         found, content = _parsed(content, f"the function call of message {number}"), None
         calls = found if isinstance(found, list) else [found]
@@ -249,11 +258,13 @@ def _message(message: Any, number: int, may_be_empty: bool) -> Message:
     return read
 
 
-def _content(content: Any, number: int, role: str) -> str | None:
+def _content(content: Json, number: int, role: str) -> str | None:
     """Return the content of a message as text; None if there is none."""
     if content is None or isinstance(content, str):
         return content
-    has_types = isinstance(content, list) and all(isinstance(part, str) or "type" in part for part in content)
+    has_types = isinstance(content, list) and all(
+        isinstance(part, str) or (isinstance(part, Mapping) and "type" in part) for part in content
+    )
     if role == "tool" and not has_types:
         return json.dumps(content, ensure_ascii=False)
     if not isinstance(content, list):
@@ -261,21 +272,22 @@ def _content(content: Any, number: int, role: str) -> str | None:
     return "".join(_part(part, number) for part in content)
 
 
-def _part(part: Any, number: int) -> str:
+def _part(part: Json, number: int) -> str:
     if isinstance(part, str):
         return part
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXT_PARTS else None
+    read = part if isinstance(part, Mapping) else {}
+    kind = read.get("type")
+    text = read.get("refusal" if kind == "refusal" else "text") if kind in _TEXT_PARTS else None
     if not isinstance(text, str):
         got = f"type {kind!r}" if kind else f"no type ({_brief(part)})"
         raise BadRecord(f"Expected the parts of message {number} to be text, got one of {got}.")
     return text
 
 
-def _call(call: Any, number: int) -> dict[str, Any]:
+def _call(call: Json, number: int) -> Record:
     """Return a call in OpenAI's form, with its arguments as an object or as the JSON text of one."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRecord(f"Expected the calls of message {number} to have a name, got {_brief(call)}.")
     arguments = function.get("arguments")
     parsed = _parsed(arguments, f"the arguments of {function['name']!r} in message {number}")
@@ -290,7 +302,7 @@ def _call(call: Any, number: int) -> dict[str, Any]:
     return {"type": "function", **others, "function": named}
 
 
-def _from_prompt(value: Mapping[str, Any], kind: str) -> Chat:
+def _from_prompt(value: Record, kind: str) -> Chat:
     """Return messages for the chat template from instruct or completion data."""
     if kind == "instruct":
         parts = [_text(value, "instruction"), _optional(value, "input")]
@@ -299,22 +311,24 @@ def _from_prompt(value: Mapping[str, Any], kind: str) -> Chat:
         prompt, answer = _text(value, "prompt"), _answer(value, "completion")
     roles = ("user", "assistant")
     said = [text for pair in _history(value, kind) for text in pair]
-    messages = [{"role": roles[at % 2], "content": text} for at, text in enumerate([*said, prompt, answer])]
+    messages: list[Json] = [{"role": roles[at % 2], "content": text} for at, text in enumerate([*said, prompt, answer])]
     return _chat(value, messages)
 
 
-def _history(value: Mapping[str, Any], kind: str) -> list[list[str]]:
+def _history(value: Record, kind: str) -> list[list[str]]:
     """Return earlier pairs of a prompt and an answer, which instruct data may have."""
     pairs = value.get("history") or [] if kind == "instruct" else []
-    is_pair = [
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, str) for one in pair) for pair in pairs
-    ]
-    if not isinstance(pairs, list) or not all(is_pair):
+    found = [pair for pair in pairs if _is_pair(pair)] if isinstance(pairs, list) else None
+    if found != pairs:
         raise BadRecord(f"Expected history to be a list of pairs of texts, got {_brief(pairs)}.")
-    return pairs
+    return found
 
 
-def _to_prompted(value: Mapping[str, Any], kind: str, style: str | None) -> Prompted:
+def _is_pair(value: Json) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value)
+
+
+def _to_prompted(value: Record, kind: str, style: str | None) -> Prompted:
     if kind == "instruct" and style is None:
         raise NoTemplate("Expected a prompt_style or a tokenizer with a chat template for instruct data, got neither.")
     if _history(value, kind):
@@ -332,7 +346,7 @@ def _to_prompted(value: Mapping[str, Any], kind: str, style: str | None) -> Prom
     return Prompted(pattern.format(**fields), answer)
 
 
-def _to_ids(value: Mapping[str, Any]) -> Ids:
+def _to_ids(value: Record) -> Ids:
     ids, labels = value["input_ids"], value.get("labels")
     if not _is_ids(ids) or min(ids) < 0:
         raise BadRecord(f"Expected input_ids to be a list of token ids, got {_brief(ids)}.")
@@ -347,33 +361,33 @@ def _to_ids(value: Mapping[str, Any]) -> Ids:
     return Ids(list(ids), [label != -100 for label in labels])
 
 
-def _is_ids(value: Any) -> bool:
+def _is_ids(value: Json) -> TypeGuard[list[int]]:
     return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
 
 
-def _text(value: Mapping[str, Any], key: str) -> str:
+def _text(value: Record, key: str) -> str:
     text = value[key]
     if not isinstance(text, str) or not text:
         raise BadRecord(f"Expected {key} to be a text, got {_brief(text)}.")
     return text
 
 
-def _optional(value: Mapping[str, Any], key: str) -> str:
+def _optional(value: Record, key: str) -> str:
     return _text(value, key) if value.get(key) else ""
 
 
-def _answer(value: Mapping[str, Any], key: str) -> str:
+def _answer(value: Record, key: str) -> str:
     answer = value[key]
     if not isinstance(answer, str) or not answer.strip():
         raise BadRecord(f"Expected an answer in {key}, got {_brief(answer)}.")
     return answer
 
 
-def _keys(value: Mapping[str, Any]) -> str:
+def _keys(value: Record) -> str:
     return f"the keys {', '.join(map(str, value))}" if value else "no keys"
 
 
-def _brief(value: Any) -> str:
+def _brief(value: Json) -> str:
     if value is None or value in ("", [], {}):
         return {"": "an empty text", "[]": "an empty list", "{}": "an empty object"}.get(str(value), "null")
     shown = repr(value)

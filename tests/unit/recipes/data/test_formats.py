@@ -196,6 +196,10 @@ def test_labels_of_ids_are_a_mask() -> None:
             "chat",
             "Expected the parts of message 1 t",
         ),
+        ({"messages": [{"role": "user", "content": [5]}]}, "chat", "Expected the parts of message 1 to be text, got"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "chat", "Expected tool_calls of message 1 to be a"),
+        ({"instruction": "a", "output": "b", "history": 5}, "instruct", "Expected history to be a list of pairs"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": 5}, "chat", "Expected tools to be a list of obj"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
             "chat",
