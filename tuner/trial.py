@@ -294,7 +294,7 @@ class _TrialTrainer(Trainer):
 
 _SAME = (
     "limit_train_batches", "overfit_batches", "deterministic", "benchmark", "matmul_precision", "inference_mode",
-    "detect_anomaly",
+    "detect_anomaly", "activation_checkpointing", "offload_activations",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from toys import Net, assert_same, loader, net, pairs, quiet, weights
 
 import loopwright as lw
+from loopwright.strategies.construction.activation_checkpointing import is_checkpointed
 from loopwright.tuner import Tuner
 from loopwright.tuner.trial import Subject, kept_weights
 
@@ -30,6 +31,18 @@ def test_power_returns_the_largest_doubling_that_was_tried_and_fits() -> None:
 def test_binsearch_closes_the_gap_and_leaves_a_margin() -> None:
     assert search(mode="binsearch", margin=0.0) == BATCH
     assert search(mode="binsearch", margin=0.1) == 18
+
+
+def test_a_trial_checkpoints_activations_as_the_training_does_and_does_not_shrink_its_batches() -> None:
+    class Frugal(Searched):
+        checkpointed: list[bool] = []  # of the class: trials have copies of the module
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.checkpointed.append(any(map(is_checkpointed, self.modules())))
+            return super().training_step(batch, batch_idx)
+
+    assert search(net(Frugal), quiet(activation_checkpointing={"Linear"}, on_oom="shrink")) == 16
+    assert all(Frugal.checkpointed)
 
 
 def test_a_first_size_that_does_not_fit_is_halved() -> None:

@@ -79,15 +79,21 @@ def assert_close(module: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("is_sum", [False, True])
+ACCUMULATED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+
+
 @pytest.mark.parametrize(
-    "arguments",
-    [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"grad_accumulation_dtype": "float32"}],
-    ids=["plain", "accumulated and clipped", "float32 sums"],
+    ("where", "is_sum", "arguments"),
+    [
+        ("forward", False, {}),
+        ("backward", True, {}),
+        ("backward", False, ACCUMULATED),
+        ("forward", True, ACCUMULATED),
+        ("backward", False, {"grad_accumulation_dtype": "float32"}),
+    ],
 )
-@pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_training_is_that_of_a_run_that_was_never_short(
-    where: str, arguments: dict[str, Any], is_sum: bool, caplog: pytest.LogCaptureFixture
+    where: str, is_sum: bool, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     arguments = {"precision": "64-true", **arguments}
     runs = []
