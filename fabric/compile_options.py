@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ConfigError
-from ..protocols import AnyFunction, AnyOutput
+from ..protocols import AnyFunction, AnyOutput, Options
 
 # Any in this file: options of torch.compile, and what users' modules take and return.
 
@@ -60,7 +60,7 @@ def own_problems(value: Mapping[Any, Any]) -> Iterator[ConfigError]:
         )
 
 
-def split_options(value: Mapping[str, Any]) -> tuple[CompileOptions, dict[str, Any]]:
+def split_options(value: Mapping[str, Any]) -> tuple[CompileOptions, Options]:
     """Return the own options, and those of torch.compile."""
     rest = {name: one for name, one in value.items() if name not in OWN_OPTIONS}
     folder, dims = value.get("cache_dir"), value.get("dynamic_dims")

@@ -167,7 +167,7 @@ class FabricDataLoader:
             self._stream.open(epoch)
             return
         # Every process's sampler draws the same order, using rank 0's random state.
-        shared: dict[str, Any] = self._fabric.strategy.broadcast(capture_rng())
+        shared: StateDict = self._fabric.strategy.broadcast(capture_rng())
         # Copies of rank 0 that draw alike move their generators as it does.
         rank = 0 if self._fabric.strategy.traits.copies_draw_alike else topology.global_rank
         with shared_rng(rank, topology.data_rank, shared):
@@ -185,7 +185,7 @@ class FabricDataLoader:
     def state_dict(self) -> StateDict:
         """Return the position and the state needed to restore it. Call it on all ranks."""
         if self._has_own_state:
-            own: dict[str, Any] = self.loader.state_dict()  # type: ignore[attr-defined]  # see `load_state_dict`
+            own: StateDict = self.loader.state_dict()  # type: ignore[attr-defined]  # see `load_state_dict`
             return own
         state = self._stream.state_dict()
         if self._shard is not None and state.get("is_per_rank"):

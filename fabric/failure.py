@@ -9,7 +9,6 @@ import socket
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from ..errors import RankFailure
 from ..tracebacks import trimmed
@@ -34,13 +33,13 @@ class Failure:
     host: str
     pid: int
     how: str
-    place: dict[str, Any] = field(default_factory=dict)
+    place: dict[str, object] = field(default_factory=dict)
     trace: str = ""
     when: float = 0.0
     exit_code: int = 1
 
     @classmethod
-    def of(cls, error: BaseException, *, rank: int, place: dict[str, Any] | None = None) -> Failure:
+    def of(cls, error: BaseException, *, rank: int, place: dict[str, object] | None = None) -> Failure:
         """Return the failure of this process's exception."""
         text = "".join(traceback.format_exception(type(error), error, trimmed(error)))
         how = "".join(traceback.format_exception_only(error)).strip()

@@ -144,7 +144,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 # -- of several ranks, in a checkpoint of Fabric -----------------------------------------------------------------------
 
 
-def merge_rank_states(content: StateDict, gather: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> StateDict:
+def merge_rank_states(content: StateDict, gather: Callable[[StateDict], list[StateDict]]) -> StateDict:
     """Return the content with the states of all ranks in each result of `rng_state`. Called on all ranks.
 
     A merged state is that of rank 0, with those of all ranks under "ranks".
@@ -153,15 +153,15 @@ def merge_rank_states(content: StateDict, gather: Callable[[dict[str, Any]], lis
         content: Dicts and lists of any depth.
         gather: Returns the objects of all ranks, in their order.
     """
-    found: dict[str, Any] = {}
+    found: StateDict = {}
     _replace_states(content, found.setdefault)
     everywhere = gather(found)
 
-    def merge(path: str, own: dict[str, Any]) -> dict[str, Any]:
+    def merge(path: str, own: StateDict) -> StateDict:
         states = [states.get(path, own) for states in everywhere]
         return {**states[0], "ranks": states}
 
-    merged: dict[str, Any] = _replace_states(content, merge)
+    merged: StateDict = _replace_states(content, merge)
     return merged
 
 
@@ -176,8 +176,8 @@ def choose_rank_states(content: StateDict, rank: int) -> StateDict:
         rank: Global rank.
     """
 
-    def choose(path: str, merged: dict[str, Any]) -> dict[str, Any]:
-        states: list[dict[str, Any]] = merged.get("ranks", [merged])
+    def choose(path: str, merged: StateDict) -> StateDict:
+        states: list[StateDict] = merged.get("ranks", [merged])
         if rank < len(states):
             return states[rank]
         first = states[0]
@@ -188,7 +188,7 @@ def choose_rank_states(content: StateDict, rank: int) -> StateDict:
             drawn = capture_rng()
         return {kind: (drawn if kind in apart else first)[kind] for kind in KINDS if kind in first}
 
-    chosen: dict[str, Any] = _replace_states(content, choose)
+    chosen: StateDict = _replace_states(content, choose)
     return chosen
 
 

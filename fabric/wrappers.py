@@ -394,7 +394,7 @@ class FabricScheduler:
 
     def state_dict(self) -> StateDict:
         """Return the schedule's state."""
-        state: dict[str, Any] = self._without_fabric.state_dict()
+        state: StateDict = self._without_fabric.state_dict()
         return state
 
     def load_state_dict(self, state_dict: StateDict) -> None:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from ..protocols import AnyBatch, AnyTree, Batch, StateDict, Stateful, StepFunction
+from ..protocols import AnyBatch, AnyTree, Batch, Options, StateDict, Stateful, StepFunction
 from .traits import MemoryShares, TrainerConfig
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class ReadsOptions(Protocol):
     """Has options after its registered name, such as "fsdp=2" in "mesh:fsdp=2"."""
 
     @classmethod
-    def read_options(cls, text: str) -> dict[str, Any]:
+    def read_options(cls, text: str) -> Options:
         """Return constructor arguments from the options.
 
         Raises:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from ...protocols import StateDict
 from ..file.restricted import WITHOUT_ATTRIBUTES, load_replacing
 
 # Any in this file: what DeepSpeed and its users have put into the files.
@@ -108,7 +109,7 @@ class DeepSpeedFiles:
         self.named |= {f"{name} (in {shown})" for name in named if not name.startswith("deepspeed.")}
         return content
 
-    def load_dict(self, path: Path) -> dict[str, Any]:
+    def load_dict(self, path: Path) -> StateDict:
         """Return what `load` does, of a file that holds a dict."""
         content = self.load(path)
         if not isinstance(content, dict):

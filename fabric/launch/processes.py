@@ -336,7 +336,7 @@ def check_start_method(start_method: str) -> None:
 class _Settings:
     """Process-wide settings, which a fork inherits and a fresh interpreter does not."""
 
-    rng: dict[str, Any]
+    rng: StateDict
     dtype: torch.dtype
     is_deterministic: bool
     warns_only: bool

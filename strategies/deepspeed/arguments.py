@@ -80,13 +80,13 @@ class DeepSpeedArguments:
         """The ZeRO stage, 0 with `zero_optimization=False`."""
         return self.stage if self.zero_optimization else 0
 
-    def section(self, name: str) -> dict[str, Any]:  # Any: values of a JSON document
+    def section(self, name: str) -> Config:  # Any: values of a JSON document
         """Return one section, whether the run uses it or not."""
         config: Config = {}
         for one in fields(self):
             for path in one.metadata.get("paths", ()):
                 write(config, path, getattr(self, one.name))
-        section: dict[str, Any] = config[name]
+        section: Config = config[name]
         return section
 
 

@@ -177,7 +177,7 @@ def settle(config: Config, facts: Facts, where: str) -> Config:
     return result
 
 
-def activation_options(config: Mapping[str, Any]) -> dict[str, Any]:
+def activation_options(config: Mapping[str, Any]) -> Config:
     """Return the arguments of `deepspeed.checkpointing.configure` that a configuration names."""
     section = section_of(config, "activation_checkpointing")
     found = {argument: section.get(key, default) for argument, key, default in _ACTIVATIONS}

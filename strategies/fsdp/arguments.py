@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...errors import Clauses, nearest
+from ...protocols import Options
 from ..construction.activation_checkpointing import check_checkpointing
 from ..construction.wrap_policy import check_policy
 from .plan import MixedPrecisionPlan, ShardingPlan, sizes_of
@@ -62,7 +63,7 @@ def read_arguments(given: Mapping[str, object], problems: Clauses) -> ShardingPl
     """
     _check_names(given, problems)
     notes: list[str] = []
-    wanted: dict[str, Any] = {name: given.get(name) for name in _NAMES}
+    wanted: Options = {name: given.get(name) for name in _NAMES}
     mesh = _read_mesh(_either(wanted, ("device_mesh", "mesh"), problems), problems)
     reshard, is_hybrid, is_replicated = _read_sharding(wanted, mesh, problems, notes)
     offload, pin_memory = _read_offload(_either(wanted, ("cpu_offload", "offload_policy"), problems), problems)
@@ -200,7 +201,7 @@ def _read_precision(given: Any, problems: Clauses, notes: list[str]) -> MixedPre
         problems.add(f"expected mixed_precision to be a policy, got mixed_precision={given!r}", advice)
         return None
     names = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
-    dtypes: dict[str, Any] = {name: getattr(given, name, None) for name in names}
+    dtypes: Options = {name: getattr(given, name, None) for name in names}
     for name, value in dtypes.items():
         if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
             advice = f"pass {name} as a floating-point torch.dtype, or None"

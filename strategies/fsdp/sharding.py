@@ -6,7 +6,7 @@ import logging
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 
 from ...errors import ModuleError
 from ...messages import counted
-from ...protocols import StateDict
+from ...protocols import Kwargs, StateDict
 from ..construction.activation_checkpointing import apply_activation_checkpointing
 from ..construction.materialize import (
     check_materializable,
@@ -289,8 +289,8 @@ def _give_values(
 
 def _settings(
     plan: ShardingPlan, mesh: DeviceMesh, precision: PrecisionPolicy, device: torch.device
-) -> dict[str, Any]:  # Any: arguments of fully_shard
-    settings: dict[str, Any] = {
+) -> Kwargs:  # Any: arguments of fully_shard
+    settings: Kwargs = {
         "mesh": mesh,
         # None: kept gathered for the outermost module only, which the backward pass needs first.
         "reshard_after_forward": None if plan.reshard_after_forward is True else plan.reshard_after_forward,
@@ -306,7 +306,7 @@ def _settings(
     return settings
 
 
-def _over(mesh: DeviceMesh, settings: dict[str, Any]) -> dict[str, Any]:  # Any: arguments of fully_shard
+def _over(mesh: DeviceMesh, settings: Kwargs) -> Kwargs:  # Any: arguments of fully_shard
     """Return the settings for a unit that is sharded over another mesh."""
     return {"shard_placement_fn": partial(_placement, num_shards=mesh.shape[-1]), **settings, "mesh": mesh}
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import ConfigError
+from ...protocols import Options
 from ..sharded import ShardedStrategy
 from ..traits import MemoryShares
 from .axes import REST, MeshAxes, read_axes
@@ -82,7 +83,7 @@ class MeshStrategy(ShardedStrategy):
         )
 
     @classmethod
-    def read_options(cls, text: str) -> dict[str, Any]:
+    def read_options(cls, text: str) -> Options:
         """Return the arguments in the options of a name, such as "fsdp=2,tp=2" in "mesh:fsdp=2,tp=2"."""
         return {**read_axes(text)}
 
@@ -105,7 +106,7 @@ def _check_options(pipeline: object, context: object) -> None:
         raise ConfigError(f"Expected pipeline= to be a Pipeline, got {pipeline!r}.", fix="pass Pipeline(...), or None.")
 
 
-def _check_arguments(arguments: dict[str, Any]) -> None:
+def _check_arguments(arguments: Options) -> None:
     """Refuse arguments of FSDPStrategy that say what the axes say."""
     for name in ("device_mesh", "mesh"):
         if arguments.get(name) is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import ModuleError
-from ....protocols import AnyOutput, AnyTree, Args, Call, StepOutput
+from ....protocols import AnyOutput, AnyTree, Args, Call, Kwargs, StepOutput
 from ...distributed.shards import is_sharded
 from ...tree import leaves, map_leaves
 from .parts import SequenceParts
@@ -49,7 +49,7 @@ class CallArguments:
     """
 
     names: list[str]
-    values: dict[str, Any]
+    values: Kwargs
     extra: int
     takes: frozenset[str]
 

@@ -238,10 +238,10 @@ class _Gathering:
         everyone = self.of_all_ranks((described, groups))
         entries = _entries(own)
         order = {name: place for place, name in enumerate(self.split.owners)}
-        known: dict[str, tuple[int, dict[str, Any]]] = {}
+        known: dict[str, tuple[int, StateDict]] = {}
         for rank, (theirs, _) in reversed(list(enumerate(everyone))):
             known.update({name: (rank, entry) for name, entry in theirs.items()})  # of shared ones the first rank's
-        states: dict[str, dict[str, Any]] = {}
+        states: dict[str, StateDict] = {}
         for name in sorted(known, key=order.__getitem__):
             rank, entry = known[name]
             mine = entries.get(name, {})
@@ -285,7 +285,7 @@ class _Arranging(_Gathering):
         own = {name: self.description(tree[name]) for name, rank in owner_of.items() if rank == self.split.rank}
         everyone = self.of_all_ranks(own)
         firsts = {name: shared.names[0] for shared in self.split.shared for name in shared.names}
-        found: dict[str, Any] = {}
+        found: StateDict = {}
         extra = self.extra_states(tree)
         state = {}
         for name, value in tree.items():
@@ -317,7 +317,7 @@ class _Arranging(_Gathering):
         return DTensor.from_local(value.detach(), self._mesh, [Replicate()], run_check=False)
 
 
-def _entries(own: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _entries(own: Mapping[str, Any]) -> dict[str, StateDict]:
     """Return the entries of an optimizer's state by the names of parameters."""
     names = {n: name for group in own["param_groups"] for name, n in zip(group[_NAMES], group["params"], strict=True)}
     return {names[number]: entry for number, entry in own["state"].items()}

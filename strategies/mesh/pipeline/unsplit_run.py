@@ -53,7 +53,7 @@ class UnsplitRun:
         rank_of: dict[int, int],
         exchange: Exchange,
         numbers: StepNumbers,
-        observe: Callable[[str, tuple[Any, ...], dict[str, Any]], None],
+        observe: Callable[[str, Args, Kwargs], None],
     ) -> None:
         self.attributes: list[str] = []
         self._split, self._rank_of = split, rank_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ....errors import ModuleError
-from ....protocols import AnyBatch, AnyOutput, AnyTree, Args, Kwargs
+from ....protocols import AnyBatch, AnyOutput, AnyTree, Args, Kwargs, StateDict
 from ...tree import leaves, map_leaves
 from .attributes import unchanged
 from .unsplit_run import CannotRunError, UnsplitRun
@@ -79,8 +79,8 @@ class StageComparison:
 
     def __init__(self, split: StageSplit) -> None:
         self._split = split
-        self._arguments: dict[str, dict[str, Any]] = {}
-        self._loss: dict[str, Any] = {}
+        self._arguments: dict[str, Kwargs] = {}
+        self._loss: StateDict = {}
         self._attributes: list[str] = []
         self._tolerance = 0.0
 

@@ -34,7 +34,14 @@ def run_task(folder: Path, task: str, devices: int, *arguments: Any, program: Pa
         "TF_CPP_MIN_LOG_LEVEL": "2",  # else a line of XLA for each graph
         # Models are tiny, and compiling them is all the time there is: no optimization of machine code.
         "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-        "PYTHONPATH": os.pathsep.join((str(TASKS.parents[2] / "support"), str(TASKS.parent / "support"))),
+        # The package under test may be one that PYTHONPATH names, before the installed one.
+        "PYTHONPATH": os.pathsep.join(
+            [
+                str(TASKS.parents[2] / "support"),
+                str(TASKS.parent / "support"),
+                *os.environ.get("PYTHONPATH", "").split(),
+            ]
+        ),
         "PYTHONWARNINGS": "error::UserWarning:loopwright",
     }
     # Without them: the strategy is to find out, and to say, by itself.
