@@ -43,6 +43,10 @@ _TRAITS = {one.name for one in fields(Traits)}
 # torch.compile puts this into the names of a module that it wraps, at any depth. Files have plain names; those of other
 # programs may have either.
 _COMPILED = "_orig_mod."
+_TWO_NAMES = (
+    ("reduce", "all_reduce"), ("root_device", "device"), ("precision_plugin", "precision"),
+    ("get_module_state_dict", "module_state_dict"), ("get_optimizer_state", "optimizer_state"),
+)  # fmt: skip
 _LARGE = 1 << 18  # bytes of a tensor whose copy may be worth a delay
 
 
@@ -140,7 +144,8 @@ class Strategy:
     """One process on one device, unless a subclass differs: every method has a default that works.
 
     A subclass that defines `reduce` has `all_reduce` too, and the reverse; the same holds for `root_device` and
-    `device`, and for `precision_plugin` and `precision`.
+    `device`, `precision_plugin` and `precision`, `get_module_state_dict` and `module_state_dict`, and
+    `get_optimizer_state` and `optimizer_state`.
 
     Args:
         accelerator: The kind of device; None lets Fabric choose.
@@ -188,7 +193,7 @@ class Strategy:
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        for one, other in (("reduce", "all_reduce"), ("root_device", "device"), ("precision_plugin", "precision")):
+        for one, other in _TWO_NAMES:
             if one in cls.__dict__ and other not in cls.__dict__:
                 setattr(cls, other, cls.__dict__[one])
             elif other in cls.__dict__ and one not in cls.__dict__:

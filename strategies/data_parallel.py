@@ -119,8 +119,6 @@ class DataParallelStrategy(ParallelStrategy):
 
         return map_leaves(tensor, reduced)
 
-    reduce = all_reduce
-
 
 # -- splitting ---------------------------------------------------------------------------------------------------------
 

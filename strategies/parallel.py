@@ -318,8 +318,6 @@ class ParallelStrategy(Strategy):
             tensor, group=group or self._lw_tensor_group, reduce_op=reduce_op, device=self.device
         )
 
-    reduce = all_reduce
-
     def reduce_scatter(
         self, tensor: Tree, group: ProcessGroup | str | None = None, reduce_op: ReduceOp = "mean"
     ) -> Any:

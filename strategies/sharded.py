@@ -518,8 +518,6 @@ class ShardedStrategy(ParallelStrategy):
         with self._lw_split.in_parts(original):
             return self._lw_split.all_names(original, super().module_state_dict(original))
 
-    get_module_state_dict = module_state_dict
-
     def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> LoadedKeys:
         """Load a state of any layout: of full tensors, of tensors in a file, or of sharded ones; see Strategy's."""
         original = self.unwrap(module)
@@ -532,8 +530,6 @@ class ShardedStrategy(ParallelStrategy):
         """Return the state of an optimizer; those of the stages are joined by `gather_state`."""
         original = None if module is None else self.unwrap(module)
         return self._lw_split.with_names(original, optimizer, super().optimizer_state(optimizer, module))
-
-    get_optimizer_state = optimizer_state
 
     def load_optimizer_state(self, optimizer: Optimizer, state: StateDict, module: nn.Module | None = None) -> None:
         """Load a state of any layout: of full tensors, of tensors in a file, or of sharded ones; see Strategy's.

@@ -390,8 +390,6 @@ class DDPStrategy(ParallelStrategy):
         """Return the full state of a module, under the names of the module as the user wrote it."""
         return super().module_state_dict(self.unwrap(module))
 
-    get_module_state_dict = module_state_dict
-
     def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> LoadedKeys:
         """Load a state returned by `module_state_dict`; see `Strategy.load_module_state_dict`."""
         return super().load_module_state_dict(self.unwrap(module), state, strict)

@@ -539,8 +539,6 @@ class DeepSpeedStrategy(ParallelStrategy):
         """Return the state of a module in float32, under the user's names; `gather_state` makes its tensors full."""
         return self._lw_module_state(module, has_frozen=not self.exclude_frozen_parameters)
 
-    get_module_state_dict = module_state_dict
-
     def every_weight(self, module: nn.Module) -> State:
         """Return the state of a module as `module_state_dict` does, always with frozen parameters."""
         return self._lw_module_state(module, has_frozen=True)
@@ -574,8 +572,6 @@ class DeepSpeedStrategy(ParallelStrategy):
                 "Gradients that DeepSpeed accumulated since the last step are not saved with the optimizer's state.",
             )
         return optimizer_state(own)
-
-    get_optimizer_state = optimizer_state
 
     def load_optimizer_state(self, optimizer: Optimizer, state: State, module: nn.Module | None = None) -> None:
         """Load a state with full tensors, of any strategy."""

@@ -370,8 +370,6 @@ class XLAReplicasStrategy(XLAProcessStrategy):
 
         return map_leaves(tensor, reduced)
 
-    reduce = all_reduce
-
     def all_gather(self, tensor: Tree, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Any:
         """Return a tensor, number, or structure of them, of all ranks, stacked; see `ParallelStrategy`."""
         if isinstance(group, bool):  # all_gather(tensor, True)
@@ -398,14 +396,10 @@ class XLAReplicasStrategy(XLAProcessStrategy):
         state: StateDict = self.gather_state(super().module_state_dict(module))
         return state
 
-    get_module_state_dict = module_state_dict
-
     def optimizer_state(self, optimizer: Optimizer, module: nn.Module | None = None) -> StateDict:
         """Return the full state of an optimizer on the host, as `module_state_dict` does."""
         state: StateDict = self.gather_state(super().optimizer_state(optimizer, module))
         return state
-
-    get_optimizer_state = optimizer_state
 
 
 def _is_of_device(leaf: Tree) -> TypeGuard[Tensor]:

@@ -42,8 +42,12 @@ def test_names_of_the_same_thing_follow_each_other() -> None:
         def all_reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Any:
             return "reduced"
 
+        def get_optimizer_state(self, *args: Any) -> dict[str, Any]:
+            return {"of": "optimizer"}
+
     assert Fixed().device.type == "meta"
     assert Fixed().reduce(1) == "reduced"
+    assert Fixed().optimizer_state(torch.optim.SGD([torch.zeros(1)])) == {"of": "optimizer"}
 
 
 def test_a_subclass_that_forgets_our_init_works() -> None:
