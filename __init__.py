@@ -100,6 +100,7 @@ if TYPE_CHECKING:
     from .loggers import TensorBoardLogger as TensorBoardLogger
     from .loggers import WandbLogger as WandbLogger
     from .loggers import rank_zero_experiment as rank_zero_experiment
+    from .planning.planner import plan as plan
     from .precision import DoublePrecision as DoublePrecision
     from .precision import HalfPrecision as HalfPrecision
     from .precision import MixedPrecision as MixedPrecision
@@ -260,6 +261,7 @@ _HOME = {
     "is_wrapped": "fabric",
     "isolate_rng": "fabric",
     "measure_flops": "fabric.throughput",
+    "plan": "planning.planner",
     "preview_schedule": "tuner",
     "rank_zero_experiment": "loggers",
     "seed_everything": "fabric",

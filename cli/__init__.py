@@ -32,6 +32,7 @@ _COMMANDS = {
     "doctor": "check this machine: devices, packages, compilers, limits, network, disk",
     "lifecycle": "print the hooks and their order as Markdown",
     "migrate": "compare a program under Lightning and here, and list what is not served",
+    "plan": "say what a program's training needs with each strategy, and which fit, without training",
     "recipe": "language models: tokenizer, pretrain, finetune, plan, chat, generate, evaluate, export",
     "report": "write an HTML report of runs: curves, metrics, checkpoints, configuration",
     "run-lightning": "run a program written for Lightning on Loopwright",
@@ -71,6 +72,10 @@ def run(arguments: Sequence[str]) -> int:
         from .commands import report
 
         return (report.report if arguments[0] == "report" else report.watch)(arguments[1:])
+    if arguments and arguments[0] == "plan":
+        from .commands.plan import plan
+
+        return plan(arguments[1:])
     if arguments and arguments[0] == "completion":
         from .commands.completion import completion
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from ..lazy import attach
 from .formulas import (
     ParameterBytes,
     bubble_fraction,
@@ -18,12 +21,20 @@ from .formulas import (
     transformer_activation_bytes,
 )
 
+if TYPE_CHECKING:
+    from .planner import plan as plan
+    from .table import Plan as Plan
+    from .table import Row as Row
+
 __all__ = [
     "ParameterBytes",
+    "Plan",
+    "Row",
     "bubble_fraction",
     "bytes_per_parameter",
     "chinchilla_tokens",
     "dense_flops_per_token",
+    "plan",
     "ring_all_reduce_s",
     "ring_bytes",
     "scaled_lr",
@@ -33,3 +44,5 @@ __all__ = [
     "training_hours",
     "transformer_activation_bytes",
 ]
+
+__getattr__, __dir__ = attach(__name__, {"Plan": "table", "Row": "table", "plan": "planner"})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -28,21 +29,28 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..errors import LaunchError
 from ..fabric.cluster import ClusterEnvironment
+from ..strategies.mesh.pipeline.unreached import UnreachedStages
 
 __all__ = [
-    "NEEDS_VALUES",
+    "NeedsValues",
     "SimulatedCluster",
+    "agreed_stages",
     "average_buckets",
     "belongs_to",
     "fake_tensors",
     "fake_world",
     "group_size",
+    "naming_reads",
     "really",
     "watch_storages",
 ]
 
-NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
-"""Errors of code that reads values of tensors without memory."""
+_READS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+
+
+class NeedsValues(RuntimeError):
+    """Code reads values of tensors without memory."""
+
 
 # Beginnings of the names of variables with which launchers and schedulers describe a real world.
 _OF_REAL_WORLDS = (
@@ -122,19 +130,34 @@ def fake_world(size: int, rank: int = 0, *, num_nodes: int = 1) -> Iterator[Simu
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_REAL_WORLDS)}
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        # It reads values in C++. The strategy has compared the parameters before.
         with (
             patch.dict(os.environ, kept, clear=True),
+            # It reads values in C++. The strategy has compared the parameters before.
             patch("torch.nn.parallel.distributed._verify_param_shape_across_processes"),
+            patch.object(dist, "all_gather_object", _gather_copies),
         ):
             yield SimulatedCluster(rank, size, num_nodes)
     finally:
         dist.destroy_process_group()
 
 
+def _gather_copies(boxes: list[object], own: object, group: object = None) -> None:
+    """Gather objects as torch does, also within `fake_tensors`."""
+    boxes[:] = [own] * len(boxes)
+
+
 def fake_tensors() -> FakeTensorMode:
     """Return a context in which tensors have shapes, dtypes and devices, and no memory."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def naming_reads() -> Iterator[None]:
+    """Raise `NeedsValues` for what reads values: torch's own errors cannot be sent to another process."""
+    try:
+        yield
+    except _READS as error:
+        raise NeedsValues(str(error)) from error
 
 
 def belongs_to(tensor: Tensor, mode: FakeTensorMode | None) -> bool:
@@ -172,6 +195,19 @@ def average_buckets(replica: DistributedDataParallel, on_bucket: Callable[[Tenso
     replica.register_comm_hook(on_bucket, lambda state, bucket: average(state, bucket))
     stand_in: Any = _SameBuckets(replica.reducer)
     replica.reducer = stand_in
+
+
+@contextmanager
+def agreed_stages() -> Iterator[None]:
+    """Let pipeline stages take the shapes they were made with, and expect gradients, without asking other ranks."""
+    schedules: Any = import_module("torch.distributed.pipelining.schedules")  # takes a while
+
+    def agree(schedule: object, stages: list[Any], *_: object) -> None:
+        for stage in stages:
+            stage._inference_mode = schedules.InferenceMode.STATIC
+
+    with patch.object(schedules._PipelineSchedule, "_warmup_p2p", agree), patch.object(UnreachedStages, "settle"):
+        yield
 
 
 class _SameBuckets:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ _COLLECTIVES = {
     "send": ("send", False),
 }
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_SHORT = 64
 _SMALL = 4096  # elements of a constant that is read at once: flags and counts of ranks
 
 
@@ -85,15 +87,12 @@ class LiveMemory(TorchDispatchMode):
         """Return the live bytes by kind."""
         return self._sums(self.moment)
 
-    def peak(self, since: int = 0) -> dict[str, int]:
-        """Return the live bytes by kind at the moment with the most of them, since a moment."""
-        total = most = 0
-        at = since
-        for index, (_, change) in enumerate(self._changes):
-            total += change
-            if index + 1 >= since and total > most:
-                most, at = total, index + 1
-        return self._sums(at)
+    def peaks(self, moments: Sequence[int]) -> list[dict[str, int]]:
+        """Return the live bytes by kind at the moment with the most of them, for each time between two moments."""
+        totals = [0, *itertools.accumulate(change for _, change in self._changes)]
+        return [
+            self._sums(max(range(begin, end + 1), key=totals.__getitem__)) for begin, end in itertools.pairwise(moments)
+        ]
 
     def _sums(self, moment: int) -> dict[str, int]:
         found = dict.fromkeys(KINDS, 0)
@@ -172,6 +171,8 @@ class LiveMemory(TorchDispatchMode):
 
     def _is_of_host(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether an operation is on constants that the program made of numbers, which it may read."""
+        if func is torch.ops.aten.arange.default:  # numbers of micro-batches
+            return kwargs.get("dtype") is None and isinstance(args[0], int) and args[0] <= _SHORT
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         if not tensors or any(one.is_meta or belongs_to(one, self._fake) for one in tensors):
             return False

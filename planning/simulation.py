@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,18 +20,28 @@ from ..fabric import Fabric
 from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
 from ..strategies.ddp import DDPStrategy
 from ..strategies.ddp.replica import loss_tensor
+from ..strategies.mesh.pipeline.blocks import plan_stages
+from ..strategies.mesh.pipeline.shapes import shapes_of
+from ..strategies.mesh.tensor import auto
+from ..strategies.mesh.tensor.simulate import group_problem
 from ..strategies.optional import RunsWindows
+from ..strategies.sharded import ShardedStrategy
 from ..strategies.tree import leaves, map_leaves
-from .fake_world import average_buckets, fake_tensors, fake_world
+from .fake_world import agreed_stages, average_buckets, fake_tensors, fake_world, naming_reads
 from .live_memory import LiveMemory
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from ..strategies.mesh.tensor.graph import LinearGroup
+
 __all__ = ["Training", "Usage", "measure", "simulate"]
 
 # Any in this file: batches, and what users' steps return.
 
+_MOST_COMPUTED = 1 << 22  # parameters of a block that is computed with to compare
+_PARTS = 8  # of the passes of a step, of which each has its moment with the most bytes
+_MOST_TENSORS = 16  # that a block gets beside its hidden state
 _NOTHING = nullcontext()
 BuildOptimizers = Callable[[nn.Module], Any]
 
@@ -46,6 +57,7 @@ class Training:
         optimizers: Makes the optimizers of a module; None: its `configure_optimizers`, or AdamW without one.
         accumulate: Micro-batches per optimizer step.
         loss: Returns the loss of a module on a batch; None: its `training_step`, or what its forward returns.
+        blocks: Name of a list of repeated blocks, and how many of them are left; None: the whole module.
     """
 
     build: Callable[[], nn.Module]
@@ -54,6 +66,7 @@ class Training:
     optimizers: BuildOptimizers | None = None
     accumulate: int = 1
     loss: Callable[[nn.Module, Any], Any] | None = None
+    blocks: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,18 +74,24 @@ class Usage:
     """What a rank holds and sends in an optimizer step.
 
     Attributes:
-        peak: Bytes by kind, at the moment of the second step with the most.
+        moments: Bytes by kind, at the moments with the most of each part of a step: parts of forward and backward
+            passes in equal numbers of operations, and the optimizer's step.
         after_backward: Bytes by kind, after the last backward pass of a step.
         sent: Bytes sent in rings in a step, by operation.
     """
 
-    peak: Mapping[str, float]
+    moments: Sequence[Mapping[str, float]]
     after_backward: Mapping[str, float]
     sent: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def peak(self) -> Mapping[str, float]:
+        """Bytes by kind, at the moment of the step with the most."""
+        return max(self.moments, key=lambda one: sum(one.values()))
+
+    @property
     def peak_bytes(self) -> float:
-        """The bytes at that moment."""
+        """The most bytes in a step."""
         return sum(self.peak.values())
 
     @property
@@ -93,10 +112,11 @@ def simulate(training: Training, strategy: str | Strategy, *, devices: int = 1, 
     Raises:
         ConfigError: The strategy refuses this training.
         ModuleError: It refuses the module.
-        Exception: Of the module; one of `fake_world.NEEDS_VALUES` where it reads values of tensors.
+        NeedsValues: The module reads values of tensors.
+        Exception: Of the module.
     """
     fake = fake_tensors()
-    with _quiet(), fake_world(devices, rank) as cluster:
+    with _quiet(), naming_reads(), patch.object(auto, "group_problem", _problem), fake_world(devices, rank) as cluster:
         fabric = Fabric(
             accelerator="cpu",
             strategy=strategy,
@@ -105,10 +125,16 @@ def simulate(training: Training, strategy: str | Strategy, *, devices: int = 1, 
             plugins=[cluster],
         )
         with torch.device("meta"):
-            module = fabric.precision.convert_module(training.build())
+            module = training.build()
+            if training.blocks is not None:
+                name, count = training.blocks
+                del cast("nn.ModuleList", module.get_submodule(name))[count:]
+            module = fabric.precision.convert_module(module)
         with fake:
             remove_memory(module)
             batch = map_leaves(training.batch, _without_memory)
+            if isinstance(fabric.strategy, ShardedStrategy):
+                _tell_shapes(fabric, _trained(module, training.loss), batch)
         live = LiveMemory(fake)
 
         def run(fabric: Fabric) -> Usage:
@@ -176,11 +202,12 @@ def _train(
         optimizer.zero_grad()
     _train_window(fabric, training, running, batch, step, live)
     live.hold((one.grad for one in original.parameters()), "gradients")
-    after_backward = live.now()
+    after_backward, middle = live.now(), live.moment
     with live.making("optimizer"):
         for optimizer in optimizers:
             fabric.optimizer_step(optimizer)
-    return Usage(live.peak(begin), after_backward, dict(live.sent))
+    ends = [begin + (middle - begin) * part // _PARTS for part in range(_PARTS + 1)]
+    return Usage(live.peaks([*ends, live.moment]), after_backward, dict(live.sent))
 
 
 def _train_window(
@@ -190,8 +217,9 @@ def _train_window(
     strategy = fabric.strategy
     with live.making("activations"):
         if strategy.traits.runs_windows and isinstance(strategy, RunsWindows):
-            batches = [batch] * training.accumulate
-            strategy.run_window(batches, lambda one, number, counts=True: step(one, number), _loss_of)
+            with agreed_stages() if dist.get_backend() == "fake" else nullcontext():
+                batches = [batch] * training.accumulate
+                strategy.run_window(batches, lambda one, number, counts=True: step(one, number), _loss_of)
             return
         for number in range(training.accumulate):
             is_last = number == training.accumulate - 1
@@ -264,6 +292,37 @@ def _forward_loss(module: nn.Module, batch: Any) -> Any:
     return output.loss if hasattr(output, "loss") else output
 
 
+def _tell_shapes(fabric: Fabric, module: nn.Module, batch: Any) -> None:
+    """Let pipeline stages know the shapes that they exchange, as a checkpoint does: no other rank sends any."""
+    strategy = fabric.strategy
+    assert isinstance(strategy, ShardedStrategy)
+    axes, stages = strategy.axes.resolve(fabric.world_size), strategy._lw_split.stages
+    if stages is None or axes.pp == 1:
+        return
+    plan = plan_stages(module, stages.options, axes.pp)
+    blocks, seen = list(module.get_submodule(plan.list).children()), {}
+
+    def note(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        hidden = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        seen[blocks.index(block)] = (list(hidden.shape), str(hidden.dtype).removeprefix("torch."))
+
+    handles = [blocks[first].register_forward_pre_hook(note, with_kwargs=True) for first in plan.bounds[1:-1]]
+    with fabric.precision.forward_context(), torch.no_grad():
+        step: Any = module.training_step
+        loss = _loss_of(step(batch, 0))
+    for handle in handles:
+        handle.remove()
+    ends = [None, *(seen[first] for first in plan.bounds[1:-1]), ([], str(loss.dtype).removeprefix("torch."))]
+    shapes = [
+        {shapes_of(batch): {stage: (ends[stage], ends[stage + 1]) for stage in stages.options.stages_of(rank, axes.pp)}}
+        for rank in range(axes.pp)
+    ]
+    # Nothing else is sent than hidden states, however many tensors blocks get beside them.
+    splits = [[first, count] for first in plan.bounds[1:-1] for count in range(_MOST_TENSORS)]
+    told = {"schedule": stages.options.schedule, "bounds": list(plan.bounds), "shapes": shapes}
+    strategy.load_state_dict({"pipeline": {**told, "splits": [splits] * axes.pp}})
+
+
 def remove_memory(module: nn.Module) -> None:
     """Replace parameters and buffers by ones without memory, in place; called within `fake_tensors`."""
     made: dict[Tensor, Tensor] = {}
@@ -289,6 +348,19 @@ def _without_memory(leaf: Any) -> Any:
         return leaf
     empty = torch.zeros if not leaf.is_floating_point() else torch.empty
     return empty(leaf.shape, dtype=leaf.dtype)
+
+
+def _problem(module: nn.Module, group: LinearGroup, tp: int) -> str | None:
+    """Return why layers cannot be split, as `group_problem`, but for large ones by their sizes only.
+
+    Numbers show whether a split computes the same: for layers of a few million parameters that takes seconds, and more
+    memory than a plan may take.
+    """
+    if sum(one.numel() for one in module.parameters()) <= _MOST_COMPUTED:
+        return group_problem(module, group, tp)
+    sizes = {name: cast("nn.Linear", module.get_submodule(name)) for name in (*group.sources, group.sink)}
+    uneven = [name for name in group.sources if sizes[name].out_features % tp]
+    return f"tp={tp} does not divide the features of {uneven[0]}" if uneven else None
 
 
 @contextmanager

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from ..data.module import DataModule
     from ..fabric.compiling import Compiler
+    from ..planning import Plan
     from ..protocols import AnyOutput, Batch, Loaders, StateDict
     from .behavior import Behavior
     from .loop.training_rng import TrainingRng
@@ -336,6 +337,32 @@ class Trainer(TrainerAttributes):
             with session.gradients():
                 self.fit_loop.run(session.run, session.put_back)
             session.finish()
+
+    def plan(
+        self,
+        model: nn.Module,
+        data: Loaders | DataModule = None,
+        *,
+        devices: int = 1,
+        num_nodes: int = 1,
+        memory: str | float | None = None,
+        bandwidth: str | float = "50GB",
+    ) -> Plan:
+        """Return what `fit` would need per device with each strategy; see `lw.plan`. Nothing is launched or trained.
+
+        Precision, accumulation and optimizers are those of the Trainer and module.
+
+        Args:
+            model: The module, which is not changed.
+            data: Training loader or DataModule, whose first batch is read; None: the module's loader.
+            devices: Number of devices per node, of any machine.
+            num_nodes: Number of nodes.
+            memory: Of a device: bytes, or a text such as "80GB"; None: unknown.
+            bandwidth: Bytes per second that a device sends to the next one in a ring.
+        """
+        from .plan_fit import plan_fit
+
+        return plan_fit(self, model, data, devices=devices, num_nodes=num_nodes, memory=memory, bandwidth=bandwidth)
 
     def validate(
         self,

@@ -1,0 +1,136 @@
+"""`loopwright plan train.py`: what the program's training would need with each strategy; nothing is trained."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from ...errors import LoopwrightError
+
+if TYPE_CHECKING:
+    from ...planning import Plan
+    from ...trainer import Trainer
+
+__all__ = ["plan"]
+
+# Any in this file: arguments of the user's Trainer.
+
+# The planned machine need not be this one.
+_HERE = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "logger": False}
+
+
+class _Planned(BaseException):
+    """Ends the program at its fit."""
+
+    def __init__(self, found: Plan) -> None:
+        super().__init__()
+        self.plan = found
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Run a program until its fit, print the plan of this fit, and return the exit code: 1 if nothing fits.
+
+    Args:
+        arguments: Arguments after `loopwright plan`.
+    """
+    parser = argparse.ArgumentParser(
+        prog="loopwright plan",
+        description="Run a program until it calls Trainer.fit, and print what that training would need per device with "
+        "each strategy: memory by kind, bytes sent per step, pipeline bubble, and the arguments to write. Nothing is "
+        "launched, trained or allocated. The exit code is 1 if nothing fits.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("program", help="the program; its arguments follow")
+    parser.add_argument("--devices", type=int, default=1, help="devices per node (default: 1)")
+    parser.add_argument("--num-nodes", type=int, default=1, help="nodes (default: 1)")
+    parser.add_argument("--memory", help="memory of a device, such as 80GB (default: unknown)")
+    parser.add_argument("--bandwidth", default="50GB", help="bytes per second between devices (default: 50GB)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+    try:
+        found = _plan_of(chosen)
+    except LoopwrightError as error:
+        sys.stderr.write(f"loopwright plan: {error}\n")
+        return 2
+    if found is None:
+        sys.stderr.write(f"loopwright plan: expected a call of Trainer.fit in {chosen.program}, got its end.\n")
+        return 2
+    if chosen.json:
+        sys.stdout.write(json.dumps(found.to_dict(), indent=2) + "\n")
+    else:
+        _print(found)
+    return 1 if found.best is None else 0
+
+
+def _plan_of(chosen: argparse.Namespace) -> Plan | None:
+    """Run the program until its fit; None if it does not call it."""
+    from ...trainer import Trainer
+
+    def fit(trainer: Trainer, model: Any, train: Any = None, *rest: Any, **given: Any) -> None:
+        datamodule = given.get("datamodule", rest[1] if len(rest) > 1 else None)
+        train = given.get("train_dataloaders", train)
+        data = train if datamodule is None else datamodule
+        raise _Planned(
+            trainer.plan(
+                model,
+                data,
+                devices=chosen.devices,
+                num_nodes=chosen.num_nodes,
+                memory=chosen.memory,
+                bandwidth=chosen.bandwidth,
+            )
+        )
+
+    arguments = [chosen.program, *(one for one in chosen.arguments if one != "--")]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(chosen.program)))
+    try:
+        with (
+            patch.object(Trainer, "__init__", _on_this_machine(Trainer.__init__)),
+            patch.object(Trainer, "fit", fit),
+            patch.object(sys, "argv", arguments),
+        ):
+            runpy.run_path(chosen.program, run_name="__main__")
+    except _Planned as planned:
+        return planned.plan
+    finally:
+        sys.path.pop(0)
+    return None
+
+
+def _on_this_machine(construct: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that takes the Trainer's arguments for any machine, and leaves out those that choose one."""
+
+    @functools.wraps(construct)
+    def on_this_machine(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if str(kwargs.get("precision")) in ("16-mixed", "16", "fp16"):
+            kwargs["precision"] = "bf16-mixed"  # of the same sizes; a CPU need not have the other one
+        construct(trainer, *args, **{**kwargs, **_HERE})
+
+    return on_this_machine
+
+
+def _print(found: Plan) -> None:
+    if not sys.stdout.isatty():
+        sys.stdout.write(f"{found}\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    heading, rows = found.cells()
+    table = Table(title=found.title, title_justify="left")
+    for index, name in enumerate(heading):
+        table.add_column(name, justify="right" if index else "left")
+    for row, cells in zip(found.rows, rows, strict=True):
+        table.add_row(*cells, style="bold" if row is found.best else "dim" if row.fits is False else None)
+    console = Console()
+    console.print(table)
+    for line in found.advice():
+        console.print(line, markup=False, highlight=False)

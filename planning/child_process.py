@@ -1,0 +1,76 @@
+"""`run_in_child`: calls a function in a process of its own, so that what it changes and loads ends with it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import TypeVar, cast
+
+import torch
+
+from ..errors import LaunchError
+
+__all__ = ["run_in_child"]
+
+T = TypeVar("T")
+
+
+def run_in_child(function: Callable[[], T]) -> T:
+    """Return what a function returns in a copy of this process; where processes cannot be copied, call it here.
+
+    Args:
+        function: Its result can be pickled.
+
+    Raises:
+        LaunchError: The process ended without a result.
+        Exception: Of the function, with its traceback as a note.
+    """
+    if not hasattr(os, "fork") or multiprocessing.current_process().daemon:
+        return function()
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(function, sender))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process.start()
+    sender.close()
+    try:
+        outcome = receiver.recv()
+    except EOFError:
+        process.join()
+        raise LaunchError(
+            f"Expected a result from the process that plans, got its end with exit code {process.exitcode}.",
+            fix="see its messages above; free memory of the host, or plan a smaller batch.",
+        ) from None
+    finally:
+        receiver.close()
+        process.join()
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return cast("T", outcome[0])
+
+
+def _run(function: Callable[[], object], sender: Connection) -> None:
+    torch.set_num_threads(1)  # threads of the parent are not copied: work that is given to them would wait for ever
+    outcome: object
+    try:
+        outcome = (function(),)
+        sender.send(outcome)
+    except BaseException as error:
+        error.add_note(f"--- in the process that plans ---\n{''.join(traceback.format_tb(error.__traceback__))}")
+        try:
+            pickle.loads(pickle.dumps(error))
+            outcome = error
+        except Exception:  # whatever the user's exception does when it is copied
+            outcome = RuntimeError(f"{type(error).__name__}: {error}")
+        sender.send(outcome)
+    finally:
+        sender.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

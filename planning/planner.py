@@ -1,0 +1,291 @@
+"""`plan`: what a training would need with each strategy and mesh, and which of them fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import ConfigError, LoopwrightError
+from ..fabric.choose import choose_strategy
+from ..strategies.mesh import MeshStrategy
+from ..strategies.mesh.pipeline.blocks import plan_stages
+from ..strategies.mesh.pipeline.options import Pipeline
+from ..strategies.optional import memory_shares
+from .child_process import run_in_child
+from .fake_world import NeedsValues
+from .formulas import bubble_fraction, bytes_per_parameter
+from .simulation import Training, Usage, simulate
+from .table import Plan, Row, read_size
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..strategies import Strategy
+
+__all__ = ["Choice", "choices", "plan", "plan_choices"]
+
+# Any in this file: batches, and arguments of strategies.
+
+_SHORT = (3, 5)  # blocks of the two short models from which a long one is extrapolated, for each stage
+_MOST_TP = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A strategy that may be chosen.
+
+    Attributes:
+        name: For people, and as `strategy=` where there is no other line.
+        line: The argument to write.
+        make: Returns the strategy; None: that of this name.
+        devices: Number of devices that it uses.
+        pp: Number of pipeline stages.
+    """
+
+    name: str
+    line: str
+    make: Callable[[], Strategy] | None = None
+    devices: int = 1
+    pp: int = 1
+
+    def strategy(self) -> Strategy | str:
+        """Return the strategy, or its name."""
+        return self.name if self.make is None else self.make()
+
+
+def plan(
+    build: Callable[[], nn.Module],
+    batch: Any,
+    *,
+    devices: int = 1,
+    num_nodes: int = 1,
+    memory: str | float | None = None,
+    precision: str | None = None,
+    optimizer: str | Callable[[nn.Module], Any] | None = None,
+    accumulate: int = 1,
+    loss: Callable[[nn.Module, Any], Any] | None = None,
+    bandwidth: str | float = "50GB",
+) -> Plan:
+    """Return what a training would need with each strategy and mesh. Nothing is launched, and nothing allocated.
+
+    Each row is a simulation: the strategy itself trains two steps of the module without memory, in a world of so many
+    ranks that is one process. Repeated blocks are extrapolated from two short models.
+
+    Args:
+        build: Returns the module, a `lw.Module` or any whose loss `loss` computes. It is called on the meta device.
+        batch: A batch of one process, as the loader of a rank returns it.
+        devices: Number of devices per node.
+        num_nodes: Number of nodes.
+        memory: Of a device: bytes, or a text such as "80GB"; None: unknown.
+        precision: As of the Trainer.
+        optimizer: "adamw", "adam", "sgd", "sgd-momentum", or a function of the module; None: that of the module's
+            `configure_optimizers`, else "adamw".
+        accumulate: Micro-batches per optimizer step; pipelines take at least as many as they have stages.
+        loss: Function of module and batch; None: the module's `training_step`, or what its forward returns.
+        bandwidth: Bytes per second that a device sends to the next one in a ring.
+
+    Raises:
+        ConfigError: An argument is invalid.
+    """
+    training = Training(build, batch, precision, _optimizer(optimizer), accumulate, loss)
+    return plan_choices(
+        training, choices(devices, num_nodes), memory=memory, bandwidth=bandwidth, devices=devices * num_nodes
+    )
+
+
+def plan_choices(
+    training: Training,
+    chosen: Sequence[Choice],
+    *,
+    devices: int,
+    memory: str | float | None = None,
+    bandwidth: str | float = "50GB",
+    limit_s: float | None = None,
+) -> Plan:
+    """Return the plan of a training with some strategies; see `plan`.
+
+    Args:
+        training: What is trained.
+        chosen: The strategies.
+        devices: Number of devices, of all nodes.
+        memory: See `plan`.
+        bandwidth: See `plan`.
+        limit_s: Seconds after which no further row begins; None: no limit.
+    """
+    total = None if memory is None else read_size(memory)
+    rate = read_size(bandwidth)
+    begin = time.monotonic()
+    rows: list[Row] = []
+    left_out: dict[str, str] = {}
+    for choice in chosen:
+        if limit_s is not None and time.monotonic() - begin > limit_s:
+            left_out[choice.name] = f"planning took more than {limit_s:g} s"
+            continue
+        try:
+            rows.append(_row(training, choice, total, rate))
+        except LoopwrightError as error:
+            left_out[choice.name] = error.what
+    return Plan(tuple(rows), devices, total, rate, left_out)
+
+
+# -- what is tried ---------------------------------------------------------------------------------------------------
+
+
+def choices(devices: int, num_nodes: int = 1) -> list[Choice]:
+    """Return the strategies for a number of devices per node, from the one that sends least to the one that sends most.
+
+    Layers are split within a node only.
+    """
+    size = devices * num_nodes
+    found = [Choice("single_device", 'strategy="single_device", devices=1')]
+    if size == 1:
+        return [*found, _recomputed("fsdp", 1)]
+    found += [_named("ddp", size), _named("fsdp", size), _recomputed("fsdp", size)]
+    for tp in sorted({2, min(devices, _MOST_TP)}):
+        if devices % tp == 0 and tp > 1:
+            found.append(_mesh(size, tp=tp))
+    for pp in (2, 4):
+        if size % pp == 0:
+            found.append(_mesh(size, pp=pp))
+    return found
+
+
+def _named(name: str, devices: int) -> Choice:
+    return Choice(name, f'strategy="{name}"', devices=devices)
+
+
+def _recomputed(name: str, devices: int) -> Choice:
+    line = "strategy=lw.FSDPStrategy(activation_checkpointing=True)"
+    return Choice(f"{name} + checkpointing", line, _checkpointing, devices)
+
+
+def _checkpointing() -> Strategy:
+    from ..strategies.fsdp import FSDPStrategy
+
+    return FSDPStrategy(activation_checkpointing=True)
+
+
+def _mesh(devices: int, *, tp: int = 1, pp: int = 1) -> Choice:
+    fsdp = devices // (tp * pp)
+    axes = {"pp": pp, "fsdp": fsdp, "tp": tp}
+    name = f"mesh:{','.join(f'{axis}={size}' for axis, size in axes.items() if size > 1)}"
+    # What verifies the first batch computes with values.
+    return Choice(name, f'strategy="{name}"', lambda: MeshStrategy(pp=pp, fsdp=fsdp, tp=tp, verify=False), devices, pp)
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _row(training: Training, choice: Choice, memory: float | None, bandwidth: float) -> Row:
+    """Return the row of a strategy."""
+    if choice.pp > 1:
+        training = dataclasses.replace(training, accumulate=max(training.accumulate, choice.pp))
+    try:
+        usage, note = run_in_child(lambda: _used(training, choice)), ""
+    except NeedsValues:
+        usage = run_in_child(lambda: _estimated(training, choice))
+        note = "activations are not counted: the module reads values of tensors"
+    return Row(
+        name=choice.name,
+        line=choice.line if choice.pp == 1 else f"{choice.line}, accumulate_grad_batches={training.accumulate}",
+        devices=choice.devices,
+        held=dict(usage.peak),
+        sent=usage.sent_bytes,
+        bubble=bubble_fraction(choice.pp, training.accumulate),
+        memory=memory,
+        bandwidth=bandwidth,
+        note=note,
+    )
+
+
+def _used(training: Training, choice: Choice) -> Usage:
+    """Return what the rank with the most uses; of a long model, extrapolated from two short ones."""
+    ranks = {0, (choice.pp - 1) * choice.devices // choice.pp}
+    return max((_of_rank(training, choice, rank) for rank in sorted(ranks)), key=lambda usage: usage.peak_bytes)
+
+
+def _of_rank(training: Training, choice: Choice, rank: int) -> Usage:
+    repeated = _repeated(training, choice.pp * _SHORT[1])
+    if repeated is None:
+        return simulate(training, choice.strategy(), devices=choice.devices, rank=rank)
+    name, length = repeated
+    counts = [choice.pp * count for count in _SHORT]
+    length = -(-length // choice.pp) * choice.pp  # stages of unequal length: the longest one counts
+
+    def shortened(count: int) -> Usage:
+        short = dataclasses.replace(training, blocks=(name, count))
+        return run_in_child(lambda: simulate(short, choice.strategy(), devices=choice.devices, rank=rank))
+
+    try:
+        few, more = map(shortened, counts)
+    except (IndexError, KeyError, AttributeError):  # its forward asks for the blocks that were left out
+        return simulate(training, choice.strategy(), devices=choice.devices, rank=rank)
+    factor = (length - counts[0]) / (counts[1] - counts[0])
+    return Usage(
+        [_line(one, other, factor) for one, other in zip(few.moments, more.moments, strict=True)],
+        _line(few.after_backward, more.after_backward, factor),
+        _line(few.sent, more.sent, factor),
+    )
+
+
+def _line(few: Mapping[str, float], more: Mapping[str, float], factor: float) -> dict[str, float]:
+    """Return what a number of blocks gives that lies `factor` times as far from `few` as `more` does."""
+    return {key: max(0.0, few[key] + factor * (more[key] - few[key])) for key in few}
+
+
+def _repeated(training: Training, most: int) -> tuple[str, int] | None:
+    """Return the name and length of the module's list of repeated blocks if it is longer than `most`."""
+    with torch.device("meta"):
+        module = training.build()
+    try:
+        name = plan_stages(module, Pipeline(), 1).list
+    except LoopwrightError:
+        return None
+    blocks = list(module.get_submodule(name).children())
+    shapes = {
+        (type(one), tuple((key, each.shape, each.requires_grad) for key, each in one.named_parameters()))
+        for one in blocks
+    }
+    return (name, len(blocks)) if len(shapes) == 1 and len(blocks) > most else None
+
+
+def _estimated(training: Training, choice: Choice) -> Usage:
+    """Return parameters, gradients and optimizer state by closed forms, where a module cannot be simulated."""
+    with torch.device("meta"):
+        module = training.build()
+    chosen = choice.strategy()
+    strategy = choose_strategy(chosen) if isinstance(chosen, str) else chosen
+    shares = memory_shares(strategy, choice.devices, 1)
+    each = bytes_per_parameter(training.precision or "32-true")
+    trained = sum(one.numel() for one in module.parameters() if one.requires_grad)
+    frozen = sum(one.numel() for one in module.parameters() if not one.requires_grad)
+    held = {
+        "parameters": (trained + frozen) * each.weight / shares.weights,
+        "gradients": trained * each.gradient / shares.gradients,
+        "optimizer": trained * each.optimizer / shares.optimizer,
+        "activations": 0.0,
+        "gathered": trained * each.gradient * shares.buckets,
+    }
+    return Usage([held], held, {})
+
+
+def _optimizer(wanted: str | Callable[[nn.Module], Any] | None) -> Callable[[nn.Module], Any] | None:
+    if not isinstance(wanted, str):
+        return wanted
+    makers: dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]] = {
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+    }
+    if wanted not in makers:
+        raise ConfigError(
+            f"Expected the name of an optimizer to plan with, got {wanted!r}.",
+            fix=f"pass one of {', '.join(makers)}, or a function of the module that returns the optimizer.",
+        )
+    make = makers[wanted]
+    return lambda module: make(module.parameters())

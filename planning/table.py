@@ -1,0 +1,189 @@
+"""`Plan` and `Row`: what a training would need with each strategy, as values, as JSON and as a table for people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from ..errors import ConfigError
+
+__all__ = ["Plan", "Row", "read_size", "show_size"]
+
+_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SPARE = 0.1
+_WIDE = ("parameters", "gradients", "optimizer", "activations", "gathered")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A strategy, and what a device needs with it.
+
+    Attributes:
+        name: Name of the strategy.
+        line: The Trainer's arguments to write.
+        devices: Number of devices that it uses.
+        held: Bytes by kind, at the moment of a step with the most: "parameters", "gradients", "optimizer",
+            "activations", and "gathered" (full parameters of sharded units, and buffers that are exchanged).
+        sent: Bytes that a device sends in a step.
+        bubble: Part of the time in which a pipeline stage waits.
+        memory: Bytes of a device; None if unknown.
+        bandwidth: Bytes per second from a device to the next.
+        note: What is not exact; else "".
+    """
+
+    name: str
+    line: str
+    devices: int
+    held: Mapping[str, float]
+    sent: float = 0.0
+    bubble: float = 0.0
+    memory: float | None = None
+    bandwidth: float = 50e9
+    note: str = ""
+
+    @property
+    def peak(self) -> float:
+        """The most bytes that a device holds in a step."""
+        return sum(self.held.values())
+
+    @property
+    def spare(self) -> float | None:
+        """Bytes of the device that are left at the peak; negative: that lack. None if its memory is unknown."""
+        return None if self.memory is None else self.memory - self.peak
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a tenth of the memory is left, for what kernels allocate and for gaps; None if it is unknown."""
+        return None if self.memory is None else self.peak <= (1 - _SPARE) * self.memory
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that sending takes in a step, if nothing is computed meanwhile."""
+        return self.sent / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a training would need; `str()` gives a table.
+
+    Attributes:
+        rows: One for each strategy that can be used, in the order in which they are preferred.
+        devices: Number of devices.
+        memory: Bytes of a device; None if unknown.
+        bandwidth: Bytes per second from a device to the next.
+        left_out: Strategies that cannot be used, and why.
+    """
+
+    rows: tuple[Row, ...]
+    devices: int
+    memory: float | None = None
+    bandwidth: float = 50e9
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Row | None:
+        """The row to use: the first that fits, of those with the most devices; None if nothing fits.
+
+        Without a known memory it is the first one.
+        """
+        fitting = [row for row in self.rows if row.fits is not False and not (self.memory and row.note)]
+        several = [row for row in fitting if row.devices > 1]
+        return next(iter(several or fitting), None)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain values, for JSON."""
+        rows = [
+            {**asdict(row), "peak": row.peak, "fits": row.fits, "spare": row.spare, "seconds": row.seconds}
+            for row in self.rows
+        ]
+        best = self.best
+        return {
+            "devices": self.devices,
+            "memory": self.memory,
+            "bandwidth": self.bandwidth,
+            "rows": rows,
+            "best": None if best is None else best.name,
+            "left_out": dict(self.left_out),
+        }
+
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """Return the heading and the rows of the table."""
+        heading = ["strategy", *_WIDE, "peak", "sent/step", "time", "bubble"]
+        if self.memory is not None:
+            heading.append("fits")
+        return heading, [self._cells_of(row) for row in self.rows]
+
+    def _cells_of(self, row: Row) -> list[str]:
+        found = [row.name, *(show_size(row.held.get(kind, 0.0)) for kind in _WIDE), show_size(row.peak)]
+        found += [show_size(row.sent), f"{1000 * row.seconds:.1f} ms" if row.sent else "-"]
+        found.append(f"{row.bubble:.0%}" if row.bubble else "-")
+        if row.spare is not None:
+            found.append(_verdict(row, row.spare))
+        return found
+
+    def advice(self) -> list[str]:
+        """Return the lines below the table: notes, what was left out, and what to write."""
+        lines = [f"{row.name}: {row.note}." for row in self.rows if row.note]
+        lines += [f"{name} is left out: {why}" for name, why in self.left_out.items()]
+        best = self.best
+        if best is not None:
+            lines.append(f"Write: lw.Trainer({best.line}{_devices_of(best)})")
+        elif self.rows:
+            least = min(self.rows, key=lambda row: row.peak)
+            lines.append(
+                f"Nothing fits with a tenth to spare. The least is {least.name} with {show_size(least.peak)}: use more "
+                "devices, a smaller micro-batch or shorter sequences, bf16-true, or train fewer parameters (LoRA)."
+            )
+        return lines
+
+    def __str__(self) -> str:
+        heading, rows = self.cells()
+        widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+        lines = []
+        for name, *cells in [heading, *rows]:
+            right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+            lines.append("  ".join([name.ljust(widths[0]), *right]))
+        return "\n".join([self.title, *lines, *self.advice()])
+
+    @property
+    def title(self) -> str:
+        """What the table shows."""
+        count = "1 device" if self.devices == 1 else f"{self.devices} devices"
+        of = "" if self.memory is None else f" of {show_size(self.memory)}"
+        return f"Per device at the peak of a step, on {count}{of}; time of sending at {show_size(self.bandwidth)}/s:"
+
+
+def _verdict(row: Row, spare: float) -> str:
+    if row.fits:
+        return f"yes, {show_size(spare)} left"
+    return f"no, {show_size(-spare)} lack" if spare < 0 else f"no, only {show_size(spare)} left"
+
+
+def _devices_of(row: Row) -> str:
+    return "" if "devices=" in row.line or row.devices == 1 else f", devices={row.devices}"
+
+
+def read_size(size: str | float) -> float:
+    """Return a number of bytes.
+
+    Args:
+        size: Bytes, or a text with a unit, such as "80GB" or "16GiB".
+
+    Raises:
+        ConfigError: The text has another form.
+    """
+    if not isinstance(size, str):
+        return float(size)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*?)(?:/s)?\s*", size)
+    if found is None or found[2].upper() not in _UNITS:
+        raise ConfigError(f"Expected a size such as '80GB', got {size!r}.", fix="pass bytes, or a text in GB or GiB.")
+    return float(found[1]) * _UNITS[found[2].upper()]
+
+
+def show_size(size: float) -> str:
+    """Return a size with a unit: "1.50 GB"."""
+    for unit in ("TB", "GB", "MB", "KB"):
+        if size >= _UNITS[unit]:
+            return f"{size / _UNITS[unit]:.2f} {unit.replace('K', 'k')}"
+    return f"{size:.0f} B"

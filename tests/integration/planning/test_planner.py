@@ -1,0 +1,129 @@
+"""Plans of whole models: extrapolated blocks, forwards that read values, strategies that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from measured_runs import LlamaTask, measured, training
+from torch import Tensor, nn
+
+import loopwright as lw
+from loopwright.cli import run
+from loopwright.planning import planner
+from loopwright.planning.child_process import run_in_child
+from loopwright.strategies.mesh import MeshStrategy
+
+BATCH = torch.zeros(4, 32, dtype=torch.int64)
+
+
+def build(blocks: int = 12) -> LlamaTask:
+    return LlamaTask(blocks=blocks)
+
+
+def test_a_plan_has_a_row_for_each_strategy_and_launches_nothing() -> None:
+    plan = lw.plan(lambda: build(4), BATCH, devices=2, memory="1GB")
+    names = ["single_device", "ddp", "fsdp", "fsdp + checkpointing", "mesh:tp=2", "mesh:pp=2"]
+    assert [row.name for row in plan.rows] == names
+    assert plan.left_out == {}
+    assert not torch.distributed.is_initialized()
+    single, ddp, fsdp, checkpointed, *_ = plan.rows
+    assert ddp.peak - single.peak == ddp.held["gathered"] > 0
+    assert fsdp.held["optimizer"] == pytest.approx(ddp.held["optimizer"] / 2, rel=0.01)
+    assert checkpointed.peak < fsdp.peak < ddp.peak
+    assert plan.rows[-1].bubble == pytest.approx(1 / 3)
+    assert plan.best is ddp
+    assert 'Write: lw.Trainer(strategy="ddp", devices=2)' in str(plan)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_a_long_model_is_extrapolated_from_two_short_ones(name: str) -> None:
+    task = training()
+    task = planner.Training(build, task.batch)
+    choice = next(one for one in planner.choices(2) if one.name == name)
+    extrapolated = planner.plan_choices(task, [choice], devices=2).rows[0]
+    whole = run_in_child(lambda: planner.simulate(task, name, devices=2))
+    assert extrapolated.peak == pytest.approx(whole.peak_bytes, rel=0.001)
+    assert extrapolated.sent == pytest.approx(whole.sent_bytes, rel=0.001)
+
+
+def test_stages_of_a_pipeline_hold_what_ranks_of_a_real_one_do() -> None:
+    task = training(accumulate=2)
+    make = lambda: MeshStrategy(pp=2, verify=False)  # noqa: E731
+    real = measured(task, make, 2)
+    for rank in (0, 1):
+        planned = run_in_child(lambda rank=rank: planner.simulate(task, make(), devices=2, rank=rank))
+        assert sum(planned.after_backward.values()) == pytest.approx(sum(real[rank].after_backward.values()), abs=2000)
+        assert planned.peak_bytes == pytest.approx(real[rank].peak_bytes, rel=0.01)
+
+
+class ReadsValues(LlamaTask):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * 2 if loss.item() > 1 else loss
+
+
+def test_a_forward_that_reads_values_falls_back_to_closed_forms_and_says_so() -> None:
+    plan = lw.plan(ReadsValues, BATCH, devices=2, memory="1GB")
+    ddp = plan.rows[1]
+    size = sum(one.numel() for one in ReadsValues().parameters())
+    assert sum(ddp.held.values()) == 20 * size
+    assert "activations are not counted" in str(plan)
+    assert plan.best is None
+
+
+def test_what_cannot_be_split_is_left_out_with_the_reason() -> None:
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        return module(batch).square().mean()
+
+    plan = lw.plan(lambda: nn.Linear(8, 8), torch.zeros(2, 8), devices=2, optimizer="sgd", loss=loss)
+    assert set(plan.left_out) == {"fsdp + checkpointing", "mesh:tp=2", "mesh:pp=2"}
+    assert plan.rows[0].held["optimizer"] == 0
+
+
+def test_an_error_of_the_module_is_raised() -> None:
+    class Broken(LlamaTask):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        lw.plan(Broken, BATCH)
+
+
+PROGRAM = """
+import sys
+import torch
+from measured_runs import LlamaTask
+import loopwright as lw
+
+def main():
+    loader = torch.utils.data.DataLoader(torch.zeros(8, 32, dtype=torch.int64), batch_size=4)
+    trainer = lw.Trainer(accelerator="gpu", devices=8, strategy="fsdp", precision="16-mixed", max_epochs=1)
+    trainer.fit(LlamaTask(sys.argv[1]), loader)
+
+main()
+raise SystemExit("it trained")
+"""
+
+
+def test_the_command_runs_a_program_until_its_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    code = run(["plan", "--memory", "1GB", "--json", str(program), "sgd"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert found["best"] == "single_device"
+    assert [row["held"]["optimizer"] for row in found["rows"]] == [0, 0]
+    assert run(["plan", "--memory", "1KB", str(program), "adam"]) == 1
+    assert "Nothing fits" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [program]
+
+
+def test_a_program_without_a_fit_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("")
+    assert run(["plan", str(program)]) == 2
+    assert "expected a call of Trainer.fit" in capsys.readouterr().err
