@@ -46,6 +46,7 @@ StepFunction: TypeAlias = Callable[..., Any]
 StateDict: TypeAlias = dict[str, Any]  # tensors, numbers, strings, and containers of these
 ParamGroup: TypeAlias = dict[str, Any]  # of an optimizer: its parameters and their options
 Owner: TypeAlias = object  # a listener or holder of settings: a module, a data module or a callback of the user's
+Closure: TypeAlias = Callable[[], object]  # evaluates the model for an optimizer, and returns the loss
 Options: TypeAlias = dict[str, Any]  # arguments by name, of a function or class that the user or a setting chooses
 
 

@@ -15,12 +15,15 @@ from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from functools import partial, wraps
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
 from ..errors import ConfigError, ModuleError, nearest
 from ..messages import warn
+from ..protocols import Owner, StateDict, Tree
+
+Hyperparameters: TypeAlias = Mapping[str, Any]  # of any type: arguments of a constructor
 
 
 class AttributeDict(dict[str, Any]):
@@ -57,10 +60,10 @@ HyperParameters = AttributeDict
 
 def save_hyperparameters(
     obj: Any,
-    *args: object,
+    *args: Tree,
     ignore: str | Iterable[str] | None = None,
     frame: FrameType | None = None,
-    given_hparams: Mapping[str, Any] | None = None,
+    given_hparams: Hyperparameters | None = None,
     logger: bool = True,
 ) -> None:
     """Save the arguments of an object's `__init__` in `obj._lw_hparams`.
@@ -100,7 +103,7 @@ def save_hyperparameters(
 
 
 @contextmanager
-def given_to(target: type[object], hparams: Mapping[str, Any]) -> Iterator[None]:
+def given_to(target: type, hparams: Hyperparameters) -> Iterator[None]:
     """Let `save_hyperparameters` of an object of a class keep these instead of the arguments of its constructor.
 
     A command line keeps the settings that it makes an object of: they can be written, and the object made again.
@@ -116,15 +119,15 @@ def given_to(target: type[object], hparams: Mapping[str, Any]) -> Iterator[None]
         _GIVEN.reset(token)
 
 
-_GIVEN: ContextVar[tuple[type[object], Mapping[str, Any]] | None] = ContextVar("_GIVEN", default=None)
+_GIVEN: ContextVar[tuple[type, Hyperparameters] | None] = ContextVar("_GIVEN", default=None)
 
 
-def _given_to(obj: object) -> Mapping[str, Any] | None:
+def _given_to(obj: Owner) -> Hyperparameters | None:
     given = _GIVEN.get()
     return given[1] if given is not None and isinstance(obj, given[0]) else None
 
 
-def _choose(obj: Any, args: tuple[Any, ...], arguments: dict[str, object], ignored: set[str]) -> tuple[object, str]:
+def _choose(obj: Owner, args: tuple[Tree, ...], arguments: StateDict, ignored: set[str]) -> tuple[Tree, str]:
     """Return the hyperparameters and the name of the argument that holds them."""
     if not args:
         return arguments, "kwargs"
@@ -138,7 +141,7 @@ def _choose(obj: Any, args: tuple[Any, ...], arguments: dict[str, object], ignor
             f"{', '.join(type(arg).__name__ for arg in objects)}.",
             fix="pass names as strings, or one dict, namespace, dataclass or OmegaConf object.",
         )
-    wanted = [name for name in args if name not in ignored]
+    wanted = [name for name in args if isinstance(name, str) and name not in ignored]
     unknown = [name for name in wanted if name not in arguments]
     if unknown:
         hint = nearest(unknown[0], arguments)
@@ -174,11 +177,11 @@ def _entries(container: Any, ignored: set[str]) -> Any:
     )
 
 
-def _is_omegaconf(container: Any) -> bool:
+def _is_omegaconf(container: Tree) -> bool:
     return type(container).__module__.startswith("omegaconf.")
 
 
-def without_omegaconf(values: dict[str, Any]) -> dict[str, Any]:
+def without_omegaconf(values: StateDict) -> StateDict:
     """Return the values with OmegaConf containers, as Hydra passes them, resolved and converted to plain containers."""
     if not any(map(_is_omegaconf, values.values())):
         return values
@@ -190,9 +193,9 @@ def without_omegaconf(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _init_arguments(obj: object, frame: FrameType | None) -> dict[str, object]:
+def _init_arguments(obj: Owner, frame: FrameType | None) -> StateDict:
     """Return the arguments of the constructors of `obj` on the call stack, from the given frame outward."""
-    arguments: dict[str, Any] = {}
+    arguments: StateDict = {}
     while frame is not None and _is_method_of(obj, frame):
         if frame.f_code.co_name == "__init__":
             names, _, keywords, values = inspect.getargvalues(frame)
@@ -202,7 +205,7 @@ def _init_arguments(obj: object, frame: FrameType | None) -> dict[str, object]:
     return arguments
 
 
-def _is_method_of(obj: object, frame: FrameType) -> bool:
+def _is_method_of(obj: Owner, frame: FrameType) -> bool:
     code = frame.f_code
     if code.co_argcount == 0:
         return False
@@ -210,7 +213,7 @@ def _is_method_of(obj: object, frame: FrameType) -> bool:
     return frame.f_locals.get(name) is obj
 
 
-def _warn_of_modules(hparams: dict[str, object]) -> None:
+def _warn_of_modules(hparams: StateDict) -> None:
     for name, value in hparams.items():
         if isinstance(value, nn.Module):
             warn(
@@ -219,7 +222,7 @@ def _warn_of_modules(hparams: dict[str, object]) -> None:
             )
 
 
-def _store(obj: Any, hparams: object, name: str, ignored: set[str], *, logger: bool) -> None:
+def _store(obj: Any, hparams: Tree, name: str, ignored: set[str], *, logger: bool) -> None:
     kept = getattr(obj, "_lw_hparams", None)
     hparams = _copy(hparams, partial(_copy_containers, copies={}))
     if isinstance(kept, AttributeDict) and isinstance(hparams, AttributeDict):
@@ -233,7 +236,7 @@ def _store(obj: Any, hparams: object, name: str, ignored: set[str], *, logger: b
     obj._lw_log_hyperparams = logger
 
 
-def _copy_containers(value: Any, copies: dict[int, Any]) -> Any:
+def _copy_containers(value: Any, copies: dict[int, Tree]) -> Any:
     """Return the value with its plain containers copied, also where one holds itself; `copies` are by id."""
     if id(value) in copies:
         return copies[id(value)]
@@ -257,7 +260,7 @@ def _copy_containers(value: Any, copies: dict[int, Any]) -> Any:
     return copied
 
 
-def _copy(hparams: Any, copy_value: Callable[[Any], Any] = copy.deepcopy) -> object:
+def _copy(hparams: Tree, copy_value: Callable[[Any], Tree] = copy.deepcopy) -> Tree:
     if not isinstance(hparams, dict):
         return copy_value(hparams)
     copied = AttributeDict()
@@ -279,7 +282,7 @@ else:
         `model.load_from_checkpoint(path)` would return another module and leave `model` as it is.
         """
 
-        def __get__(self, instance: object, owner: type | None = None) -> Any:  # Any: the method
+        def __get__(self, instance: Owner, owner: type | None = None) -> Any:  # Any: the method
             """Return the method of the class, on an instance one that raises."""
             method = super().__get__(instance, owner)
             if instance is None:

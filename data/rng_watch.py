@@ -8,7 +8,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,6 +16,8 @@ from ..protocols import Tree
 from .rng import KINDS, native, to_plain
 
 _WORDS = 624  # of the state of a Mersenne Twister, which Python's and NumPy's generators are
+
+State: TypeAlias = object  # of a generator, in a form that can be compared
 
 
 class RngWatch:
@@ -32,7 +34,7 @@ class RngWatch:
         wanted = set(kinds)
         self.kinds = [kind for kind in KINDS if kind in wanted]
         self._read = [_READERS[kind]() for kind in self.kinds]
-        self._before: list[Any] = []  # Any: a generator's state in a form that can be compared
+        self._before: list[Any] = []  # Any: a State, which each kind takes apart
 
     def begin(self) -> None:
         """Note where the generators are."""
@@ -62,7 +64,7 @@ def _unpacked(state: bytes, gauss: float | None) -> tuple[Tree, ...]:
 
 
 @cache
-def _read_python() -> Callable[[], Any]:
+def _read_python() -> Callable[[], State]:
     generator = getattr(random.random, "__self__", None)
     size = 4 + 4 * _WORDS
     offset = object.__basicsize__
@@ -77,7 +79,7 @@ def _read_python() -> Callable[[], Any]:
 
 
 @cache
-def _read_torch() -> Callable[[], Any]:
+def _read_torch() -> Callable[[], State]:
     generator = torch.default_generator
     memory = ctypes.c_char * generator.get_state().numel()
 
@@ -88,12 +90,12 @@ def _read_torch() -> Callable[[], Any]:
     return read
 
 
-def _read_numpy() -> Callable[[], Any]:
+def _read_numpy() -> Callable[[], State]:
     found: Any = None
     memory: Any = b""
     legacy = False
 
-    def read() -> Any:
+    def read() -> State:
         nonlocal found, memory, legacy
         numpy = sys.modules.get("numpy")
         if numpy is None:
@@ -110,7 +112,7 @@ def _read_numpy() -> Callable[[], Any]:
     return read
 
 
-_READERS: dict[str, Callable[[], Callable[[], Any]]] = {
+_READERS: dict[str, Callable[[], Callable[[], State]]] = {
     "python": _read_python,
     "numpy": _read_numpy,
     "torch": _read_torch,

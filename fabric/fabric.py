@@ -31,6 +31,7 @@ from ..errors import ArgumentTypeError, ConfigError, LaunchError
 from ..messages import warn
 from ..precision import MixedPrecision, Precision
 from ..precision.base import compute_gradients
+from ..protocols import Closure
 from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
 from ..strategies.optional import PlacesBatches, SetsUpTogether, changing, saves_shards, written_state
 from ..tracebacks import show_trimmed
@@ -667,7 +668,7 @@ class Fabric:
         is_plain = getattr(backward, "__func__", None) is Strategy.backward
         return compute_gradients if is_plain else backward
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> bool:
+    def optimizer_step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         """Step the optimizer.
 
         Returns:

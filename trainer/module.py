@@ -20,6 +20,7 @@ from ..data.hparams import HyperParameters, class_only, save_hyperparameters
 from ..data.move import move_to_device
 from ..errors import ModuleError
 from ..messages import warn
+from ..protocols import Closure
 from ..strategies.optional import HasMesh
 from .loop.optimizers import ManagedOptimizer, toggled
 
@@ -332,7 +333,7 @@ class Module(nn.Module):
         epoch: int,
         batch_idx: int,
         optimizer: Any,  # Any: torch's, or the wrapper that the trainer passes
-        optimizer_closure: Callable[[], Any] | None = None,  # Any: a loss, in the form that the optimizer expects
+        optimizer_closure: Closure | None = None,  # Any: a loss, in the form that the optimizer expects
     ) -> None:
         """Step the optimizer. The closure returns the loss, which is already computed; calling it is optional."""
         optimizer.step(closure=optimizer_closure)

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from ...errors import ModuleError
 from ...precision.base import evaluates_again
+from ...protocols import Closure
 from ...trainer.checkpointing import optimizer_record
 from ...trainer.loop.optimizers import ManagedOptimizer
 from ...trainer.run import FitRun
@@ -112,7 +113,7 @@ class _MockOptimizer(Optimizer):
         """Return an empty state."""
         return {}
 
-    def step(self, closure: Callable[[], object] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> None:  # type: ignore[override]
         """Call the closure."""
         if closure is not None:
             closure()
@@ -146,7 +147,7 @@ class LightningOptimizer(ManagedOptimizer):
         return self.optimizer
 
     @override
-    def step(self, closure: Callable[[], object] | None = None, **kwargs: object) -> Any:
+    def step(self, closure: Closure | None = None, **kwargs: object) -> Any:
         """Step, between the functions that a program has put around it."""
         if self._on_before_step is _count and self._on_after_step is _count:
             return super().step(closure, **kwargs)

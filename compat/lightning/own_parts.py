@@ -5,13 +5,13 @@ Loopwright's methods of these names take fewer arguments; here they accept Light
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any  # Any in this file: methods of the program, and what they take and return
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...protocols import Closure
 from ...strategies import Strategy
 from .enums import GradClipAlgorithmType
 from .overrides import find_own
@@ -104,7 +104,7 @@ def _optimizer_of(trainer: Trainer) -> Optimizer | None:
 
 
 def _optimizer_step(
-    trainer: Trainer, part: Any, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any
+    trainer: Trainer, part: Any, optimizer: Optimizer, closure: Closure | None = None, **kwargs: Any
 ) -> bool:
     """Step by the method of the program; its closure computes nothing where that was done already."""
     state = state_of(part)

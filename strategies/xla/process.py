@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import ConfigError, LaunchError, ModuleError
-from ...protocols import AnyTree, Batch, CheckpointPlugin, Cluster, StateDict, StepOutput, Tree
+from ...protocols import AnyTree, Batch, CheckpointPlugin, Closure, Cluster, StateDict, StepOutput, Tree
 from ..base import Strategy
 from ..parallel import ParallelStrategy
 from ..skip_init import SkipInit
@@ -424,7 +424,7 @@ class XLAProcessStrategy(ParallelStrategy):
         tensor.backward(*args, **kwargs)
         self._lw_has_gradients = True
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> bool:
+    def optimizer_step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         """Step the optimizer and execute the step's graph."""
         super().optimizer_step(optimizer, closure)
         if not self._lw_is_in_manual_step:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ...errors import ConfigError, ModuleError
 from ...messages import warn
 from ...precision.base import evaluates_again
-from ...protocols import StepOutput, TensorInFile
+from ...protocols import Closure, StepOutput, TensorInFile
 from ..run import FitRun, Run
 from .loss import read_loss
 from .optimizers import ManagedOptimizer
@@ -70,7 +70,7 @@ def reduce_gradients(run: Run, optimizer: Optimizer) -> None:
         run.fabric.strategy.average_gradients(parameters_of(optimizer))
 
 
-def step_in_manual(run: Run, optimizer: Optimizer, closure: Callable[[], object] | None) -> bool:
+def step_in_manual(run: Run, optimizer: Optimizer, closure: Closure | None) -> bool:
     """Step an optimizer that the module steps itself; return whether it stepped."""
     toggles = run.trainer._lw_toggles
     if toggles.toggled:
@@ -137,7 +137,7 @@ def give_back(run: Run) -> None:
         reshard(run.model)
 
 
-def _evaluating(run: Run, optimizer: Optimizer, closure: Callable[[], object]) -> Callable[[], object]:
+def _evaluating(run: Run, optimizer: Optimizer, closure: Closure) -> Callable[[], object]:
     """Return the closure with gradients that are averaged and unscaled, and seen by hooks.
 
     The loss is averaged, too, where the optimizer evaluates the model itself: it must decide alike on all ranks.
@@ -198,7 +198,7 @@ def _placed(gradient: Tensor | TensorInFile, parameter: Tensor) -> Tensor:
     return whole.to(parameter.device)
 
 
-def step_given(run: Run, optimizer: Optimizer, closure: Callable[[], object] | None) -> bool:
+def step_given(run: Run, optimizer: Optimizer, closure: Closure | None) -> bool:
     """Step for a module's own `optimizer_step` in automatic optimization.
 
     The closure evaluates the window for optimizers that do so themselves; else it only hands back the loss.

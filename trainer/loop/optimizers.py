@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.optim import Optimizer
 
 from ...errors import ModuleError
+from ...protocols import Closure
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,7 +58,7 @@ class ManagedOptimizer:
         self,
         optimizer: Optimizer,
         trainer: OptimizerOwner | None = None,
-        take_step: Callable[[Optimizer, Callable[[], object] | None], bool] | None = None,
+        take_step: Callable[[Optimizer, Closure | None], bool] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.num_steps = 0
@@ -73,7 +74,7 @@ class ManagedOptimizer:
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def step(self, closure: Callable[[], object] | None = None, **kwargs: object) -> Any:  # Any: the closure's
+    def step(self, closure: Closure | None = None, **kwargs: object) -> Any:  # Any: the closure's
         """Step the optimizer through precision and strategy.
 
         Args:

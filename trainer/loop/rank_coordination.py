@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from ...data.distributed.shard import Shard, merge_states
 from ...data.rng import capture_rng
 from ...data.sharded_iterable import ShardedIterable
 from ...errors import CheckpointError, ConfigError, DataError, ModuleError
+from ...protocols import AnyLoaders, Batch, StateDict, StepOutput, Tree
 from ...strategies.distributed.rendezvous import store
 from ...strategies.distributed.shards import has_parts
 from ...strategies.distributed.store_tree import StoreTree
@@ -55,7 +56,7 @@ T = TypeVar("T")
 # --- what must be equal --------------------------------------------------------------------------------------------
 
 
-def facts_of(fabric: Fabric, verb: str, module: nn.Module, arguments: Mapping[str, object]) -> dict[str, str]:
+def facts_of(fabric: Fabric, verb: str, module: nn.Module, arguments: Mapping[str, Tree]) -> dict[str, str]:
     """Return what must be the same on every rank, each fact as a short text."""
     # Where ranks have different layers, the strategy compares modules.
     same = {} if fabric.strategy.traits.has_stages else dict(module.named_parameters())
@@ -143,7 +144,7 @@ def distribute_loaders(loaders: StageLoaders, strategy: Strategy, *, splits: boo
     loaders.shard = shard
     loaders.agree = agree
 
-    def share(loader: Loaders) -> Any:  # Any: what is evaluated with
+    def share(loader: Loaders) -> AnyLoaders:
         if splits:
             _compare_listed(strategy, [loader])
         return shard_eval(loader, shard, share=strategy.broadcast)
@@ -195,7 +196,7 @@ def _compare_steps(run: FitRun) -> None:
         raise
 
 
-def check_first_batch(run: FitRun, batch: object) -> None:
+def check_first_batch(run: FitRun, batch: Batch) -> None:
     """Find out, once per run, whether ranks read what they should: their own share of one order.
 
     Args:
@@ -232,7 +233,7 @@ def check_first_batch(run: FitRun, batch: object) -> None:
         logger.warning(SAME_DATA, type(stream.loader).__name__)
 
 
-def _compare_listed(strategy: Strategy, loaders: Sequence[object]) -> None:
+def _compare_listed(strategy: Strategy, loaders: Sequence[Loaders]) -> None:
     """Compare what map-style data sets list their samples in: the order of the same samples must be the same.
 
     Samples that differ are none of our business: a data set may be another one on each rank, or hold paths of its rank.
@@ -269,7 +270,7 @@ def _compare_listed(strategy: Strategy, loaders: Sequence[object]) -> None:
 # --- states of the data ---------------------------------------------------------------------------------------------
 
 
-def gather_data(strategy: Strategy, state: dict[str, object]) -> dict[str, object]:
+def gather_data(strategy: Strategy, state: StateDict) -> StateDict:
     """Return the state of the data for a checkpoint, from those of all ranks where each has its own."""
     return merge_states(one_of_each_share(strategy, state)) if state.get("is_per_rank") else state
 
@@ -285,7 +286,7 @@ def one_of_each_share(strategy: Strategy, obj: T) -> list[T]:
 
 # --- meeting -------------------------------------------------------------------------------------------------------
 
-_last_meeting: tuple[object, int] = (None, -1)  # the store, and the number of the meeting in it
+_last_meeting: tuple[Tree, int] = (None, -1)  # the store, and the number of the meeting in it
 _PATIENCE_S = 2.0
 _MOST_NAMED = 16
 
@@ -329,7 +330,7 @@ def require_skip_everywhere(trainer: TrainerView) -> None:
 
 
 def _wait_for_all(
-    trainer: TrainerView, has_left: Callable[[dict[str, object], dict[str, object]], bool]
+    trainer: TrainerView, has_left: Callable[[StateDict, StateDict], bool]
 ) -> tuple[list[int], float | None] | None:
     """Wait until every rank has called this.
 
@@ -377,13 +378,13 @@ def _wait_for_all(
     return None
 
 
-def _is_training_on(theirs: dict[str, object], mine: dict[str, object]) -> bool:
+def _is_training_on(theirs: StateDict, mine: StateDict) -> bool:
     """Whether a rank at the same batch is past on_train_batch_start, or at a later one."""
     is_there = all(theirs.get(name) == mine.get(name) for name in ("stage", "epoch", "batch"))
     return _is_past(theirs, mine) or (is_there and theirs.get("hook") != "on_train_batch_start")
 
 
-def _is_past(theirs: dict[str, object], mine: dict[str, object]) -> bool:
+def _is_past(theirs: StateDict, mine: StateDict) -> bool:
     names = ("epoch", "batch")
     if theirs.get("stage") != "train" or any(name not in theirs or name not in mine for name in names):
         return False
@@ -415,7 +416,7 @@ def write_on_rank_zero(strategy: Strategy, write: Callable[[], None], what: str)
         )
 
 
-def require_full(checkpoint: dict[str, object], path: str | Path) -> None:
+def require_full(checkpoint: StateDict, path: str | Path) -> None:
     """Refuse a checkpoint with parts on other ranks that do not answer, after an error of this rank alone.
 
     Raises:
@@ -429,7 +430,7 @@ def require_full(checkpoint: dict[str, object], path: str | Path) -> None:
         )
 
 
-def ordered(strategy: Strategy, outputs: list[list[object]], loaders: Sequence[object]) -> list[list[object]]:
+def ordered(strategy: Strategy, outputs: list[list[StepOutput]], loaders: Sequence[Loaders]) -> list[list[StepOutput]]:
     """Return predictions of all ranks in the order of the data, on every rank.
 
     Args:
@@ -441,12 +442,12 @@ def ordered(strategy: Strategy, outputs: list[list[object]], loaders: Sequence[o
     return [in_loader_order(loader, [one[index] for one in everywhere]) for index, loader in enumerate(loaders)]
 
 
-def plain(arguments: Mapping[str, object]) -> dict[str, str]:
+def plain(arguments: Mapping[str, Tree]) -> dict[str, str]:
     """Return those arguments whose text is the same in every process: numbers, strings, and collections of these."""
     return {name: repr(value) for name, value in arguments.items() if _is_plain(value)}
 
 
-def _is_plain(value: object) -> bool:
+def _is_plain(value: Tree) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_plain(one) for one in value)
     return value is None or isinstance(value, bool | int | float | str)

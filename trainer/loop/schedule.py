@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from ...errors import ConfigError, ModuleError, nearest
 from ...messages import warn
-from ...protocols import Stateful
+from ...protocols import Stateful, StepFunction, Tree
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -23,6 +23,8 @@ _FORMS = (
 )
 _SAID_MISSING = -2
 _SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
+
+Returned: TypeAlias = object  # what configure_optimizers returned, in one of its forms or a wrong one
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class LRSchedulerConfig:
 
 
 def read_optimizers(
-    returned: object,
+    returned: Returned,
     *,
     is_automatic: bool,
     has_own_scheduler_step: bool,
@@ -86,7 +88,7 @@ def _wrong_form(detail: str) -> ModuleError:
     return ModuleError(f"configure_optimizers: {detail}.", fix=f"return {_FORMS}.")
 
 
-def _split(returned: object) -> tuple[list[Any], list[object]]:  # Any: checked by `read_optimizers`
+def _split(returned: Returned) -> tuple[list[Any], list[object]]:  # Any: checked by `read_optimizers`
     if returned is None:
         return [], []
     if isinstance(returned, Optimizer):
@@ -114,13 +116,13 @@ def _split(returned: object) -> tuple[list[Any], list[object]]:  # Any: checked 
     raise _wrong_form(f"expected an optimizer, got {_describe(returned)}")
 
 
-def _describe(returned: object) -> str:
+def _describe(returned: Returned) -> str:
     if isinstance(returned, Sequence) and not isinstance(returned, str):
         return f"{type(returned).__name__} of {[type(item).__name__ for item in returned]}"
     return type(returned).__name__
 
 
-def _split_dict(returned: Mapping[str, object]) -> tuple[list[object], list[object]]:
+def _split_dict(returned: Mapping[str, Tree]) -> tuple[list[object], list[object]]:
     if "optimizer" not in returned:
         raise _wrong_form(f"the dict has the keys {sorted(map(str, returned))} and no 'optimizer'")
     extra = set(returned) - {"optimizer", "lr_scheduler", "monitor"}
@@ -137,7 +139,7 @@ def _split_dict(returned: Mapping[str, object]) -> tuple[list[object], list[obje
     return [returned["optimizer"]], [scheduler]
 
 
-def _scheduler_config(raw: object, *, is_automatic: bool) -> LRSchedulerConfig:
+def _scheduler_config(raw: Tree, *, is_automatic: bool) -> LRSchedulerConfig:
     if not isinstance(raw, Mapping):
         return LRSchedulerConfig(raw, reduce_on_plateau=isinstance(raw, ReduceLROnPlateau))
     if "scheduler" not in raw:
@@ -197,9 +199,7 @@ def _check_scheduler(
         warn("OneCycleLR is stepped once per epoch; pass interval='step' if it counts steps")
 
 
-def step_scheduler(
-    config: LRSchedulerConfig, metric: Tensor | float | None, override: Callable[[object, object], None] | None
-) -> None:
+def step_scheduler(config: LRSchedulerConfig, metric: Tensor | float | None, override: StepFunction | None) -> None:
     """Step one schedule, through the module's own `lr_scheduler_step` where it has one."""
     if override is not None:
         override(config.scheduler, metric)
@@ -240,7 +240,7 @@ def step_plateaus(run: Run, epochs: int) -> None:
             _step_plateau(run, config, own)
 
 
-def _step_plateau(run: Run, config: LRSchedulerConfig, own: Callable[[object, object], None] | None) -> None:
+def _step_plateau(run: Run, config: LRSchedulerConfig, own: StepFunction | None) -> None:
     """Step a plateau schedule with its metric, unless it has had this very value before. On every rank."""
     name = config.monitor
     assert name is not None

@@ -17,6 +17,7 @@ from ...accelerators.matmul_precision import MATMUL_PRECISIONS
 from ...data.hparams import without_omegaconf
 from ...errors import ConfigError, Problems
 from ...fabric import Fabric
+from ...protocols import Tree
 from ..loop.non_finite import POLICIES
 
 if TYPE_CHECKING:
@@ -320,14 +321,14 @@ class Arguments:
         return problems
 
 
-def _interval_error(value: object) -> ConfigError:
+def _interval_error(value: Tree) -> ConfigError:
     return ConfigError(
         f"val_check_interval={value!r}.",
         fix="pass a number of batches >= 1, a fraction of an epoch in (0.0, 1.0], or a time such as '00:00:30:00'.",
     )
 
 
-def _time_error(name: str, value: object) -> ConfigError:
+def _time_error(name: str, value: Tree) -> ConfigError:
     return ConfigError(
         f"{name}={value!r}.",
         fix="pass 'DD:HH:MM:SS', a datetime.timedelta, or a dict of its arguments such as {'hours': 1}.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ....data.sources.base import NO_BATCH, NoBatch
-from ....protocols import Batch, StepOutput
+from ....protocols import Batch, Closure, StepOutput
 from ....trainer.loop.loss import Loss, read_loss
 from ....trainer.loop.manual import loss_in_manual
 from ....trainer.loop.shrink import ShrinkingWindow
@@ -128,7 +127,7 @@ class _Evaluation:
         return None if share is None else share.detach()
 
 
-def _take_step(run: FitRun, optimizer: Optimizer, closure: Callable[[], object] | None) -> bool:
+def _take_step(run: FitRun, optimizer: Optimizer, closure: Closure | None) -> bool:
     """Step an optimizer with a closure after which gradients are scaled and clipped."""
     plan = run.plan
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
-from ....protocols import AnyLoaders, StateDict
+from ....protocols import AnyLoaders, Closure, StateDict
 
 __all__ = [
     "CollectibleGroup",
@@ -92,7 +92,7 @@ OptimizerLRScheduler = Union[  # noqa: UP007
 class Steppable(Protocol):
     """What has a `step`, as optimizers do."""
 
-    def step(self, closure: Callable[[], object] | None = None) -> object:
+    def step(self, closure: Closure | None = None) -> object:
         """Take a step."""
 
 
