@@ -72,6 +72,29 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         raw.close()
 
 
+def append_whole(path: str | os.PathLike[str], data: bytes, *, creates: bool) -> None:
+    """Append all of the bytes or, on a failure, none of them: half a row would damage the next one.
+
+    Args:
+        path: The file.
+        data: What is appended.
+        creates: Whether a missing file is created; else it is an error.
+
+    Raises:
+        OSError: The disk is full, or the file is not writable or missing.
+    """
+    # Unbuffered, so that an error comes here and not when the file is closed.
+    with open(path, "ab" if creates else "r+b", buffering=0) as file:
+        start = file.seek(0, os.SEEK_END)
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(start)
+            raise
+
+
 def replace_file(path: str | os.PathLike[str], text: str) -> None:
     """Write a small text file so that a reader sees the old content or the new one, never a part."""
     with replacing(path) as file:

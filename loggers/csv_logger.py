@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from ..files import replacing
+from ..files import append_whole, replacing
 from ..remote import absolute_place
 from .base import Lock, Metrics, scalars
 from .folder import DEFAULT_NAME, FolderLogger, keep_old_file
@@ -168,7 +168,7 @@ class ExperimentWriter:
             if columns != self.metrics_keys or self._has_rows_to_drop:
                 self._rewrite(columns)
             cells = [{key: repr(value) for key, value in row.items()} for row in self.metrics]
-            _append(self.metrics_file_path, _text(cells, columns).encode())
+            append_whole(self.metrics_file_path, _text(cells, columns).encode(), creates=False)
             self._rows += len(cells)
             self._last_row = cells[-1]
             self.metrics.clear()
@@ -201,19 +201,6 @@ def _text(cells: list[dict[str, str]], columns: list[str]) -> str:
     text = io.StringIO()
     csv.DictWriter(text, columns, lineterminator="\n").writerows(cells)
     return text.getvalue()
-
-
-def _append(path: str, data: bytes) -> None:
-    # Unbuffered, so that an error comes here and not when the file is closed.
-    with open(path, "r+b", buffering=0) as file:
-        start = file.seek(0, os.SEEK_END)
-        rest = memoryview(data)
-        try:
-            while rest:
-                rest = rest[file.write(rest) :]
-        except OSError:
-            file.truncate(start)  # half a row would damage the next one
-            raise
 
 
 def _holds(path: str, state: StateDict) -> bool:

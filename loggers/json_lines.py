@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError
+from ..files import append_whole
 from ..remote import absolute_place
 from .base import Metrics, scalars
 from .folder import DEFAULT_NAME, FolderLogger, keep_old_file
@@ -161,14 +162,7 @@ class LineWriter:
         if not self._is_begun:
             self._begin()
         # Opened for each line, at 20 us: nothing to close, and to lose, in a process that ends as it likes.
-        with open(self.path, "ab", buffering=0) as file:
-            rest = memoryview(data)
-            try:
-                while rest:
-                    rest = rest[file.write(rest) :]
-            except OSError:
-                file.truncate(self._size)  # half a line would damage the next one
-                raise
+        append_whole(self.path, data, creates=True)
         self._size += len(data)
         self._checksum = zlib.crc32(data, self._checksum)
 

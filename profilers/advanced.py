@@ -8,9 +8,9 @@ import os
 import pstats
 from collections.abc import Sequence
 
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError
 from ..files import only_describes
-from .base import Profiler
+from .base import Profiler, not_started
 
 
 class AdvancedProfiler(Profiler):
@@ -105,11 +105,7 @@ class AdvancedProfiler(Profiler):
             ConfigError: No activity of this name is open.
         """
         if action_name not in self._lw_open:
-            raise ConfigError(
-                f"profiler.stop({action_name!r}) without a start{nearest(action_name, self._lw_open)}; open are: "
-                f"{self._lw_open}.",
-                fix="call start first, or use `with profiler.profile(name):`, which does both.",
-            )
+            raise not_started(action_name, self._lw_open)
         self.profiled_actions[self._lw_open[-1]].disable()
         last = len(self._lw_open) - 1 - self._lw_open[::-1].index(action_name)
         del self._lw_open[last]

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
+from ..errors import ConfigError, nearest
 from ..remote import is_url
 
 if TYPE_CHECKING:
@@ -253,3 +253,11 @@ def _read_ranks(ranks: Sequence[int]) -> frozenset[int]:
             f"profiler: ranks={ranks!r} holds no ranks.", fix="pass a list of numbers from 0, such as ranks=[0]."
         )
     return frozenset(chosen)
+
+
+def not_started(action_name: str, open_names: list[str]) -> ConfigError:
+    """Return the error for a stop of an activity that is not open."""
+    return ConfigError(
+        f"profiler.stop({action_name!r}) without a start{nearest(action_name, open_names)}; open are: {open_names}.",
+        fix="call start first, or use `with profiler.profile(name):`, which does both.",
+    )

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 
-from ..errors import ConfigError, nearest
-from .base import Profiler
+from .base import Profiler, not_started
 
 _NS_PER_S = 1e9
 _UNNAMED = "(outside of these)"
@@ -139,11 +138,7 @@ class SimpleProfiler(Profiler):
             if activity.name == action_name:
                 break
         else:
-            names = [activity.name for activity, _ in self._lw_open]
-            raise ConfigError(
-                f"profiler.stop({action_name!r}) without a start{nearest(action_name, names)}; open are: {names}.",
-                fix="call start first, or use `with profiler.profile(name):`, which does both.",
-            )
+            raise not_started(action_name, [activity.name for activity, _ in self._lw_open])
         del self._lw_open[index]
         duration = now - start
         activity.add(duration)
