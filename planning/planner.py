@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ..strategies import Strategy
 
-__all__ = ["Choice", "choices", "plan", "plan_choices"]
+__all__ = ["Choice", "choices", "plan", "plan_choices", "usage_of"]
 
 # Any in this file: batches, and arguments of strategies.
 
@@ -185,7 +185,7 @@ def _row(training: Training, choice: Choice, memory: float | None, bandwidth: fl
     if choice.pp > 1:
         training = dataclasses.replace(training, accumulate=max(training.accumulate, choice.pp))
     try:
-        usage, note = run_in_child(lambda: _used(training, choice)), ""
+        usage, note = run_in_child(lambda: usage_of(training, choice)), ""
     except NeedsValues:
         usage = run_in_child(lambda: _estimated(training, choice))
         note = "activations are not counted: the module reads values of tensors"
@@ -202,7 +202,7 @@ def _row(training: Training, choice: Choice, memory: float | None, bandwidth: fl
     )
 
 
-def _used(training: Training, choice: Choice) -> Usage:
+def usage_of(training: Training, choice: Choice) -> Usage:
     """Return what the rank with the most uses; of a long model, extrapolated from two short ones."""
     ranks = {0, (choice.pp - 1) * choice.devices // choice.pp}
     return max((_of_rank(training, choice, rank) for rank in sorted(ranks)), key=lambda usage: usage.peak_bytes)

@@ -1,19 +1,23 @@
-"""Memory of a training per device, computed from sizes: formulas of docs/strategies.md, and estimated activations."""
+"""Memory of a training per device, computed from sizes: formulas of docs/strategies.md, and simulated activations."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..planning.child_process import run_in_child
+from ..planning.fake_world import NeedsValues
 from ..planning.formulas import transformer_activation_bytes
+from ..planning.planner import choices, usage_of
+from ..planning.simulation import Training
 from ..strategies.traits import MemoryShares
-from .loss import chunk_size
+from .loss import chunk_size, find_parts, hidden_states
 from .model.adapters import add_adapters
-from .model.loading import base_dtype, read_config, skeleton
+from .model.loading import base_dtype, meta_model, read_config, skeleton
 from .settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -59,7 +63,7 @@ class MemoryPlan:
         gradients: Gradients after the backward pass.
         optimizer: Moments, and float32 copies of 16-bit parameters.
         buffers: Buckets in which gradients are reduced.
-        activations: Estimate for a micro-batch.
+        activations: Of a micro-batch, from a simulation.
         logits: Logits of a chunk of tokens, with their gradients.
         is_adamw: Whether the optimizer is one whose moments are known.
     """
@@ -160,14 +164,39 @@ def _moments(settings: TrainSettings) -> tuple[int, bool]:
 
 
 def _activations(settings: TrainSettings, sizes: Sizes, width: int) -> float:
-    """Return the bytes of a micro-batch's activations."""
-    return transformer_activation_bytes(
-        settings.micro_batch * settings.max_length,
-        sizes.hidden,
-        sizes.layers,
-        element_bytes=width,
-        is_checkpointed=settings.gradient_checkpointing,
+    """Return the bytes of a micro-batch's activations before the output layer, from a simulation of a step."""
+    shape = (settings.micro_batch, settings.max_length)
+    ids = torch.zeros(shape, dtype=torch.int64)
+    precision = settings.precision
+    if isinstance(precision, str) and precision.startswith(("16", "fp16")):
+        precision = f"bf{precision.removeprefix('fp')}"  # of equal sizes: a CPU need not have float16
+    training = Training(
+        lambda: meta_model(settings.model_settings()).train(),
+        (ids, ids),
+        None if precision is None else str(precision),
+        optimizers=lambda model: torch.optim.SGD(model.parameters()),
+        loss=sum_of_states,
     )
+    try:
+        moments = run_in_child(lambda: usage_of(training, choices(1)[0])).moments
+    except (NeedsValues, RuntimeError):  # a model that reads values, or runs on some devices only
+        return transformer_activation_bytes(
+            math.prod(shape),
+            sizes.hidden,
+            sizes.layers,
+            element_bytes=width,
+            is_checkpointed=settings.gradient_checkpointing,
+        )
+    return max(one["activations"] for one in moments)
+
+
+def sum_of_states(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return a sum over the hidden states that the output layer gets: logits are made in chunks, and counted apart."""
+    parts = find_parts(model)
+    if parts is None:
+        logits: Tensor = cast("Any", model)(input_ids=batch[0], use_cache=False).logits
+        return logits.sum()
+    return hidden_states(parts, *batch).sum()
 
 
 def _logits(settings: TrainSettings, sizes: Sizes) -> float:

@@ -96,9 +96,7 @@ def open_model(settings: ModelSettings) -> nn.Module:
             raise unreadable(settings, error) from error
         model.config.use_cache = False
         if settings.gradient_checkpointing:
-            # The other form of torch needs inputs with gradients, which a frozen embedding does not give.
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+            _checkpoint_activations(model)
         adapted = model if settings.lora is None else add_adapters(model, settings.lora)
         return adapted.train()  # a folder opens in evaluation, in which blocks are not computed twice
 
@@ -145,7 +143,16 @@ def meta_model(settings: ModelSettings) -> nn.Module:
         MissingDependency: A package is not installed.
     """
     model = skeleton(settings)
+    if settings.gradient_checkpointing:
+        _checkpoint_activations(model)
     return model if settings.lora is None else add_adapters(model, settings.lora, has_values=False)
+
+
+def _checkpoint_activations(model: Any) -> None:
+    """Let a model of transformers compute the activations of its blocks again in the backward pass."""
+    # The other form of torch needs inputs with gradients, which a frozen embedding does not give.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def base_dtype(config: PretrainedConfig, settings: ModelSettings) -> torch.dtype:
