@@ -9,9 +9,8 @@ from difflib import get_close_matches
 from typing import Any, TypeAlias, TypeGuard
 
 from .settings import PROMPT_FIELDS, PROMPT_STYLES
+from .sources import Json, JsonObject
 
-Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | float | bool | None"
-Record: TypeAlias = Mapping[str, Json]
 Message: TypeAlias = "dict[str, Any]"  # Any: what a template reads, by the keys that it knows
 
 # Kind -> sets of keys, one of which a record of this kind has. In this order: some data sets have text beside others.
@@ -136,8 +135,10 @@ def to_example(value: Json, kind: str, style: str | None, *, has_template: bool)
     return _to_prompted(value, kind, style)
 
 
-def unread_keys(value: Record, kind: str, style: str | None, *, has_template: bool) -> list[str]:
+def unread_keys(value: Json, kind: str, style: str | None, *, has_template: bool) -> list[str]:
     """Return the keys of a record that its example does not depend on; arguments as of `to_example`."""
+    if not isinstance(value, Mapping):
+        return []
     read = {key for keys in KEYS[kind] for key in keys} | _MORE.get(kind, frozenset())
     is_chat = kind == "chat" or (kind != "text" and isinstance(value.get("prompt"), list))
     if is_chat or (kind in ("instruct", "completion") and style is None and has_template):
@@ -151,7 +152,7 @@ def unread_keys(value: Record, kind: str, style: str | None, *, has_template: bo
     return [key for key, part in value.items() if key not in read and part not in (None, "", [], {})]
 
 
-def _to_chat_completion(value: Record) -> Chat:
+def _to_chat_completion(value: JsonObject) -> Chat:
     """Read a prompt and a completion that are lists of messages."""
     completion = value["completion"]
     if isinstance(completion, str):
@@ -159,7 +160,7 @@ def _to_chat_completion(value: Record) -> Chat:
     return _chat(value, value["prompt"], completion)
 
 
-def _chat(value: Record, messages: Json, completion: Json = None) -> Chat:
+def _chat(value: JsonObject, messages: Json, completion: Json = None) -> Chat:
     """Return the chat of a record with what stands beside its messages.
 
     Args:
@@ -185,7 +186,7 @@ def _chat(value: Record, messages: Json, completion: Json = None) -> Chat:
     return Chat(read, _tools(value), first_trained, untrained, dict(options))
 
 
-def _tools(value: Record) -> list[Any] | None:
+def _tools(value: JsonObject) -> list[Any] | None:
     """Return descriptions of tools as OpenAI has them, of which JSON text and bare functions are made."""
     tools = _parsed(value.get("tools") or value.get("functions"), "tools")
     described = [tools] if isinstance(tools, Mapping) else _objects(tools or [])
@@ -196,7 +197,7 @@ def _tools(value: Record) -> list[Any] | None:
     return [{"type": "function", "function": tool} if bare else tool for tool, bare in wrapped] or None
 
 
-def _objects(value: Json) -> list[Record] | None:
+def _objects(value: Json) -> list[JsonObject] | None:
     """Return a list of objects as it is; None for anything else."""
     found = [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else None
     return found if found == value else None
@@ -284,7 +285,7 @@ def _part(part: Json, number: int) -> str:
     return text
 
 
-def _call(call: Json, number: int) -> Record:
+def _call(call: Json, number: int) -> JsonObject:
     """Return a call in OpenAI's form, with its arguments as an object or as the JSON text of one."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -302,7 +303,7 @@ def _call(call: Json, number: int) -> Record:
     return {"type": "function", **others, "function": named}
 
 
-def _from_prompt(value: Record, kind: str) -> Chat:
+def _from_prompt(value: JsonObject, kind: str) -> Chat:
     """Return messages for the chat template from instruct or completion data."""
     if kind == "instruct":
         parts = [_text(value, "instruction"), _optional(value, "input")]
@@ -315,7 +316,7 @@ def _from_prompt(value: Record, kind: str) -> Chat:
     return _chat(value, messages)
 
 
-def _history(value: Record, kind: str) -> list[list[str]]:
+def _history(value: JsonObject, kind: str) -> list[list[str]]:
     """Return earlier pairs of a prompt and an answer, which instruct data may have."""
     pairs = value.get("history") or [] if kind == "instruct" else []
     found = [pair for pair in pairs if _is_pair(pair)] if isinstance(pairs, list) else None
@@ -328,7 +329,7 @@ def _is_pair(value: Json) -> TypeGuard[list[str]]:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value)
 
 
-def _to_prompted(value: Record, kind: str, style: str | None) -> Prompted:
+def _to_prompted(value: JsonObject, kind: str, style: str | None) -> Prompted:
     if kind == "instruct" and style is None:
         raise NoTemplate("Expected a prompt_style or a tokenizer with a chat template for instruct data, got neither.")
     if _history(value, kind):
@@ -346,7 +347,7 @@ def _to_prompted(value: Record, kind: str, style: str | None) -> Prompted:
     return Prompted(pattern.format(**fields), answer)
 
 
-def _to_ids(value: Record) -> Ids:
+def _to_ids(value: JsonObject) -> Ids:
     ids, labels = value["input_ids"], value.get("labels")
     if not _is_ids(ids) or min(ids) < 0:
         raise BadRecord(f"Expected input_ids to be a list of token ids, got {_brief(ids)}.")
@@ -365,25 +366,25 @@ def _is_ids(value: Json) -> TypeGuard[list[int]]:
     return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
 
 
-def _text(value: Record, key: str) -> str:
+def _text(value: JsonObject, key: str) -> str:
     text = value[key]
     if not isinstance(text, str) or not text:
         raise BadRecord(f"Expected {key} to be a text, got {_brief(text)}.")
     return text
 
 
-def _optional(value: Record, key: str) -> str:
+def _optional(value: JsonObject, key: str) -> str:
     return _text(value, key) if value.get(key) else ""
 
 
-def _answer(value: Record, key: str) -> str:
+def _answer(value: JsonObject, key: str) -> str:
     answer = value[key]
     if not isinstance(answer, str) or not answer.strip():
         raise BadRecord(f"Expected an answer in {key}, got {_brief(answer)}.")
     return answer
 
 
-def _keys(value: Record) -> str:
+def _keys(value: JsonObject) -> str:
     return f"the keys {', '.join(map(str, value))}" if value else "no keys"
 
 

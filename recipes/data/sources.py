@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from ...errors import MissingDependency
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
+
+Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | float | bool | None"
+JsonObject: TypeAlias = Mapping[str, Json]
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 TEXT_SUFFIXES = frozenset(
@@ -41,7 +44,7 @@ class Record:
     """
 
     place: str
-    value: Any = None  # Any: whatever JSON holds
+    value: Json = None
     size: int = 0
     problem: str = ""
 
@@ -115,11 +118,11 @@ class _Json:
 
     def __init__(self, text: str) -> None:
         # Of an object with a key that is there twice: its id -> the object, which keeps the id, and the key.
-        self._twice: dict[int, tuple[dict[str, Any], str]] = {}
+        self._twice: dict[int, tuple[JsonObject, str]] = {}
         self._has_escapes = "\\u" in text  # the one way to write half of a character
-        self.value: Any = json.loads(text, object_pairs_hook=self._object)
+        self.value: Json = json.loads(text, object_pairs_hook=self._object)
 
-    def problem(self, part: Any) -> str:
+    def problem(self, part: Json) -> str:
         """Return why a part of the value cannot be used; empty if it can."""
         if self._twice and (key := self._find_twice(part)) is not None:
             return f"Expected each key once, got {key!r} twice: one of the values would be lost."
@@ -131,14 +134,14 @@ class _Json:
                 return f"Expected full characters, got \\u{half:04x}, half of a surrogate pair."
         return ""
 
-    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def _object(self, pairs: list[tuple[str, Json]]) -> JsonObject:
         found = dict(pairs)
         if len(found) < len(pairs):
             names = [name for name, _ in pairs]
             self._twice[id(found)] = found, next(name for at, name in enumerate(names) if name in names[:at])
         return found
 
-    def _find_twice(self, part: Any) -> str | None:
+    def _find_twice(self, part: Json) -> str | None:
         if isinstance(part, dict) and id(part) in self._twice:
             return self._twice[id(part)][1]
         inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
@@ -200,7 +203,7 @@ def _read_rows(file: Path, table: ParquetFile, size: int) -> Iterator[Record]:
             yield Record(f"{file}:row {number}", _present(value), share)
 
 
-def _present(value: Any) -> Any:
+def _present(value: Json) -> Json:
     """Return a value without the keys that are null: in a parquet file every object has the keys of all."""
     if isinstance(value, dict):
         return {key: _present(part) for key, part in value.items() if part is not None}
