@@ -24,7 +24,7 @@ from ...trainer.session import assemble
 from ...trainer.session.optimizers import build_optimizers
 from .attached import collect_attached, show_callbacks
 from .imports.absent import refuse
-from .part_state import state_of
+from .utilities.part_state import state_of
 
 if TYPE_CHECKING:
     import torch

@@ -15,9 +15,9 @@ from ...protocols import Closure
 from ...strategies import Strategy
 from .enums import GradClipAlgorithmType
 from .overrides import find_own
-from .part_state import state_of
 from .precision import computed
 from .strategies import EVENTS, STEPS, with_optimizer
+from .utilities.part_state import state_of
 
 if TYPE_CHECKING:
     from ...protocols import StepFunction

@@ -21,7 +21,7 @@ from ...trainer.loop.optimizers import ManagedOptimizer
 from ...trainer.module import Module
 from .imports.served import Served, serve, served
 from .overrides import find_own
-from .part_state import state_of
+from .utilities.part_state import state_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as ShardedDtypes

@@ -19,8 +19,8 @@ from ...trainer.loop.optimizers import ManagedOptimizer
 from .connectors import of_trainer
 from .imports.served import serve, served
 from .optimizers import replace_optimizers, replace_schedules
-from .part_state import state_of
 from .precision import computed, serve_precision
+from .utilities.part_state import state_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

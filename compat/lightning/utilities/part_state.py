@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...precision import Precision
-from ...strategies import Strategy
+from ....precision import Precision
+from ....strategies import Strategy
 
 if TYPE_CHECKING:
-    from ...protocols import StepFunction
-    from ...trainer.trainer import Trainer
+    from ....protocols import StepFunction
+    from ....trainer.trainer import Trainer
 
 __all__ = ["PartState", "state_of"]
 
