@@ -21,7 +21,7 @@ TESTS   ?= tests
 
 # What runs with torch 2.9 as well, in less than two minutes: devices, precisions, strategies, Fabric, and the Trainer.
 TORCH29 := $(addprefix tests/unit/,accelerators precision strategies fabric) \
-           $(patsubst %,tests/unit/trainer/%.py,loop/test_step loop/test_manual test_evaluate test_checkpoints test_precision test_limits) \
+           $(patsubst %,tests/unit/trainer/%.py,loop/test_window loop/test_manual test_evaluate test_checkpoints test_precision test_limits) \
            tests/integration/ddp/test_ddp.py tests/integration/fsdp/test_fsdp.py \
            tests/integration/strategies/test_conformance.py --ignore-glob "*deepspeed*"
 
