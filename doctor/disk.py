@@ -52,6 +52,19 @@ def _make(folder: Path, made: list[Path]) -> None:
         made.append(one)
 
 
+_OF_ONE_MACHINE = ("apfs", "btrfs", "ext", "overlay", "ramfs", "squashfs", "tmpfs", "xfs", "zfs")
+
+
+def judge_sharing(folder: Path, num_nodes: int) -> Finding:
+    """Return whether nodes may see one folder, by the kind of its file system."""
+    kind = _kind_of(folder.absolute())
+    value = f"{folder.absolute()} on {kind or 'an unknown file system'}, for {num_nodes} nodes"
+    if num_nodes == 1 or not kind.startswith(_OF_ONE_MACHINE):
+        return Finding(_SECTION, "shared folder", value)
+    advice = "choose a default_root_dir on a file system that all nodes share, or a URL: each node would have its own"
+    return Finding(_SECTION, "shared folder", value, Level.WARNING, advice)
+
+
 def judge_room(free: int, total: int) -> Finding:
     """Return whether there is room for checkpoints."""
     value = f"{show_size(free)} free of {show_size(total)}"
@@ -63,6 +76,12 @@ def judge_room(free: int, total: int) -> Finding:
 
 
 def _file_system(folder: Path) -> str:
+    kind = _kind_of(folder)
+    return f" ({kind})" if kind else ""
+
+
+def _kind_of(folder: Path) -> str:
+    """Return the kind of a folder's file system; "" if it is not known."""
     best, kind = "", ""
     try:
         lines = Path("/proc/self/mounts").read_text().splitlines()
@@ -73,7 +92,7 @@ def _file_system(folder: Path) -> str:
         place = place.replace("\\040", " ")
         if folder.is_relative_to(place) and len(place) >= len(best):
             best, kind = place, found
-    return f" ({kind})" if kind else ""
+    return kind
 
 
 def _links(scratch: Path) -> Finding:

@@ -100,7 +100,9 @@ class Usage:
         return sum(self.sent.values())
 
 
-def simulate(training: Training, strategy: str | Strategy, *, devices: int = 1, rank: int = 0) -> Usage:
+def simulate(
+    training: Training, strategy: str | Strategy, *, devices: int = 1, rank: int = 0, num_nodes: int = 1
+) -> Usage:
     """Return what a rank would hold and send, without memory for tensors, and without other processes.
 
     Args:
@@ -108,6 +110,7 @@ def simulate(training: Training, strategy: str | Strategy, *, devices: int = 1, 
         strategy: The strategy; an instance is used up.
         devices: Number of ranks.
         rank: The one that is measured.
+        num_nodes: Nodes that they are on.
 
     Raises:
         ConfigError: The strategy refuses this training.
@@ -116,11 +119,17 @@ def simulate(training: Training, strategy: str | Strategy, *, devices: int = 1, 
         Exception: Of the module.
     """
     fake = fake_tensors()
-    with _quiet(), naming_reads(), patch.object(auto, "group_problem", _problem), fake_world(devices, rank) as cluster:
+    with (
+        _quiet(),
+        naming_reads(),
+        patch.object(auto, "group_problem", _problem),
+        fake_world(devices, rank, num_nodes=num_nodes) as cluster,
+    ):
         fabric = Fabric(
             accelerator="cpu",
             strategy=strategy,
-            devices=devices,
+            devices=devices // num_nodes,
+            num_nodes=num_nodes,
             precision=training.precision,
             plugins=[cluster],
         )

@@ -59,17 +59,19 @@ def doctor(arguments: Sequence[str]) -> int:
             parser.error(f"--{name.replace('_', '-')} {getattr(given, name):g}: expected a number of at least 0")
 
     findings = examine(given.folder.expanduser(), disk_bytes=int(given.disk_size * 1e6), timeout_s=given.timeout)
-    levels = _print_json(findings) if given.json else _print_text(findings)
+    levels = print_json(findings) if given.json else print_text(findings)
     return 1 if "problem" in levels else 0
 
 
-def _print_json(findings: Iterable[Finding]) -> list[str]:
+def print_json(findings: Iterable[Finding]) -> list[str]:
+    """Print findings as one JSON document, and return their levels."""
     entries = [{**asdict(one), "level": one.level.value} for one in findings]
     sys.stdout.write(json.dumps(entries, indent=2) + "\n")
     return [str(entry["level"]) for entry in entries]
 
 
-def _print_text(findings: Iterable[Finding]) -> list[str]:
+def print_text(findings: Iterable[Finding]) -> list[str]:
+    """Print findings under their sections, and return their levels."""
     levels: list[str] = []
     section = None
     paint = wants_color(sys.stdout)

@@ -9,6 +9,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -26,12 +27,12 @@ __all__ = ["plan"]
 _HERE = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "logger": False}
 
 
-class _Planned(BaseException):
+class _Fit(BaseException):
     """Ends the program at its fit."""
 
-    def __init__(self, found: Plan) -> None:
+    def __init__(self, trainer: Trainer, model: Any, data: Any) -> None:
         super().__init__()
-        self.plan = found
+        self.trainer, self.model, self.data = trainer, model, data
 
 
 def plan(arguments: Sequence[str]) -> int:
@@ -53,15 +54,32 @@ def plan(arguments: Sequence[str]) -> int:
     parser.add_argument("--memory", help="memory of a device, such as 80GB (default: unknown)")
     parser.add_argument("--bandwidth", default="50GB", help="bytes per second between devices (default: 50GB)")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="simulate ranks of the program's strategy on these devices instead, and print what a start would refuse: "
+        "sizes, data, folder of checkpoints; the exit code is 1 if there is such a problem",
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
+    given: dict[str, Any] = {}
     try:
-        found = _plan_of(chosen)
+        fit = _fit_of(chosen, given)
+        if fit is None:
+            sys.stderr.write(f"loopwright plan: expected a call of Trainer.fit in {chosen.program}, got its end.\n")
+            return 2
+        if chosen.dry_run:
+            return _dry_run(fit, given, chosen)
+        found = fit.trainer.plan(
+            fit.model,
+            fit.data,
+            devices=chosen.devices,
+            num_nodes=chosen.num_nodes,
+            memory=chosen.memory,
+            bandwidth=chosen.bandwidth,
+        )
     except LoopwrightError as error:
         sys.stderr.write(f"loopwright plan: {error}\n")
-        return 2
-    if found is None:
-        sys.stderr.write(f"loopwright plan: expected a call of Trainer.fit in {chosen.program}, got its end.\n")
         return 2
     if chosen.json:
         sys.stdout.write(json.dumps(found.to_dict(), indent=2) + "\n")
@@ -70,48 +88,60 @@ def plan(arguments: Sequence[str]) -> int:
     return 1 if found.best is None else 0
 
 
-def _plan_of(chosen: argparse.Namespace) -> Plan | None:
-    """Run the program until its fit; None if it does not call it."""
+def _dry_run(fit: _Fit, given: dict[str, Any], chosen: argparse.Namespace) -> int:
+    """Print what a start of the program on the chosen devices would refuse, and return the exit code."""
+    from ...trainer.plan_fit import training_of
+    from .doctor import print_json, print_text
+    from .dry_run import findings_of
+
+    training, num_batches = training_of(fit.trainer, fit.model, fit.data)
+    findings = findings_of(
+        training,
+        fit.model,
+        given.get("strategy") or "auto",
+        devices=chosen.devices,
+        num_nodes=chosen.num_nodes,
+        num_batches=num_batches,
+        folder=Path(fit.trainer.default_root_dir),
+    )
+    levels = print_json(findings) if chosen.json else print_text(findings)
+    return 1 if "problem" in levels else 0
+
+
+def _fit_of(chosen: argparse.Namespace, given: dict[str, Any]) -> _Fit | None:
+    """Run the program until its fit; None if it does not call it. Its Trainer's own arguments are put into `given`."""
     from ...trainer import Trainer
 
     def fit(trainer: Trainer, model: Any, train: Any = None, *rest: Any, **given: Any) -> None:
         datamodule = given.get("datamodule", rest[1] if len(rest) > 1 else None)
         train = given.get("train_dataloaders", train)
         data = train if datamodule is None else datamodule
-        raise _Planned(
-            trainer.plan(
-                model,
-                data,
-                devices=chosen.devices,
-                num_nodes=chosen.num_nodes,
-                memory=chosen.memory,
-                bandwidth=chosen.bandwidth,
-            )
-        )
+        raise _Fit(trainer, model, data)
 
     arguments = [chosen.program, *(one for one in chosen.arguments if one != "--")]
     sys.path.insert(0, os.path.dirname(os.path.abspath(chosen.program)))
     try:
         with (
-            patch.object(Trainer, "__init__", _on_this_machine(Trainer.__init__)),
+            patch.object(Trainer, "__init__", _on_this_machine(Trainer.__init__, given)),
             patch.object(Trainer, "fit", fit),
             patch.object(sys, "argv", arguments),
         ):
             runpy.run_path(chosen.program, run_name="__main__")
-    except _Planned as planned:
-        return planned.plan
+    except _Fit as reached:
+        return reached
     finally:
         sys.path.pop(0)
     return None
 
 
-def _on_this_machine(construct: Callable[..., None]) -> Callable[..., None]:
+def _on_this_machine(construct: Callable[..., None], given: dict[str, Any]) -> Callable[..., None]:
     """Return a constructor that takes the Trainer's arguments for any machine, and leaves out those that choose one."""
 
     @functools.wraps(construct)
     def on_this_machine(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if str(kwargs.get("precision")) in ("16-mixed", "16", "fp16"):
             kwargs["precision"] = "bf16-mixed"  # of the same sizes; a CPU need not have the other one
+        given.update(kwargs)
         construct(trainer, *args, **{**kwargs, **_HERE})
 
     return on_this_machine
