@@ -129,6 +129,11 @@ def plan_choices(
             rows.append(_row(training, choice, total, rate))
         except LoopwrightError as error:
             left_out[choice.name] = error.what
+        except Exception as error:
+            # Whatever a module raises on its parts, where it runs as a whole.
+            if not rows or choice.make is None:
+                raise
+            left_out[choice.name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return Plan(tuple(rows), devices, total, rate, left_out)
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from measured_runs import LlamaTask, measured, training
+from tensor_models import MLP
 from torch import Tensor, nn
 
 import loopwright as lw
 from loopwright.cli import run
-from loopwright.planning import planner
+from loopwright.planning import planner, simulation
 from loopwright.planning.child_process import run_in_child
 from loopwright.strategies.mesh import MeshStrategy
 
@@ -127,3 +128,35 @@ def test_a_program_without_a_fit_is_an_error(tmp_path: Path, capsys: pytest.Capt
     program.write_text("")
     assert run(["plan", str(program)]) == 2
     assert "expected a call of Trainer.fit" in capsys.readouterr().err
+
+
+class WholeOnly(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.w1(x)
+        if hidden.shape[-1] != self.w1.out_features:
+            raise IndexError("only whole")
+        return self.w2(hidden * self.w3(x))
+
+
+def test_a_module_that_fails_in_parts_only_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_whole() -> LlamaTask:
+        task = build(2)
+        for block in task.model.blocks:
+            block.mlp = WholeOnly(64)
+        return task
+
+    monkeypatch.setattr(simulation, "_MOST_COMPUTED", 0)  # as of layers that are too large to compute with
+    plan = lw.plan(build_whole, BATCH, devices=2)
+    assert [row.name for row in plan.rows][:4] == ["single_device", "ddp", "fsdp", "fsdp + checkpointing"]
+    assert plan.left_out == {"mesh:tp=2": "IndexError: only whole"}
+
+
+def test_a_trainer_plans_with_its_precision_and_accumulation() -> None:
+    loader = torch.utils.data.DataLoader(torch.zeros(8, 32, dtype=torch.int64), batch_size=4)
+    module = LlamaTask()
+    trainer = lw.Trainer(accelerator="cpu", devices=1, precision="bf16-true", accumulate_grad_batches=2, logger=False)
+    row = trainer.plan(module, loader).rows[0]
+    size = sum(one.numel() for one in module.parameters())
+    assert row.held["optimizer"] == pytest.approx(2 * 2 * size, rel=0.01)
+    assert row.held["gradients"] == pytest.approx(2 * size, rel=0.01)
+    assert next(module.parameters()).dtype == torch.float32
