@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..messages import warn
 
 if TYPE_CHECKING:
     from .wrappers import FabricOptimizer
@@ -100,6 +101,31 @@ class Accumulation:
     def forget(self, window: Window) -> None:
         """Start a new window with the next micro-batch of these models."""
         self._windows.pop(tuple(map(id, window.models)), None)
+
+
+def refuse_within_window(
+    state: Mapping[str, object], accumulation: Accumulation | None, *, is_accumulating: bool
+) -> None:
+    """Raise or warn if an optimizer is saved while gradients wait for its step.
+
+    Args:
+        state: What is saved.
+        accumulation: The windows of `Fabric.accumulate`; None without any.
+        is_accumulating: Whether gradients were added under `Fabric.no_backward_sync` since the last step.
+
+    Raises:
+        ConfigError: See `Accumulation.refuse_save`.
+    """
+    from .wrappers import FabricOptimizer
+
+    optimizers = [obj for obj in state.values() if issubclass(type(obj), FabricOptimizer)]  # see its __class__
+    if accumulation is not None:
+        accumulation.refuse_save(cast("Sequence[FabricOptimizer]", optimizers))
+    if is_accumulating and optimizers:
+        warn(
+            "Fabric.save was called between fabric.no_backward_sync and the optimizer's step. The gradients that "
+            "are accumulated are not saved, so a resumed run lacks them: save after optimizer.step()."
+        )
 
 
 def _scale_gradients(models: Sequence[nn.Module], factor: float) -> None:

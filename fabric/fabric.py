@@ -8,7 +8,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,10 @@ from ..precision import MixedPrecision, Precision
 from ..precision.base import compute_gradients
 from ..protocols import Closure
 from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
-from ..strategies.optional import PlacesBatches, SetsUpTogether, changing, saves_shards, written_state
+from ..strategies.optional import PlacesBatches, SetsUpTogether, saves_shards, written_state
 from ..tracebacks import show_trimmed
 from .launch import InProcessLauncher
+from .modules import compiled, converted, run_by, uncompiled
 from .resolve import Environment, Parts, resolve
 from .seed import choose_rank_states, merge_rank_states, seed_everything
 from .state import bare, collect_state, put_back, put_back_state
@@ -404,16 +405,16 @@ class Fabric:
         check_module(module)
         check_optimizers("setup", optimizers)
         check_optimizers_of(module, optimizers)
-        module = self._compile(module, compile)
-        converted = self._convert(module, move_to_device)
+        module = compiled(module, self.strategy, compile)
+        module = converted(module, self.strategy, self.precision, moves=move_to_device)
         for optimizer in optimizers:
             self.precision.check_optimizer(optimizer)
         if isinstance(self.strategy, SetsUpTogether):
-            running, ready = self.strategy.setup_module_and_optimizers(converted, optimizers)
+            running, ready = self.strategy.setup_module_and_optimizers(module, optimizers)
         else:
-            running = self._run_by_strategy(converted, move_to_device)
+            running = run_by(self.strategy, module, moves=move_to_device)
             ready = [self.strategy.setup_optimizer(optimizer) for optimizer in optimizers]
-        result: list[Any] = [self.wrap_module(running, _uncompiled(converted))]
+        result: list[Any] = [self.wrap_module(running, uncompiled(module))]
         result += [FabricOptimizer.of(optimizer, self) for optimizer in ready]
         if scheduler is not None:
             result.append(FabricScheduler(scheduler, result[1:], self))
@@ -444,8 +445,9 @@ class Fabric:
 
         self._require_launch("setup_module")
         check_module(module)
-        module = self._convert(self._compile(module, compile), move_to_device)
-        wrapped = self.wrap_module(self._run_by_strategy(module, move_to_device), _uncompiled(module))
+        module = compiled(module, self.strategy, compile)
+        module = converted(module, self.strategy, self.precision, moves=move_to_device)
+        wrapped = self.wrap_module(run_by(self.strategy, module, moves=move_to_device), uncompiled(module))
         self._announce(wrapped)
         return wrapped
 
@@ -523,7 +525,8 @@ class Fabric:
             move_to_device: Whether to move parameters and buffers to the device.
         """
         self._require_launch("prepare_module")
-        return self._run_by_strategy(self._convert(module, move_to_device), move_to_device)
+        module = converted(module, self.strategy, self.precision, moves=move_to_device)
+        return run_by(self.strategy, module, moves=move_to_device)
 
     def prepare_optimizers(self, *optimizers: Optimizer) -> tuple[Optimizer, ...]:
         """Prepare optimizers as `setup_optimizers` does, without Fabric's wrappers.
@@ -536,34 +539,6 @@ class Fabric:
         for optimizer in optimizers:
             self.precision.check_optimizer(optimizer)
         return tuple(self.strategy.setup_optimizer(optimizer) for optimizer in optimizers)
-
-    def _convert(self, module: nn.Module, move_to_device: bool) -> nn.Module:
-        with changing(self.strategy, module):
-            module = self.precision.convert_module(module)
-        if move_to_device:
-            self.strategy.module_to_device(module)
-        else:
-            devices = sorted({str(parameter.device) for parameter in module.parameters()})
-            if len(devices) > 1:
-                warn(
-                    f"the parameters of {type(module).__name__} are on several devices: {', '.join(devices)}; they are "
-                    "not moved."
-                )
-        return module
-
-    def _compile(self, module: nn.Module, value: bool | Mapping[str, object]) -> nn.Module:
-        """Return the module compiled in place, if the user asked for it here or by torch.compile."""
-        if value is False and _uncompiled(module) is module and "_lw_compile_options" not in vars(module):
-            return module
-        from .compiling import compile_for_fabric  # not imported where nothing is compiled
-        from .wrappers import STEPS
-
-        return compile_for_fabric(module, self.strategy, value, STEPS)
-
-    def _run_by_strategy(self, module: nn.Module, move_to_device: bool) -> nn.Module:
-        if not move_to_device and type(self.strategy).setup_module is SingleDeviceStrategy.setup_module:
-            return module  # it would only move the module
-        return self.strategy.setup_module(module)
 
     # Any: a FabricModule and its FabricOptimizers, imported where they are made
     def _announce(self, module: Any, optimizers: Sequence[Any] = ()) -> None:
@@ -649,8 +624,9 @@ class Fabric:
         """
         # A step on several ranks that returned None takes part as well. (isinstance costs more, at every step.)
         loss: Tensor = tensor.zero if tensor.__class__ is NoLoss else tensor  # type: ignore[assignment]
-        if self._divisor is not None:
-            loss = self._share_of_window(loss)
+        if self._divisor is not None and self._window is not None:
+            self._window.has_gradients = True
+            loss = loss if self._divisor == 1 else loss / self._divisor
         if not self._scales:
             self.strategy.backward(loss, *args, **kwargs)
             return
@@ -820,12 +796,6 @@ class Fabric:
         size = micro_batch_size(loader)
         return accumulation_steps(global_batch_size, size, self.strategy.topology.data_size, loader=loader)
 
-    def _share_of_window(self, loss: Tensor) -> Tensor:
-        assert self._window is not None
-        assert self._divisor is not None
-        self._window.has_gradients = True
-        return loss if self._divisor == 1 else loss / self._divisor
-
     def _drop_window(self) -> None:
         if self._window is not None and self._accumulation is not None:
             self._accumulation.forget(self._window)
@@ -960,7 +930,10 @@ class Fabric:
         self._require_launch("save")
 
         def write() -> None:
-            self._refuse_within_window(state)
+            if self._accumulation is not None or self._is_accumulating:
+                from .accumulation import refuse_within_window
+
+                refuse_within_window(state, self._accumulation, is_accumulating=self._is_accumulating)
             content = collect_state(self.strategy, state, filter)
             if self.world_size > 1:
                 from .wrappers import is_wrapped
@@ -973,21 +946,6 @@ class Fabric:
                 self.write_content(content, path)
 
         self._run_on_all_ranks(write)
-
-    def _refuse_within_window(self, state: Mapping[str, object]) -> None:
-        """Raise or warn if an optimizer is saved while gradients wait for its step."""
-        if self._accumulation is None and not self._is_accumulating:
-            return
-        from .wrappers import FabricOptimizer
-
-        optimizers = [obj for obj in state.values() if issubclass(type(obj), FabricOptimizer)]  # see its __class__
-        if self._accumulation is not None:
-            self._accumulation.refuse_save(cast(Sequence[FabricOptimizer], optimizers))
-        if self._is_accumulating and optimizers:
-            warn(
-                "Fabric.save was called between fabric.no_backward_sync and the optimizer's step. The gradients that "
-                "are accumulated are not saved, so a resumed run lacks them: save after optimizer.step()."
-            )
 
     def write_content(self, content: StateDict, path: str | Path) -> None:
         """Write what `save` has collected; a subclass may change it first.
@@ -1219,12 +1177,6 @@ def _accepted(method: Callable[..., object], kwargs: dict[str, object]) -> dict[
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return kwargs
     return {name: value for name, value in kwargs.items() if name in parameters}
-
-
-def _uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module inside torch.compile's wrapper, whose parameters have the user's names."""
-    original: nn.Module = module.__dict__.get("_modules", {}).get("_orig_mod", module)
-    return original
 
 
 def _named(strategy: object) -> str:
