@@ -39,9 +39,11 @@ _SYNCHRONIZED = nullcontext()
 def train_window(run: FitRun, size: int) -> bool:
     """Train on the next window of micro-batches.
 
-        for each of them        fetch, on_train_batch_start, forward, loss, backward
+        for each of them        fetch, on_train_batch_start, forward, loss, backward; before the last backward: reduce
             after the last one  scale, clip, step; count; step the schedules
             log                 on_train_batch_end: callbacks, the module, loggers, checkpoints
+
+    Gradients are zeroed around the first forward pass: before it where no hook listens, which saves their memory.
 
     Args:
         run: The run; its stream has at least one batch on some rank.
@@ -54,7 +56,7 @@ def train_window(run: FitRun, size: int) -> bool:
     plan, stream, life, metrics, progress = run.plan, run.stream, run.lifecycle, run.metrics, run.progress
     sizes = metrics.sizes
     assert sizes is not None
-    plan.begin_window(size)
+    plan.begin_window(size)  # of its loss: what each micro-batch weighs
     held = None if plan.hold is None else plan.hold(run)
     metrics.window += 1
     metrics.step = progress.steps + 1
@@ -84,14 +86,14 @@ def train_window(run: FitRun, size: int) -> bool:
                 if index == first and plan.zeroes_early:
                     plan.zero_grad()
                 if has_batch:
-                    metrics.table = plan.table
+                    metrics.table = plan.table  # where self.log puts values
                     output = plan.training_step(batch, index)
                     metrics.table = metrics.nowhere
                 else:
                     output = run.fabric.strategy.without_data(run.model)
                 loss = plan.loss_and_backward(run, output, is_first=index == first, is_last=is_last)
         if has_batch:
-            if metrics.sized is batch:  # the module has logged a mean over the epoch
+            if metrics.sized is batch:  # its samples are counted: the module has logged a mean over the epoch
                 samples += metrics.size or 0
             else:
                 found = find_batch_size(batch)
@@ -111,7 +113,7 @@ def train_window(run: FitRun, size: int) -> bool:
                 plan.step_schedules(run)
             run.at_boundary = True
 
-        # Log.
+        # Log. Micro-batches that were held end with the last one.
         if held is not None:
             held.end_batch(batch, index, is_last=is_last)
         elif has_batch:
