@@ -182,8 +182,8 @@ def _mover(run: Run) -> Callable[..., Batch]:
     return CopyStream(run.fabric.to_device, run.device)
 
 
-def transfer_of(run: Run) -> Callable[[Batch, int], Batch]:
-    """Return (batch, dataloader_idx) -> batch on the device, through the user's transfer hooks."""
+def transfer_of(run: Run) -> Callable[..., Batch]:
+    """Return (batch, dataloader_idx=0) -> batch on the device, through the user's transfer hooks."""
     life, device = run.lifecycle, run.device
     before, move, after = (
         life.own("on_before_batch_transfer"),
@@ -192,7 +192,7 @@ def transfer_of(run: Run) -> Callable[[Batch, int], Batch]:
     )
     to_device = life.bracketed(_mover(run), f"[Strategy]{type(run.fabric.strategy).__name__}.batch_to_device")
 
-    def transfer(batch: Batch, dataloader_idx: int) -> Batch:
+    def transfer(batch: Batch, dataloader_idx: int = 0) -> Batch:
         if before is not None:
             batch = before(batch, dataloader_idx)
         batch = to_device(batch) if move is None else run.fabric.precision.convert_input(
@@ -207,15 +207,6 @@ def make_plan(run: FitRun, trainer: TrainerView) -> StepPlan:
     """Bind what one training step calls."""
     life, fabric = run.lifecycle, run.fabric
     optimizer = run.optimizers[0] if run.optimizers else None
-    has_hooks = any(
-        life.own(name) is not None
-        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-    )
-    if has_hooks:
-        with_index = transfer_of(run)
-        transfer: Callable[[Batch], Batch] = lambda batch: with_index(batch, 0)  # noqa: E731
-    else:
-        transfer = life.bracketed(_mover(run), f"[Strategy]{type(fabric.strategy).__name__}.batch_to_device")
     is_automatic = run.is_automatic
     run_window = _run_window(run) if is_automatic else None
     needs_closure = is_automatic and optimizer is not None and evaluates_again(optimizer)
@@ -228,7 +219,7 @@ def make_plan(run: FitRun, trainer: TrainerView) -> StepPlan:
     defers = fabric.world_size > 1 or fabric.strategy.traits.owns_optimizers
     needs_outputs = life.is_heard("on_train_batch_end")
     return StepPlan(
-        transfer=transfer,
+        transfer=transfer_of(run),
         training_step=bind_step(run, "training_step"),
         table=run.metrics.table_of("training_step"),
         loss_and_backward=loss_and_backward if is_automatic else loss_in_manual,
