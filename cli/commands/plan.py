@@ -48,7 +48,7 @@ def plan(arguments: Sequence[str]) -> int:
         "launched, trained or allocated. The exit code is 1 if nothing fits.",
         allow_abbrev=False,
     )
-    parser.add_argument("program", help="the program; its arguments follow")
+    parser.add_argument("program", help="the program; other arguments are passed to it, as are all those after --")
     parser.add_argument("--devices", type=int, default=1, help="devices per node (default: 1)")
     parser.add_argument("--num-nodes", type=int, default=1, help="nodes (default: 1)")
     parser.add_argument("--memory", help="memory of a device, such as 80GB (default: unknown)")
@@ -60,8 +60,9 @@ def plan(arguments: Sequence[str]) -> int:
         help="simulate ranks of the program's strategy on these devices instead, and print what a start would refuse: "
         "sizes, data, folder of checkpoints; the exit code is 1 if there is such a problem",
     )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    chosen = parser.parse_args(arguments)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    chosen, others = parser.parse_known_args(arguments[:end])
+    chosen.arguments = [*others, *arguments[end + 1 :]]
     given: dict[str, Any] = {}
     try:
         fit = _fit_of(chosen, given)
@@ -118,7 +119,7 @@ def _fit_of(chosen: argparse.Namespace, given: dict[str, Any]) -> _Fit | None:
         data = train if datamodule is None else datamodule
         raise _Fit(trainer, model, data)
 
-    arguments = [chosen.program, *(one for one in chosen.arguments if one != "--")]
+    arguments = [chosen.program, *chosen.arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(chosen.program)))
     try:
         with (

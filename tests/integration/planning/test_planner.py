@@ -118,9 +118,19 @@ def test_the_command_runs_a_program_until_its_fit(tmp_path: Path, capsys: pytest
     assert code == 0
     assert found["best"] == "single_device"
     assert [row["held"]["optimizer"] for row in found["rows"]] == [0, 0]
-    assert run(["plan", "--memory", "1KB", str(program), "adam"]) == 1
-    assert "Nothing fits" in capsys.readouterr().out
+    assert run(["plan", str(program), "adam", "--memory", "1KB"]) == 1
+    assert "on 1 device of 1.00 kB" in (out := capsys.readouterr().out)
+    assert "Nothing fits" in out
     assert list(tmp_path.iterdir()) == [program]
+
+
+def test_options_stand_anywhere_and_the_programs_are_passed_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("import sys; print(sys.argv[1:])")
+    assert run(["plan", str(program), "--lr", "0.1", "--devices", "4", "fit", "--", "--devices", "2"]) == 2
+    assert "['--lr', '0.1', 'fit', '--devices', '2']" in capsys.readouterr().out
 
 
 def test_a_program_without_a_fit_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
