@@ -73,7 +73,9 @@ def dry_run(
         has_trained = True
         if not isinstance(own, str):
             topology = own.topology
-            waiting += [number * devices // (topology.stage + 1) for number in range(topology.stage + 1)]
+            if rank == devices - 1:  # of the last stage
+                stages = topology.stage + 1
+                waiting += [number * devices // stages for number in range(stages)]
     checks = [
         Check(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}", what, bool(fix), fix)
         for (what, fix), ranks in found.items()

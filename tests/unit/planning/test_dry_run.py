@@ -31,8 +31,8 @@ class Net(lw.Module):
         return torch.optim.AdamW(self.parameters())
 
 
-def checks(strategy: Any, *, devices: int, num_batches: int = 4096, **options: Any) -> list[Any]:
-    training = Training(lambda: Net(**options), torch.randn(2, 64))
+def checks(strategy: Any, *, devices: int, num_batches: int = 4096, accumulate: int = 1, **options: Any) -> list[Any]:
+    training = Training(lambda: Net(**options), torch.randn(2, 64), accumulate=accumulate)
     return dry_run(training, strategy, devices=devices, num_batches=num_batches)
 
 
@@ -43,6 +43,13 @@ def test_a_start_on_many_ranks_that_works_is_simulated_on_the_first_and_the_last
     assert data.value == "8 batches an epoch for each of 512 ranks, of 4096"
     assert not ranks.is_problem
     assert not data.is_problem
+
+
+def test_the_first_rank_of_each_stage_is_simulated_too() -> None:
+    ranks, data, uneven = checks(MeshStrategy(fsdp=-1, pp=4), devices=64, num_batches=100, accumulate=4)
+    assert ranks.name == "ranks 0, 16, 32, 48, 63"
+    assert ranks.value.startswith("trains a step")
+    assert (data.value, uneven.value[:9]) == ("6 batches an epoch for each of 16 ranks, of 100", "4 batches")
 
 
 @pytest.mark.parametrize(
