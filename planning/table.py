@@ -11,7 +11,7 @@ from ..errors import ConfigError
 __all__ = ["Plan", "Row", "read_size", "show_size"]
 
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_SPARE = 0.1
+SPARE = 0.1
 _WIDE = ("parameters", "gradients", "optimizer", "activations", "gathered")
 
 
@@ -55,7 +55,7 @@ class Row:
     @property
     def fits(self) -> bool | None:
         """Whether a tenth of the memory is left, for what kernels allocate and for gaps; None if it is unknown."""
-        return None if self.memory is None else self.peak <= (1 - _SPARE) * self.memory
+        return None if self.memory is None else self.peak <= (1 - SPARE) * self.memory
 
     @property
     def seconds(self) -> float:

@@ -92,7 +92,16 @@ def _report_memory(session: Session, run: Run, error: Exception) -> str:
     optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in run.optimizers]
     report = memory_report(run.module, optimizers, device=run.device, error=error)
     advice = advise(report, shards=session.strategy.traits.shards_parameters)
-    return f"Loopwright: {run.device} is out of memory; {report.summary()}\nWhat takes less: {advice}."
+    text = f"Loopwright: {run.device} is out of memory; {report.summary()}\nWhat takes less: {advice}."
+    total, batch = report.device.get("total"), run.metrics.batch
+    if session.verb != "fit" or run.has_ranks or batch is None or total is None:  # others do not wait for a plan
+        return f"{text} trainer.plan(module, data, devices=..., memory=...) shows what fits." if run.has_ranks else text
+    from ..nearest_plan import nearest_that_fits
+
+    try:
+        return f"{text}\n{nearest_that_fits(session.trainer, run.module, batch, memory=total)}"
+    except Exception as second:  # of the user's module, which cannot run without memory: the first error is to be seen
+        return f"{text} A plan of what fits failed: {type(second).__name__}: {second}"
 
 
 def _notify(session: Session, run: Run, error: BaseException) -> None:

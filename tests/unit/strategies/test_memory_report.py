@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from toys import quiet
 
 import loopwright as lw
+from loopwright.planning.simulation import Training, simulate
 from loopwright.strategies.memory_report import memory_report
 
 WIDTH, ROWS = 256, 512
@@ -82,3 +84,19 @@ def test_what_a_backward_pass_has_freed_is_not_reported() -> None:
     found = sizes(fail("backward"))
     assert found["gradients"] == pytest.approx(3 * 4 * WIDTH * WIDTH / 2**20, abs=0.06)  # not that of `embed`
     assert found["activations"] < 4 * ROWS * WIDTH / 2**20
+
+
+@pytest.mark.slow
+def test_on_a_device_of_known_size_the_plan_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = 8e6
+    monkeypatch.setattr("loopwright.strategies.memory_report._device_stats", lambda _: {"total": int(memory)})
+    note = fail("forward")
+    (found,) = re.findall(r"on_oom='shrink'\), or a batch size of (\d+) in place of 512, on this device", note)
+    assert "What fits into 8.00 MB with a tenth to spare, by the plan:" in note
+
+    def peak(size: int) -> float:
+        training = Training(lambda: Blocks("nowhere"), [torch.randn(size, WIDTH)])
+        return simulate(training, "single_device").peak_bytes
+
+    assert peak(int(found)) <= 0.9 * memory < peak(512)
+    assert int(found) > 256
