@@ -21,11 +21,11 @@ from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
 from ..strategies.ddp import DDPStrategy
 from ..strategies.ddp.replica import loss_tensor
 from ..strategies.mesh.pipeline.blocks import plan_stages
+from ..strategies.mesh.pipeline.options import Pipeline
 from ..strategies.mesh.pipeline.shapes import shapes_of
 from ..strategies.mesh.tensor import auto
 from ..strategies.mesh.tensor.simulate import group_problem
-from ..strategies.optional import RunsWindows
-from ..strategies.sharded import ShardedStrategy
+from ..strategies.optional import RunsWindows, load_strategy_state
 from ..strategies.tree import leaves, map_leaves
 from .fake_world import agreed_stages, average_buckets, fake_tensors, fake_world, naming_reads
 from .live_memory import LiveMemory
@@ -42,6 +42,7 @@ __all__ = ["Training", "Usage", "measure", "simulate"]
 _MOST_COMPUTED = 1 << 22  # parameters of a block that is computed with to compare
 _PARTS = 8  # of the passes of a step, of which each has its moment with the most bytes
 _MOST_TENSORS = 16  # that a block gets beside its hidden state
+_PIPELINE = Pipeline()
 _NOTHING = nullcontext()
 BuildOptimizers = Callable[[nn.Module], Any]
 
@@ -57,6 +58,7 @@ class Training:
         optimizers: Makes the optimizers of a module; None: its `configure_optimizers`, or AdamW without one.
         accumulate: Micro-batches per optimizer step.
         loss: Returns the loss of a module on a batch; None: its `training_step`, or what its forward returns.
+        pipeline: As the strategy was given, where it has stages.
         blocks: Name of a list of repeated blocks, and how many of them are left; None: the whole module.
     """
 
@@ -66,6 +68,7 @@ class Training:
     optimizers: BuildOptimizers | None = None
     accumulate: int = 1
     loss: Callable[[nn.Module, Any], Any] | None = None
+    pipeline: Pipeline = _PIPELINE
     blocks: tuple[str, int] | None = None
 
 
@@ -142,8 +145,7 @@ def simulate(
         with fake:
             remove_memory(module)
             batch = map_leaves(training.batch, _without_memory)
-            if isinstance(fabric.strategy, ShardedStrategy):
-                _tell_shapes(fabric, _trained(module, training.loss), batch)
+            _tell_shapes(fabric, _trained(module, training.loss), batch, training.pipeline)
         live = LiveMemory(fake)
 
         def run(fabric: Fabric) -> Usage:
@@ -301,14 +303,12 @@ def _forward_loss(module: nn.Module, batch: Any) -> Any:
     return output.loss if hasattr(output, "loss") else output
 
 
-def _tell_shapes(fabric: Fabric, module: nn.Module, batch: Any) -> None:
+def _tell_shapes(fabric: Fabric, module: nn.Module, batch: Any, options: Pipeline) -> None:
     """Let pipeline stages know the shapes that they exchange, as a checkpoint does: no other rank sends any."""
-    strategy = fabric.strategy
-    assert isinstance(strategy, ShardedStrategy)
-    axes, stages = strategy.axes.resolve(fabric.world_size), strategy._lw_split.stages
-    if stages is None or axes.pp == 1:
+    pp = fabric.strategy.traits.model_axes.get("pp", 1)
+    if pp == 1:
         return
-    plan = plan_stages(module, stages.options, axes.pp)
+    plan = plan_stages(module, options, pp)
     blocks, seen = list(module.get_submodule(plan.list).children()), {}
 
     def note(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -323,13 +323,13 @@ def _tell_shapes(fabric: Fabric, module: nn.Module, batch: Any) -> None:
         handle.remove()
     ends = [None, *(seen[first] for first in plan.bounds[1:-1]), ([], str(loss.dtype).removeprefix("torch."))]
     shapes = [
-        {shapes_of(batch): {stage: (ends[stage], ends[stage + 1]) for stage in stages.options.stages_of(rank, axes.pp)}}
-        for rank in range(axes.pp)
+        {shapes_of(batch): {stage: (ends[stage], ends[stage + 1]) for stage in options.stages_of(rank, pp)}}
+        for rank in range(pp)
     ]
     # Nothing else is sent than hidden states, however many tensors blocks get beside them.
     splits = [[first, count] for first in plan.bounds[1:-1] for count in range(_MOST_TENSORS)]
-    told = {"schedule": stages.options.schedule, "bounds": list(plan.bounds), "shapes": shapes}
-    strategy.load_state_dict({"pipeline": {**told, "splits": [splits] * axes.pp}})
+    told = {"schedule": options.schedule, "bounds": list(plan.bounds), "shapes": shapes}
+    load_strategy_state(fabric.strategy, {"pipeline": {**told, "splits": [splits] * pp}})
 
 
 def remove_memory(module: nn.Module) -> None:
