@@ -63,9 +63,9 @@ def test_the_error_of_a_forward_pass_says_who_held_what() -> None:
     assert found["parameters"] == round(parameters, 1)
     assert found["optimizer states"] == round(2 * parameters, 1)
     assert found["gradients"] == 0
-    # Each block keeps its input and what goes into GELU: the first one's input is what `embed` returned.
-    one = 4 * ROWS * WIDTH / 2**20
-    assert found["activations"] == pytest.approx(7 * one, abs=0.06)
+    # Each block keeps its input and what goes into GELU. Other modules may be alive in this process.
+    for name, size in (("blocks.0", 1.0), ("blocks.1", 1.0), ("blocks.2", 1.0), ("embed", 0.5)):
+        assert f"{name} {size} MiB" in note
     assert "What takes less: Trainer(on_oom='shrink')" in note
 
 
@@ -81,9 +81,10 @@ def test_activations_belong_to_the_blocks_that_keep_them() -> None:
 
 
 def test_what_a_backward_pass_has_freed_is_not_reported() -> None:
-    found = sizes(fail("backward"))
+    note = fail("backward")
+    found = sizes(note)
     assert found["gradients"] == pytest.approx(3 * 4 * WIDTH * WIDTH / 2**20, abs=0.06)  # not that of `embed`
-    assert found["activations"] < 4 * ROWS * WIDTH / 2**20
+    assert "blocks." not in next(line for line in note.splitlines() if "activations" in line)
 
 
 @pytest.mark.slow
