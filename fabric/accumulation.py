@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..messages import warn
-
-if TYPE_CHECKING:
-    from .wrappers import FabricOptimizer
+from .wrappers import FabricOptimizer
 
 
 class Reader(Protocol):
@@ -116,11 +114,9 @@ def refuse_within_window(
     Raises:
         ConfigError: See `Accumulation.refuse_save`.
     """
-    from .wrappers import FabricOptimizer
-
     optimizers = [obj for obj in state.values() if issubclass(type(obj), FabricOptimizer)]  # see its __class__
     if accumulation is not None:
-        accumulation.refuse_save(cast("Sequence[FabricOptimizer]", optimizers))
+        accumulation.refuse_save(cast(Sequence[FabricOptimizer], optimizers))
     if is_accumulating and optimizers:
         warn(
             "Fabric.save was called between fabric.no_backward_sync and the optimizer's step. The gradients that "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from ...errors import LoopwrightError
+from .doctor import print_json, print_text
 
 if TYPE_CHECKING:
     from ...planning import Plan
@@ -92,7 +93,6 @@ def plan(arguments: Sequence[str]) -> int:
 def _dry_run(fit: _Fit, given: dict[str, Any], chosen: argparse.Namespace) -> int:
     """Print what a start of the program on the chosen devices would refuse, and return the exit code."""
     from ...trainer.plan_fit import training_of
-    from .doctor import print_json, print_text
     from .dry_run import findings_of
 
     training, num_batches = training_of(fit.trainer, fit.model, fit.data)

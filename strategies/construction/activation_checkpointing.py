@@ -73,7 +73,7 @@ def check_checkpointing(argument: str, policy: object) -> list[tuple[str, str]]:
     if policy is None or isinstance(policy, bool):
         return []
     if isinstance(policy, int | float):
-        what = f"Expected {argument}= to be a fraction from 0.0 to 1.0, got {policy!r}"
+        what = f"Expected {argument}= to be True, a fraction from 0.0 to 1.0, or a policy, got {policy!r}"
         return [] if isinstance(policy, float) and 0 <= policy <= 1 else [(what, f"pass {argument}=0.5, or True")]
     return check_policy(argument, policy)
 

@@ -133,7 +133,10 @@ class Reductions(lw.Callback, TorchDispatchMode):
             self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.namespace == "c10d" and "reduce" in func.__name__
+        # Integers are counts and digests that ranks compare.
+        tensors = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+        is_of_floats = any(isinstance(one, Tensor) and one.is_floating_point() for one in tensors)
+        self.count += func.namespace == "c10d" and "reduce" in func.__name__ and is_of_floats
         return func(*args, **(kwargs or {}))
 
 

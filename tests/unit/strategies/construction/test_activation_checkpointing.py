@@ -344,9 +344,9 @@ def test_a_fraction_of_the_blocks_keeps_its_activations(fraction: float, recompu
 
 @pytest.mark.parametrize("wanted", [2.0, -0.5, 1, 3])
 def test_a_fraction_beyond_all_blocks_is_refused(wanted: float) -> None:
-    with pytest.raises(ConfigError, match=f"fraction from 0.0 to 1.0, got {wanted}"):
+    with pytest.raises(ConfigError, match=f"a fraction from 0.0 to 1.0, or a policy, got {wanted}"):
         FSDPStrategy(activation_checkpointing=wanted)
-    with pytest.raises(ConfigError, match=f"fraction from 0.0 to 1.0, got {wanted}"):
+    with pytest.raises(ConfigError, match=f"a fraction from 0.0 to 1.0, or a policy, got {wanted}"):
         quiet(activation_checkpointing=wanted)
 
 

@@ -68,7 +68,7 @@ def test_the_longest_dimension_is_sharded(size: int) -> None:
             "flatten_parameters=True",
         ),
         (lambda: XLAFSDPStrategy(auto_wrap_policy=3), "Expected auto_wrap_policy= to be a policy, got 3"),
-        (lambda: XLAFSDPStrategy(activation_checkpointing=3), "to be a policy, got 3"),
+        (lambda: XLAFSDPStrategy(activation_checkpointing=3), "or a policy, got 3"),
         (lambda: XLAPrecision("16-mixed"), "precision='16-mixed'"),
     ],
 )
