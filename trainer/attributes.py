@@ -1,6 +1,6 @@
-"""`TrainerAttributes`, the base of `lw.Trainer`: what users, callbacks and modules read of a Trainer.
+"""`TrainerAttributes`, the base of `lw.Trainer`: the attributes that users, callbacks and modules read.
 
-Nothing here changes a run; some arguments and limits can be set under their own names.
+Reading them changes nothing in a run. Some arguments and limits can also be assigned, under the argument's name.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ class _Counts:
 
 
 class TrainerAttributes:
-    """The attributes of a Trainer that tell where its run is, what takes part in it, and what came of it.
+    """The attributes of a Trainer: the position of its run, the objects in it, and its results.
 
     Attributes:
-        behavior: What it does at its seams, where other libraries do something else.
-        fabric: The machine.
-        fit_loop: Runs epochs and steps; has their limits.
+        behavior: The functions that a layer for another library can replace.
+        fabric: The Fabric: devices, processes, strategy and precision.
+        fit_loop: Runs epochs and steps, and holds `max_epochs`, `min_epochs`, `max_steps` and `min_steps`.
         state: Verb, stage and status.
-        progress: What is completed.
-        callbacks: In the order in which they are called.
-        default_root_dir: Where logs and checkpoints go: a directory, or a URL.
+        progress: Counts of completed epochs, batches, steps, samples and tokens.
+        callbacks: The callbacks, in the order in which they are called.
+        default_root_dir: Directory or URL for logs and checkpoints.
         accumulate_grad_batches: Micro-batches per optimizer step.
     """
 
@@ -113,7 +113,7 @@ class TrainerAttributes:
 
     @property
     def parts(self) -> BehaviorParts:
-        """What the arguments were made into, for layers on top of the Trainer; programs do not need it."""
+        """The objects created from the arguments, for layers on top of the Trainer; programs do not need them."""
         from .behavior import BehaviorParts
 
         return BehaviorParts(self._lw_arguments, self._lw_loaders, self._lw_metrics, self._lw_output, self._lw_saving)
@@ -139,25 +139,25 @@ class TrainerAttributes:
 
     @property
     def _lw_itself(self) -> Self:
-        """This Trainer, also for those who know it weakly."""
+        """This Trainer itself, also when it is read through a weak reference."""
         return self
 
     def present_run(self) -> Run | None:
-        """Return what is happening now; None between two verbs."""
+        """Return the run in progress; None between two verbs."""
         return self._lw_run
 
     def latest_run(self) -> Run | None:
-        """Return the present run, or the last one."""
+        """Return the run in progress, else the last one; None before the first."""
         return self._lw_run or self._lw_last_run
 
     @property
     def _lw_reports_runs(self) -> bool:
-        """Whether this process tells of its runs in lines: on rank 0, without barebones; trials of a search do not."""
+        """Whether this process logs lines about its runs: on rank 0, without barebones, and not in a search's trial."""
         return self.is_global_zero and not self._lw_arguments.barebones
 
     @property
     def training_rng(self) -> TrainingRng:
-        """State of training's random number generators."""
+        """State of the random number generators of training."""
         if self._lw_training_rng is None:
             from .loop.training_rng import TrainingRng
 
@@ -170,12 +170,12 @@ class TrainerAttributes:
 
     @property
     def at_step_boundary(self) -> bool:
-        """Whether no window of micro-batches is under way, so that a checkpoint can be taken."""
+        """Whether no accumulation window is in progress, so that a checkpoint can be saved."""
         return self._lw_run is None or self._lw_run.at_boundary
 
     @property
     def validation_is_due(self) -> bool:
-        """Whether a validation follows right after the events of the present step."""
+        """Whether a validation runs right after the hooks of the current step."""
         return isinstance(self._lw_run, FitRun) and self.fit_loop.is_validation_due(self._lw_run)
 
     @property
@@ -185,7 +185,7 @@ class TrainerAttributes:
 
     @property
     def _lw_batches_until_max_samples(self) -> int | float:
-        """Micro-batches that `max_samples` leaves to each rank; infinity without that limit, or where it is unknown."""
+        """Micro-batches until `max_samples` on each rank; infinity without that limit, or if the number is unknown."""
         if self._lw_arguments.max_samples is None:
             return math.inf
         from .loop.data_limits import batches_until_limit
@@ -194,12 +194,12 @@ class TrainerAttributes:
 
     @property
     def val_check_batch(self) -> int | float:
-        """Training batches between two validations; infinity where time or the epoch's end decides."""
+        """Training batches between two validations; infinity if the interval is a time or there is no training data."""
         return self._lw_loaders.interval_batches
 
     @property
     def enable_validation(self) -> bool:
-        """Whether fit validates."""
+        """Whether fit validates: the module has a `validation_step`, and there is at least one validation batch."""
         data = self._lw_loaders.eval.get("validation")
         if data is None:
             return self._lw_loaders.waits_for_validation and self._lw_loaders.may_validate()
@@ -207,31 +207,31 @@ class TrainerAttributes:
 
     @property
     def current_epoch(self) -> int:
-        """Epochs completed."""
+        """Number of completed epochs, which is the index of the current epoch."""
         return self.progress.epochs
 
     @property
     def global_step(self) -> int:
-        """Training steps taken, however many optimizers there are; skipped steps do not count."""
+        """Number of training steps taken. A step of several optimizers counts once; skipped steps do not count."""
         return self.progress.global_step
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Latest value of everything logged: shape (), on the device. Reading one waits for the device.
+        """The latest value of each logged key: shape (), on the device. `float()` of one waits for the device.
 
-        With several ranks the value of a step is this rank's own: see `synchronize_metrics`.
+        With several ranks, the value of a step is this rank's; see `synchronize_metrics`.
         """
         return self._lw_metrics.callback_metrics()
 
     def _lw_may_log_at_epoch_end(self, name: str) -> bool:
-        """Whether the end of the present training epoch may bring a metric of this name."""
+        """Whether a metric of this name may be logged at the end of the current training epoch."""
         from .session.monitored import may_log_at_epoch_end
 
         return self._lw_run is not None and may_log_at_epoch_end(self._lw_run, name)
 
     @property
     def timeline(self) -> Timeline:
-        """Where the time of the present or last fit went, phase by phase; its settings hold for the next fit."""
+        """The time of the current or last fit, in seconds by phase. Its settings apply to the next fit."""
         if self._lw_timeline is None:
             from .timeline.timeline import Timeline
 
@@ -240,17 +240,17 @@ class TrainerAttributes:
         return self._lw_timeline
 
     def metric_step(self, name: str) -> int | None:
-        """Return the `global_step` at which `callback_metrics[name]` was computed; None where there is no such key."""
+        """Return the `global_step` at which `callback_metrics[name]` was computed; None for an unknown key."""
         return self._lw_metrics.metric_step(name)
 
     @property
     def logged_metrics(self) -> dict[str, float]:
-        """Host values that went to the loggers, the latest of each key."""
+        """The latest value of each key that was sent to the loggers, as host numbers."""
         return dict(self._lw_output.latest)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Host values for the bar: of the latest step where that waits for nothing, else of the last log boundary."""
+        """Host values for the progress bar: of the latest step if on the host, else of the last log boundary."""
         metrics = self._lw_metrics
         if self._lw_current_values is None or self._lw_current_values.metrics is not metrics:
             self._lw_current_values = self.behavior.current_values(metrics)
@@ -280,7 +280,7 @@ class TrainerAttributes:
 
     @property
     def precision(self) -> str:
-        """Precision as a string, such as "bf16-mixed"."""
+        """Name of the precision, such as "bf16-mixed"."""
         return str(self.fabric.precision.precision)
 
     @property
@@ -295,19 +295,19 @@ class TrainerAttributes:
 
     @property
     def model(self) -> nn.Module | None:
-        """The module as the strategy set it up."""
+        """The module as the strategy returned it, wrapped or sharded; None before the first run."""
         run = self.latest_run()
         return run.model if run is not None else None
 
     @property
     def lightning_module(self) -> nn.Module | None:
-        """The user's module."""
+        """The user's module; None before the first run."""
         run = self.latest_run()
         return run.module if run is not None else self._lw_spawned_module
 
     @property
     def datamodule(self) -> DataModule | None:
-        """The user's data module: that of the present or last run, or one that was assigned since."""
+        """The user's data module, of the current or last run, or the one assigned since; None without one."""
         if self._lw_assigned_datamodule is not None:
             return self._lw_assigned_datamodule
         run = self.latest_run()
@@ -319,19 +319,19 @@ class TrainerAttributes:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Optimizers of the present or last fit."""
+        """Optimizers of the current or last fit; empty in an evaluation, and after one of another module."""
         run = self.latest_run()
         return list(run.optimizers) if run is not None else []
 
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        """Schedules of the present or last fit."""
+        """Schedules of the current or last fit; empty in an evaluation, and after one of another module."""
         run = self.latest_run()
         return run.schedulers if run is not None else []
 
     @property
     def logger(self) -> Logger | None:
-        """First logger, or None."""
+        """The first logger; None without loggers. Assigning one replaces all loggers."""
         return self.loggers[0] if self.loggers else None
 
     @logger.setter
@@ -349,7 +349,7 @@ class TrainerAttributes:
 
     @property
     def log_dir(self) -> str | None:
-        """Directory of the first logger; `default_root_dir` without loggers."""
+        """Directory of the first logger; `default_root_dir` without loggers, or if the logger writes no local files."""
         if not self.loggers:
             return self.default_root_dir
         first = self.loggers[0]
@@ -358,7 +358,7 @@ class TrainerAttributes:
 
     @property
     def checkpoint_callback(self) -> Checkpoint | None:
-        """First checkpoint callback, or None."""
+        """The first checkpoint callback; None without one."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
@@ -368,7 +368,7 @@ class TrainerAttributes:
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
-        """First early-stopping callback, or None."""
+        """The first early-stopping callback; None without one."""
         return next(iter(self.early_stopping_callbacks), None)
 
     @property
@@ -380,24 +380,24 @@ class TrainerAttributes:
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
-        """The progress bar, or None."""
+        """The progress bar; None without one."""
         from ..callbacks import ProgressBar
 
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
     @property
     def global_rank(self) -> int:
-        """Rank of this process."""
+        """Rank of this process among all processes."""
         return self.fabric.global_rank
 
     @property
     def local_rank(self) -> int:
-        """Rank of this process on its host."""
+        """Rank of this process among the processes of its node."""
         return self.fabric.local_rank
 
     @property
     def node_rank(self) -> int:
-        """Rank of this host."""
+        """Rank of this node."""
         return self.fabric.node_rank
 
     @property
@@ -407,33 +407,33 @@ class TrainerAttributes:
 
     @property
     def num_nodes(self) -> int:
-        """Number of hosts."""
+        """Number of nodes."""
         return int(getattr(self.fabric, "num_nodes", 1))
 
     @property
     def num_devices(self) -> int:
-        """Devices on this host."""
+        """Number of processes per node, at least 1."""
         return max(1, self.world_size // self.num_nodes)
 
     @property
     def device_ids(self) -> list[int]:
-        """Indices of the devices on this host, one for each process; CPUs count from 0."""
+        """Indices of the devices of this node, one for each process; CPU processes are numbered from 0."""
         return [number if one.index is None else one.index for number, one in enumerate(self.fabric.devices)]
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
+        """Whether this process has global rank 0."""
         return self.global_rank == 0
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """Number of replicas and rank, None on one device."""
+        """`num_replicas` and `rank` for a DistributedSampler: the data size and data rank; None with one process."""
         topology = self.fabric.strategy.topology
         return None if self.world_size == 1 else {"num_replicas": topology.data_size, "rank": topology.data_rank}
 
     @property
     def received_sigterm(self) -> bool:
-        """Whether SIGTERM asked the run to end."""
+        """Whether SIGTERM, or a callback through `run_signals`, requested the end of the run."""
         return self._lw_run_signals.requested is signal.SIGTERM
 
     @property
@@ -443,19 +443,19 @@ class TrainerAttributes:
 
     @property
     def run_signals(self) -> RunSignals:
-        """What watches the present run for signals, or watched the last one: callbacks may ask it to end the run."""
+        """The signal handling of the current or last run; callbacks may use it to end the run."""
         return self._lw_run_signals
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the present training batch is the epoch's last."""
+        """Whether the current training batch is the last one of the epoch."""
         run = self._lw_run
         stream = None if run is None else run.opened
         return stream is not None and not stream.has_next()
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of an epoch, infinity where unknown."""
+        """Micro-batches of an epoch on this rank; infinity if unknown, and before the training data are opened."""
         run = self.latest_run()
         stream = None if run is None else run.opened
         return math.inf if stream is None else stream.num_batches
@@ -472,12 +472,12 @@ class TrainerAttributes:
 
     @property
     def num_predict_batches(self) -> list[int | float]:
-        """Batches to predict of each loader."""
+        """Prediction batches of each loader."""
         return self._lw_loaders.num_batches("predict")
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Batches of the sanity check of each loader; empty before the loaders were asked for."""
+        """Batches of each loader in the sanity check; empty before the validation loaders are opened."""
         count = self._lw_arguments.num_sanity_val_steps or 0
         limit = math.inf if count == -1 else count
         return [min(limit, num_batches) for num_batches in self.num_val_batches]
@@ -499,7 +499,7 @@ class TrainerAttributes:
 
     @property
     def predict_dataloaders(self) -> Loaders:
-        """The loaders to predict as the user passed them."""
+        """The prediction loaders as the user passed them."""
         return self._lw_loaders.original("predict")
 
     # Arguments that can be read back under their own names.
@@ -529,10 +529,10 @@ class TrainerAttributes:
 
     @property
     def evaluating(self) -> bool:
-        """Whether the run is validating, testing, or in its sanity check."""
+        """Whether the run is in a validation, a test or the sanity check; False in a prediction."""
         return self.state.stage in ("validate", "test", "sanity_check")
 
     @property
     def val_check_interval(self) -> int | float | str | timedelta | dict[str, float] | None:
-        """The argument as it was given."""
+        """The argument `val_check_interval`; 1.0 if it was not passed."""
         return self._lw_arguments.val_check_interval

@@ -1,8 +1,8 @@
-"""`Behavior`: the seams of a Trainer, at which a layer for programs of another library puts its own functions.
+"""`Behavior`: the functions of a Trainer that a layer for programs of another library can replace.
 
-The core has one object, `Behavior()`. A layer derives another with `dataclasses.replace`, and its Trainer returns it
-from `make_behavior`, at the beginning of the constructor; sessions and the loop bind it. A type checker sees each
-place, and a name that changes here changes there.
+The core has one object, `Behavior()`. A layer derives another one with `dataclasses.replace`, and its Trainer returns
+it from `make_behavior`, which the constructor calls first. Sessions and the loop bind it. Type checkers see each use,
+so that a renamed field is found everywhere.
 """
 
 from __future__ import annotations
@@ -73,27 +73,27 @@ def _restore_and_start(
 
 @dataclass(frozen=True, slots=True)
 class Behavior:
-    """What a Trainer does at its seams.
+    """The replaceable functions of a Trainer.
 
     Attributes:
-        default_callbacks: Returns the callbacks that the arguments ask for and the user did not pass.
-        check_hook_names: Refuses methods that look like hooks and are not in the table.
-        find_override: Returns an owner's own hook; None where it has only that of a base class.
-        managed_optimizer: The class of what `self.optimizers()` returns.
-        current_values: Makes what reads the values of the latest step for the bar.
-        loop: The seams of fit's loop.
+        default_callbacks: Returns the callbacks that the arguments require and the user did not pass.
+        check_hook_names: Raises an error for methods that look like hooks but are unknown.
+        find_override: Returns an owner's override of a hook; None if it only inherits the base class's.
+        managed_optimizer: Class of the optimizers that `self.optimizers()` returns.
+        current_values: Creates the reader of the latest step's values for the progress bar.
+        loop: The replaceable functions of fit's loop.
         evaluation_loop: Returns the loop over the data of "validation", "test" or "predict".
         in_order: Returns the predictions of all ranks in the order of the data.
-        adopt_callbacks: Lets callbacks that another Trainer has trained with forget that run.
-        continue_logs: Lets loggers continue where a checkpoint saw them.
-        restore_and_start: Restores training, and fires `on_fit_start`: in this order.
-        error_to_raise: Returns what a verb raises, given the error that ended it.
-        learning_rate_curve: Makes the curve of a learning-rate search from mode, first rate, last rate and steps; None:
-            `LearningRateCurve`. A subclass of that may choose rates and end the search by other rules.
-        batch_size_rule: Chooses the sizes that a batch-size search tries, and the result; None: Loopwright's rule. See
-            `loopwright.tuner.batch_size.search_sizes`.
-        prepare_trial: Called with the searching trainer and that of each trial, before its run; None: nothing is
-            changed.
+        adopt_callbacks: Resets callbacks that hold the state of another Trainer's run.
+        continue_logs: Restores the loggers' states from a checkpoint.
+        restore_and_start: Restores training, then calls `on_fit_start`.
+        error_to_raise: Returns the error that a verb raises, given the error that ended it.
+        learning_rate_curve: Creates the curve of a learning-rate search from mode, first rate, last rate and number of
+            steps. None is `LearningRateCurve`; a subclass of it may choose rates and end the search by other rules.
+        batch_size_rule: Chooses the sizes that a batch-size search tries, and its result. None is Loopwright's rule;
+            see `loopwright.tuner.batch_size.search_sizes`.
+        prepare_trial: Called with the searching Trainer and the Trainer of each trial, before its run. None changes
+            nothing.
     """
 
     default_callbacks: Callable[[Arguments, list[Callback]], list[Callback]] = default_callbacks
@@ -120,11 +120,11 @@ class BehaviorParts:
     """The objects of a Trainer whose public attributes a layer on top of it reads and sets.
 
     Attributes:
-        arguments: The arguments, resolved.
-        loaders: The data of each stage.
-        metrics: What was logged.
+        arguments: The resolved arguments.
+        loaders: The loaders of each stage.
+        metrics: The logged values.
         output: Sends rows to the loggers.
-        saving: Takes and writes checkpoints.
+        saving: Collects and writes checkpoints.
     """
 
     arguments: Arguments

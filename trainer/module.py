@@ -1,4 +1,4 @@
-"""`lw.Module`: the base class that users subclass. Its hooks are no-ops here; trainer/lifecycle.py calls them."""
+"""`lw.Module`: the base class of users' modules. Its hooks do nothing here; trainer/lifecycle.py calls them."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ class Module(nn.Module):
     that is not overridden costs nothing.
 
     Attributes:
-        automatic_optimization: Whether the trainer calls backward and steps the optimizer; else `training_step` does.
-        strict_loading: Whether the keys of a loaded checkpoint must match those of the module exactly; None is True.
-        exclude_frozen_parameters: Whether checkpoints leave out parameters that are frozen and that no optimizer has.
-            Loading keeps the module's own values of these, and still requires all other names.
+        automatic_optimization: Whether the trainer runs the backward pass and steps the optimizer. If False,
+            `training_step` does both.
+        strict_loading: Whether the keys of a loaded checkpoint must match the module's keys exactly; None is True.
+        exclude_frozen_parameters: Whether checkpoints omit parameters that are frozen and in no optimizer. Loading
+            keeps the module's values of these parameters, and still requires all other names.
         example_input_array: Example input of `forward`, for summaries, graphs and exports: a tensor, tuple or dict.
-        prepare_data_per_node: Whether `prepare_data` runs on each node, or on global rank 0 only.
+        prepare_data_per_node: Whether `prepare_data` runs on local rank 0 of each node, or on global rank 0 only.
         allow_zero_length_dataloader_with_multiple_devices: Whether the loader of a rank may be empty.
         compile_blocks: Submodules that `compile=` compiles separately, with a shared graph: classes, names of classes,
-            or a predicate on modules. None selects the repeated blocks of a ModuleList or Sequential; () nothing.
+            or a predicate on modules. None selects the repeated blocks of a ModuleList or Sequential; () selects none.
     """
 
     automatic_optimization: bool = True
@@ -102,11 +103,11 @@ class Module(nn.Module):
         return twin
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile in place, as `nn.Module.compile`: calls of the module and, in a Trainer, its steps.
+        """Compile in place, as `nn.Module.compile` does: calls of the module and, in a Trainer, its steps.
 
         Args:
-            args: Of torch.compile.
-            kwargs: Of torch.compile.
+            args: Positional arguments of torch.compile.
+            kwargs: Keyword arguments of torch.compile.
         """
         super().compile(*args, **kwargs)
         self.__dict__["_lw_compile_options"] = kwargs
@@ -122,8 +123,9 @@ class Module(nn.Module):
         """Compute the loss of a micro-batch: `training_step(batch, batch_idx)`.
 
         Returns:
-            A scalar tensor (a mean, which counts as one micro-batch); `lw.Loss(sum, weight)`; a dict with `loss`, or
-            with `loss_sum` and `weight`, and anything else for `on_train_batch_end`; or None to skip the batch.
+            A tensor of shape () on the device (a mean, which counts as one micro-batch); `lw.Loss(sum, weight)`; a dict
+            with `loss`, or with `loss_sum` and `weight`, and any other entries for `on_train_batch_end`; or None to
+            skip the batch.
         """
         raise NotImplementedError
 
@@ -150,40 +152,40 @@ class Module(nn.Module):
         raise NotImplementedError
 
     def configure_callbacks(self) -> Callback | Sequence[Callback]:
-        """Return one or several callbacks of this module; they replace the trainer's of the same class."""
+        """Return one or several callbacks of this module. They replace the Trainer's callbacks of the same class."""
         return []
 
     def configure_model(self) -> None:
-        """Build layers under the strategy and precision. Called at the beginning of each run; must be idempotent."""
+        """Build layers on the device and in the dtype that the run uses. Called in each run; must be idempotent."""
 
     def configure_sharded_model(self) -> None:
-        """Older name of `configure_model`."""
+        """Build layers; the older name of `configure_model`."""
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Download or preprocess data. Called once per node, before `setup`; must not assign state."""
+        """Download or preprocess data. Called before `setup`, in one process of each node; must not assign state."""
 
     def setup(self, stage: str) -> None:
         """Called on every process at the beginning of "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
-        """Called at the end of "fit", "validate", "test" or "predict"."""
+        """Called on every process at the end of "fit", "validate", "test" or "predict"."""
 
     def train_dataloader(self) -> AnyLoaders:
-        """Return the loader of training batches."""
+        """Return the training loader, or a collection of loaders."""
         raise NotImplementedError
 
     def val_dataloader(self) -> AnyLoaders:
-        """Return the loader, or loaders, of validation batches."""
+        """Return the validation loader, or a collection of loaders."""
         raise NotImplementedError
 
     def test_dataloader(self) -> AnyLoaders:
-        """Return the loader, or loaders, of test batches."""
+        """Return the test loader, or a collection of loaders."""
         raise NotImplementedError
 
     def predict_dataloader(self) -> AnyLoaders:
-        """Return the loader, or loaders, of batches to predict."""
+        """Return the prediction loader, or a collection of loaders."""
         raise NotImplementedError
 
     def on_fit_start(self) -> None:
@@ -205,7 +207,7 @@ class Module(nn.Module):
         """Called at the end of each epoch, after its validation."""
 
     def on_train_batch_start(self, batch: AnyBatch, batch_idx: int) -> int | None:
-        """Called before each micro-batch; returning -1 skips the rest of the epoch."""
+        """Called before each micro-batch, which is on the device. Return -1 to skip the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: AnyOutput, batch: AnyBatch, batch_idx: int) -> None:
         """Called after each micro-batch; `outputs` is a dict with the detached, undivided `loss`."""
@@ -249,54 +251,54 @@ class Module(nn.Module):
         """Called after each test batch."""
 
     def on_predict_start(self) -> None:
-        """Called before predicting."""
+        """Called before prediction."""
 
     def on_predict_end(self) -> None:
-        """Called after predicting."""
+        """Called after prediction."""
 
     def on_predict_epoch_start(self) -> None:
-        """Called before the first batch to predict."""
+        """Called before the first prediction batch."""
 
     def on_predict_epoch_end(self) -> None:
-        """Called after the last batch to predict."""
+        """Called after the last prediction batch."""
 
     def on_predict_batch_start(self, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called before each batch to predict."""
+        """Called before each prediction batch."""
 
     def on_predict_batch_end(
         self, outputs: AnyOutput, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called after each batch to predict."""
+        """Called after each prediction batch; `outputs` is the output of `predict_step`."""
 
     def on_validation_model_zero_grad(self) -> None:
         """Free the gradients before a validation inside fit."""
         self.zero_grad()
 
     def on_validation_model_eval(self) -> None:
-        """Switch to evaluation before validation."""
+        """Switch to evaluation mode before validation."""
         self.eval()
 
     def on_validation_model_train(self) -> None:
-        """Switch back after validation; the default gives each submodule its earlier mode."""
+        """Switch back after validation. Without an override, each submodule gets the mode that it had before."""
         self.train()
 
     def on_test_model_eval(self) -> None:
-        """Switch to evaluation before testing."""
+        """Switch to evaluation mode before testing."""
         self.eval()
 
     def on_test_model_train(self) -> None:
-        """Switch back after testing; the default gives each submodule its earlier mode."""
+        """Switch back after testing. Without an override, each submodule gets the mode that it had before."""
         self.train()
 
     def on_predict_model_eval(self) -> None:
-        """Switch to evaluation before predicting."""
+        """Switch to evaluation mode before prediction."""
         self.eval()
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         """Called before the gradients are zeroed, at the first micro-batch of a window."""
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Called before each backward pass."""
+        """Called before each backward pass; `loss` has shape (), on the device."""
 
     def on_after_backward(self) -> None:
         """Called after each backward pass."""
@@ -305,27 +307,27 @@ class Module(nn.Module):
         """Called before the optimizer steps; gradients are unscaled and not yet clipped."""
 
     def on_save_checkpoint(self, checkpoint: StateDict) -> None:
-        """Add entries to a checkpoint: tensors and plain values."""
+        """Add entries to a checkpoint, in place: tensors and plain values."""
 
     def on_load_checkpoint(self, checkpoint: StateDict) -> None:
         """Read entries of a checkpoint, before its states are restored."""
 
     def on_before_batch_transfer(self, batch: AnyBatch, dataloader_idx: int) -> AnyBatch:
-        """Change a batch on the host."""
+        """Return the batch to move to the device; called with the batch on the host."""
         return batch
 
     def transfer_batch_to_device(self, batch: AnyBatch, device: torch.device, dataloader_idx: int) -> AnyBatch:
-        """Move a batch to the device."""
+        """Return the batch on the device."""
         return move_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: AnyBatch, dataloader_idx: int) -> AnyBatch:
-        """Change a batch on the device."""
+        """Return the batch that the step receives; called with the batch on the device."""
         return batch
 
     # --- behavior that an override replaces ----------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass."""
+        """Run the backward pass from the loss: shape (), on the device, scaled if the precision uses a loss scale."""
         loss.backward(*args, **kwargs)
 
     def optimizer_step(
@@ -335,7 +337,14 @@ class Module(nn.Module):
         optimizer: Any,  # Any: torch's, or the wrapper that the trainer passes
         optimizer_closure: Closure | None = None,  # Any: a loss, in the form that the optimizer expects
     ) -> None:
-        """Step the optimizer. The closure returns the loss, which is already computed; calling it is optional."""
+        """Step the optimizer. The closure returns the loss, which is computed already; calling it is optional.
+
+        Args:
+            epoch: Index of the epoch, from 0.
+            batch_idx: Index of the micro-batch in the epoch, from 0.
+            optimizer: The optimizer, whose `step` goes through strategy and precision.
+            optimizer_closure: Returns the loss. Optimizers such as LBFGS call it to evaluate the window again.
+        """
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
@@ -343,7 +352,7 @@ class Module(nn.Module):
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:  # Any: a schedule of any library, and its input
-        """Step a learning rate schedule; `metric` is None for schedules that do not take one."""
+        """Step a learning-rate schedule; `metric` is the monitored value, None for schedules that do not take one."""
         if metric is None:
             scheduler.step()
         else:
@@ -355,7 +364,13 @@ class Module(nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients before the optimizer step; an override calls `self.clip_gradients`."""
+        """Clip gradients before the optimizer step; an override calls `self.clip_gradients`.
+
+        Args:
+            optimizer: The optimizer; its gradients are unscaled.
+            gradient_clip_val: The Trainer's `gradient_clip_val`.
+            gradient_clip_algorithm: The Trainer's `gradient_clip_algorithm`.
+        """
         self.clip_gradients(
             optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
         )
@@ -391,24 +406,24 @@ class Module(nn.Module):
         """Log a value for the progress bar, loggers and callbacks. It stays on its device, without a host sync.
 
         Args:
-            name: Key. With several evaluation loaders `/dataloader_idx_N` is appended.
+            name: The key. With several evaluation loaders, `/dataloader_idx_N` is appended.
             value: A number, a tensor of one element on any device, `lw.Loss`, or a torchmetrics metric.
-            prog_bar: Whether the progress bar shows it.
-            logger: Whether the loggers get it; None means True.
+            prog_bar: Whether the progress bar shows the value.
+            logger: Whether the loggers get the value; None is True.
             on_step: Whether a window's value (the weighted mean over its micro-batches) is logged at log boundaries.
                 None is the default of the hook; with on_epoch, the keys are `name_step` and `name_epoch`.
-            on_epoch: Whether the value over the epoch is logged.
+            on_epoch: Whether the value over the epoch is logged; None is the default of the hook.
             reduce_fx: Reduction over an epoch: "mean" (weighted), "sum", "min" or "max".
             enable_graph: Whether the autograd graph is kept.
-            sync_dist: Whether step values are reduced over all ranks; if False, they are those of rank 0. Epoch values
-                are always reduced over all ranks.
+            sync_dist: Whether step values are reduced over all ranks. If False, rank 0's values are logged. Epoch
+                values are always reduced over all ranks.
             sync_dist_group: Accepted for compatibility: values are reduced over all ranks.
-            add_dataloader_idx: Whether the loader's number is appended to the key.
-            batch_size: Weight of the value in means. None takes it from `lw.Loss`, or from the batch where all its
-                tensors agree on the first dimension.
+            add_dataloader_idx: Whether the loader's index is appended to the key.
+            batch_size: Weight of the value in means. None takes it from `lw.Loss`, or from the batch if all its tensors
+                have the same first dimension.
             metric_attribute: Accepted for compatibility; a metric object needs no name.
-            rank_zero_only: Whether only the values of rank 0 count. In either case a key may be logged on rank 0
-                alone: no rank waits for another.
+            rank_zero_only: Whether only the values of rank 0 count. In either case, rank 0 alone may log a key: no rank
+                waits for another.
 
         Raises:
             ModuleError: The value or key is invalid, logging is not allowed here, or a required weight is unknown.
@@ -437,7 +452,7 @@ class Module(nn.Module):
         batch_size: int | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log each entry of a dict, or of a torchmetrics MetricCollection; see `log`."""
+        """Log each entry of a dict, or of a torchmetrics MetricCollection; arguments and errors as in `log`."""
         log = self._lw_log
         if log is None:
             self._lw_log_without_run(dictionary)
@@ -448,7 +463,7 @@ class Module(nn.Module):
             log(name, value, *args, sync_dist, rank_zero_only)
 
     def print(self, *args: object, **kwargs: Any) -> None:  # Any: the arguments of the builtin
-        """Print on rank 0, above the progress bar."""
+        """Print as `Trainer.print` does, or `Fabric.print` in a handwritten loop; on every process if detached."""
         if self._lw_trainer is not None:
             self._lw_trainer.print(*args, **kwargs)
         elif self._lw_fabric is not None:
@@ -464,19 +479,34 @@ class Module(nn.Module):
             _warn_detached()
 
     def all_gather(self, data: Tree, group: ProcessGroup | bool | None = None, sync_grads: bool = False) -> Any:
-        """Gather tensors of all ranks; leaves get a leading dimension when there are several ranks."""
+        """Return the data of all ranks. Call it on every rank: it communicates.
+
+        With several ranks, tensors and numbers are stacked along a new first dimension (`world_size`). On a single
+        device, the data itself is returned.
+
+        Args:
+            data: A tensor or number, or any structure of them, with the same shapes on all ranks.
+            group: Process group; None for all ranks.
+            sync_grads: Whether gradients flow back through the gather.
+
+        Raises:
+            RuntimeError: The module is not attached to a Trainer or a Fabric.
+        """
         fabric = self._lw_fabric if self._lw_fabric is not None else self.trainer.fabric
         return fabric.all_gather(data, group=group, sync_grads=sync_grads)
 
     # Any: one optimizer or a list; a union would make each caller check which.
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or the list of them when there are several.
+        """Return the optimizer, or a list if there are several or none.
 
-        Without a Trainer these are the optimizers that `fabric.setup` returned with this module.
+        Without a Trainer, these are the optimizers that `fabric.setup` returned with this module.
 
         Args:
-            use_pl_optimizer: Whether to return the wrapper, whose `step` scales gradients and calls hooks, or torch's
-                optimizer. Steps of either are counted.
+            use_pl_optimizer: Whether to return wrappers, whose `step` goes through strategy and precision and calls
+                hooks. False returns torch's optimizers. Steps of either are counted.
+
+        Raises:
+            RuntimeError: The module is not attached to a Trainer, and `fabric.setup` returned no optimizers.
         """
         of_fabric: list[Optimizer] = self.__dict__.get("_lw_fabric_optimizers") or []
         if self._lw_trainer is None and of_fabric:
@@ -487,9 +517,13 @@ class Module(nn.Module):
         return chosen[0] if len(chosen) == 1 else chosen
 
     def lr_schedulers(self) -> Any:  # Any: as `optimizers`
-        """Return None, the schedule, or the list of them when there are several.
+        """Return the schedule, a list if there are several, or None without any.
 
-        With several ranks, `step(metric)` of a plateau schedule takes the mean over ranks; call it on every rank.
+        With several ranks, `step(metric)` of a plateau schedule uses the metric's mean over ranks. Call it on every
+        rank.
+
+        Raises:
+            RuntimeError: The module is not attached to a Trainer.
         """
         schedulers = self.trainer.managed_schedulers()
         if not schedulers:
@@ -499,8 +533,14 @@ class Module(nn.Module):
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass in manual optimization or in a handwritten loop, through strategy and precision.
 
+        Args:
+            loss: The loss: shape (), on the device.
+            args: Positional arguments of `Tensor.backward`.
+            kwargs: Keyword arguments of `Tensor.backward`.
+
         Raises:
-            ModuleError: Optimization is automatic, by a Trainer.
+            ModuleError: A Trainer optimizes automatically.
+            RuntimeError: The module is not attached to a Trainer or a Fabric.
         """
         trainer = self._lw_trainer
         if trainer is None:
@@ -511,14 +551,14 @@ class Module(nn.Module):
         trainer.manual_backward(loss, *args, **kwargs)
 
     def count_step(self) -> None:
-        """Count a training step that no optimizer makes, before its updates are written: at most one per batch.
+        """Count a training step without an optimizer; call it before the parameters change, at most once per batch.
 
-        For updates that `training_step` computes itself, and for statistics, with `automatic_optimization = False` or
-        without optimizers. `global_step`, limits, rows of the loggers and `every_n_train_steps` then count as with an
-        optimizer. On every rank: gradients are averaged over ranks and unscaled first, as a step of an optimizer would.
+        For updates that `training_step` computes itself, with `automatic_optimization = False` or without optimizers.
+        `global_step`, limits, rows of the loggers and `every_n_train_steps` then count this step, too. Call it on every
+        rank: gradients are first averaged over ranks and unscaled, as before a step of an optimizer.
 
         Raises:
-            ModuleError: No training batch is under way, or the trainer steps an optimizer, and counts its steps.
+            ModuleError: No training batch is in progress, or the Trainer steps an optimizer and counts its steps.
         """
         self.trainer._lw_count_step()
 
@@ -528,15 +568,19 @@ class Module(nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> Tensor | None:
-        """Clip the optimizer's gradients, unscaled first where precision scales.
+        """Clip the gradients of an optimizer's parameters, in place. If a loss scale is used, they are unscaled first.
 
         Args:
-            optimizer: Optimizer of the parameters.
-            gradient_clip_val: Maximum norm or value; None takes the Trainer's. Without either, nothing is clipped.
-            gradient_clip_algorithm: "norm" or "value"; None takes the Trainer's, else "norm".
+            optimizer: The optimizer.
+            gradient_clip_val: Maximum norm or absolute value; None is the Trainer's. 0 clips nothing.
+            gradient_clip_algorithm: "norm" or "value"; None is the Trainer's, else "norm".
 
         Returns:
-            The norm before clipping by norm: shape (), on the device; None otherwise.
+            By norm, the total norm before clipping: shape (), on the device. Otherwise None.
+
+        Raises:
+            ConfigError: The algorithm is unknown; in a handwritten loop, the value is not positive.
+            ModuleError: The Trainer has no run in progress.
         """
         if self._lw_trainer is None and self._lw_fabric is not None:
             if gradient_clip_algorithm == "value":
@@ -545,18 +589,26 @@ class Module(nn.Module):
         return self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
-        """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""
+        """Disable gradients of the other optimizers' parameters, until `untoggle_optimizer`.
+
+        Raises:
+            ModuleError: Optimization is automatic.
+        """
         self._lw_require_manual("toggle_optimizer")
         self.trainer._lw_toggle(optimizer)
 
     def untoggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
-        """Undo `toggle_optimizer`."""
+        """Undo `toggle_optimizer`.
+
+        Raises:
+            ModuleError: Optimization is automatic.
+        """
         self._lw_require_manual("untoggle_optimizer")
         self.trainer._lw_untoggle(optimizer)
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> Iterator[None]:
-        """Toggle the optimizer for a block."""
+        """Toggle the optimizer within a `with` block; see `toggle_optimizer`."""
         with toggled(self.trainer, optimizer):
             yield
 
@@ -588,14 +640,17 @@ class Module(nn.Module):
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep the arguments of `__init__` in `self.hparams`, in checkpoints and in the loggers.
+        """Save the arguments of `__init__` in `self.hparams`, in checkpoints and in the loggers.
 
         Args:
-            args: Names to keep, or one dict, namespace or OmegaConf object that becomes the hyperparameters. By default
-                every argument is kept.
-            ignore: A name, or names, to leave out.
-            frame: Frame to read the arguments from; the caller's by default.
+            args: Names of arguments to save, or one dict, namespace, dataclass or OmegaConf object that becomes the
+                hyperparameters. Without them, every argument is saved.
+            ignore: Name or names of arguments to omit.
+            frame: Frame to read the arguments from; None is the caller's.
             logger: Whether they are sent to the loggers.
+
+        Raises:
+            ConfigError: A name is not an argument, or an object has another type.
         """
         if frame is None:
             current = inspect.currentframe()
@@ -609,7 +664,7 @@ class Module(nn.Module):
 
     @property
     def hparams_initial(self) -> Any:  # Any: as `hparams`
-        """Copy of the hyperparameters as they were saved."""
+        """A copy of the hyperparameters from when they were saved."""
         return self._lw_hparams_initial
 
     @class_only
@@ -627,20 +682,20 @@ class Module(nn.Module):
         """Build the module from a checkpoint's hyperparameters and load its weights.
 
         Args:
-            checkpoint_path: A checkpoint of Loopwright or Lightning.
-            map_location: As in torch.load; None loads to the CPU.
+            checkpoint_path: Path, URL or open file of a checkpoint of Loopwright or Lightning.
+            map_location: Device for the tensors, as in torch.load; None is the CPU.
             hparams_file: A .yaml or .csv file with hyperparameters that replace the saved ones.
-            strict: Whether keys must match exactly; None takes the module's `strict_loading`.
+            strict: Whether keys must match exactly; None is the module's `strict_loading`.
             weights_only: False also unpickles entries that were marked as trusted when saved.
-            trusted_classes: Further classes that settings of a command line in the file may name, and modules, for all
-                of their classes. Without it, they may name classes that are imported already and derive from the class
-                of the parameter's annotation.
+            trusted_classes: Further classes that command-line settings in the file may name; a Python module stands for
+                all its classes. By default, settings may only name classes that are imported already and derive from
+                the class in the parameter's annotation.
             kwargs: Arguments of `__init__`; they take precedence over the saved ones.
 
         Raises:
             CheckpointError: The file is damaged, or has no weights.
-            ConfigError: An argument of `__init__` is neither saved nor given, or is an object that the file must not
-                have built.
+            ConfigError: An argument of `__init__` is neither saved nor passed, or the file names a class that it may
+                not name.
         """
         from ..checkpoint.rebuild import load_module
 
@@ -650,11 +705,11 @@ class Module(nn.Module):
         )  # fmt: skip
 
     def to_onnx(self, file_path: str | Path | None = None, input_sample: AnyBatch = None, **kwargs: Any) -> Any:
-        """Export `forward` as it is in evaluation with torch.onnx; needs `pip install 'loopwright[onnx]'`.
+        """Export `forward` in evaluation mode with torch.onnx; requires `pip install 'loopwright[onnx]'`.
 
         Args:
-            file_path: Where the model is written; None only returns it.
-            input_sample: What `forward` takes: a tensor, a tuple of arguments, or a dict of them by name. None takes
+            file_path: File to write; None only returns the program.
+            input_sample: Input of `forward`: a tensor, a tuple of arguments, or a dict of arguments by name. None is
                 `example_input_array`.
             kwargs: Further arguments of torch.onnx.export, such as `dynamic_shapes`.
 
@@ -662,7 +717,7 @@ class Module(nn.Module):
             The torch.onnx.ONNXProgram; None with `dynamo=False`.
 
         Raises:
-            ConfigError: There is no sample.
+            ConfigError: There is no sample input.
             MissingDependency: The exporter's package is not installed.
         """
         from .exporting import export_onnx
@@ -676,17 +731,17 @@ class Module(nn.Module):
         example_inputs: AnyBatch = None,
         **kwargs: object,
     ) -> torch.jit.ScriptModule:
-        """Return `forward` as it is in evaluation as TorchScript.
+        """Return `forward` in evaluation mode as TorchScript.
 
         Args:
-            file_path: Where the program is written, for torch.jit.load; None only returns it.
-            method: "script" reads the source of `forward`, with its branches and loops; "trace" records one call.
-            example_inputs: For "trace", what `forward` takes: a tensor, a tuple of arguments, or a dict of them by
-                name. None takes `example_input_array`.
+            file_path: File to write, for torch.jit.load; None only returns the program.
+            method: "script" compiles the source of `forward`, with its branches and loops; "trace" records one call.
+            example_inputs: For "trace", the input of `forward`: a tensor, a tuple of arguments, or a dict of arguments
+                by name. None is `example_input_array`.
             kwargs: Further arguments of torch.jit.script or torch.jit.trace.
 
         Raises:
-            ConfigError: The method is another one, or "trace" has no sample.
+            ConfigError: The method is unknown, or "trace" has no sample input.
         """
         from .exporting import export_script
 
@@ -695,16 +750,16 @@ class Module(nn.Module):
     def to_export(
         self, file_path: str | Path | None = None, example_inputs: AnyBatch = None, **kwargs: Any
     ) -> ExportedProgram:
-        """Return `forward` as it is in evaluation as a torch.export.ExportedProgram.
+        """Return `forward` in evaluation mode as a torch.export.ExportedProgram.
 
         Args:
-            file_path: Where the program is written, for torch.export.load; None only returns it.
-            example_inputs: What `forward` takes: a tensor, a tuple of arguments, or a dict of them by name. None takes
+            file_path: File to write, for torch.export.load; None only returns the program.
+            example_inputs: Input of `forward`: a tensor, a tuple of arguments, or a dict of arguments by name. None is
                 `example_input_array`.
             kwargs: Further arguments of torch.export.export, such as `dynamic_shapes`.
 
         Raises:
-            ConfigError: There is no sample.
+            ConfigError: There is no sample input.
         """
         from .exporting import export_program
 
@@ -714,10 +769,10 @@ class Module(nn.Module):
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer that this module is attached to.
+        """The Trainer that this module is attached to.
 
         Raises:
-            RuntimeError: It is attached to none (a ModuleError would be a TypeError, which `hasattr` lets through).
+            RuntimeError: It is not attached to one, or its Trainer no longer exists.
         """
         if self._lw_trainer is None:
             caller = sys._getframe(1).f_globals.get("__name__", "")
@@ -744,7 +799,7 @@ class Module(nn.Module):
 
     @property
     def fabric(self) -> Fabric | None:
-        """The Fabric that this module runs on, None when detached."""
+        """The Fabric that this module runs on; None if detached."""
         return self._lw_fabric
 
     @fabric.setter
@@ -755,39 +810,39 @@ class Module(nn.Module):
 
     @property
     def current_epoch(self) -> int:
-        """Epochs completed; 0 when detached."""
+        """Number of completed epochs; 0 if detached."""
         return self._lw_trainer.current_epoch if self._lw_trainer is not None else 0
 
     @property
     def global_step(self) -> int:
-        """Training steps taken; 0 when detached."""
+        """Number of training steps taken; 0 if detached."""
         return self._lw_trainer.global_step if self._lw_trainer is not None else 0
 
     @property
     def global_rank(self) -> int:
-        """Rank of this process; 0 when detached."""
+        """Rank of this process among all processes; 0 without a Trainer."""
         return self._lw_trainer.global_rank if self._lw_trainer is not None else 0
 
     @property
     def local_rank(self) -> int:
-        """Rank on this host; 0 when detached."""
+        """Rank of this process among the processes of its node; 0 without a Trainer."""
         return self._lw_trainer.local_rank if self._lw_trainer is not None else 0
 
     @property
     def logger(self) -> Logger | None:
-        """First logger of the trainer, or of the Fabric; None without any."""
+        """The first logger of the Trainer or the Fabric; None without loggers."""
         return next(iter(self.loggers), None) if self._lw_trainer is None else self._lw_trainer.logger
 
     @property
     def loggers(self) -> list[Logger]:
-        """All loggers of the trainer, or of the Fabric."""
+        """All loggers of the Trainer or the Fabric."""
         if self._lw_trainer is not None:
             return self._lw_trainer.loggers
         return [] if self._lw_fabric is None else self._lw_fabric.loggers
 
     @property
     def device(self) -> torch.device:
-        """Device of the first parameter or buffer; the CPU for a module without any."""
+        """Device of the first parameter or buffer. Without any, the Trainer's device; the CPU if detached."""
         first: Tensor | None = next(chain(self.parameters(), self.buffers()), None)
         if first is not None:
             return first.device
@@ -795,7 +850,7 @@ class Module(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the first floating parameter or buffer; torch's default for a module without any."""
+        """Dtype of the first floating-point parameter or buffer; torch's default dtype without any."""
         tensors: Iterable[Tensor] = chain(self.parameters(), self.buffers())
         return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())
 
@@ -806,7 +861,7 @@ class Module(nn.Module):
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """Mesh of a model-parallel strategy; None otherwise."""
+        """Device mesh of a model-parallel strategy; None otherwise."""
         strategy = None if self._lw_trainer is None else self._lw_trainer.strategy
         return strategy.device_mesh if isinstance(strategy, HasMesh) else None
 

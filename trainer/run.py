@@ -149,9 +149,9 @@ class Run:
     A checkpoint can be taken of each. What only a fit fills is empty here.
 
     Attributes:
-        trainer: The plan: its arguments.
-        fabric: The machine.
-        callbacks: In the order in which they are called.
+        trainer: The Trainer, for its arguments.
+        fabric: The Fabric: devices, processes, strategy and precision.
+        callbacks: The callbacks, in the order in which they are called.
         loaders: The data of each stage.
         output: Sends records to the loggers.
         state: Verb, stage and status of the Trainer.

@@ -1,4 +1,4 @@
-"""Where a Trainer is: its verb and stage (`trainer.state`), and the counts of completed work (`trainer.progress`)."""
+"""Position of a Trainer: its verb and stage (`trainer.state`), and counts of completed work (`trainer.progress`)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TrainerState:
-    """Where a Trainer is.
+    """The verb, stage and status of a Trainer.
 
     Attributes:
-        fn: "fit", "validate", "test", "predict"; None before the first.
-        stage: "train", "sanity_check", "validate", "test", "predict"; None outside of a run.
+        fn: "fit", "validate", "test" or "predict"; None before the first verb.
+        stage: "train", "sanity_check", "validate", "test" or "predict"; None outside of a run.
         status: "initializing", "running", "finished" or "interrupted".
     """
 
@@ -24,43 +24,43 @@ class TrainerState:
     status: str = "initializing"
 
     def begin(self, fn: str) -> None:
-        """Enter a verb."""
+        """Begin a verb."""
         self.fn, self.stage, self.status = fn, "train" if fn == "fit" else fn, "running"
 
     def end(self) -> None:
-        """Leave a verb that succeeded."""
+        """End a verb that succeeded."""
         self.stage, self.status = None, "finished"
 
 
 @dataclass(slots=True)
 class Progress:
-    """Counts of completed work. A fit loop that starts with these counts continues where the run was.
+    """Counts of completed work. A fit loop that starts with these counts continues from that point.
 
     Attributes:
-        epochs: Epochs that ended, their end hooks included.
-        batches_in_epoch: Micro-batches of the present epoch that are part of a finished window, or of one that
-            continues in the next epoch.
-        total_batches: Micro-batches of finished windows since the start of training.
-        steps: Training steps that really stepped (`trainer.global_step`).
-        skipped_steps: Windows without a step: every batch skipped, no weight, or gradients that were not finite.
-        nonfinite_steps: Those of them that `nonfinite_loss="skip"` dropped.
-        samples: Samples in finished windows, as far as batches tell their size.
-        tokens: Tokens in finished windows; counted where `max_tokens` is given.
-        samples_before, tokens_before: These counts at the beginning of fit, or at the checkpoint: with several ranks
-            they are of all ranks, and each adds its own. Not part of the state.
-        validated_at: `total_batches` when the last validation inside fit ended, -1 before the first.
-        validated_s: Training time in seconds at that moment (for a validation interval in time).
-        epoch_announced: Whether on_train_epoch_start has fired for an epoch that is not open yet.
-        epoch_open: Whether on_train_epoch_start has fired for the present epoch, and its data have begun.
-        epoch_left: Whether on_train_batch_start asked to skip the rest of the present epoch.
-        epoch_paused: Whether a limit cut the present epoch short and its end hooks have fired; more training continues
-            within it.
-        is_closing_epoch: Whether the present epoch's end hooks are done but for the checkpoints; a state taken now
-            says that the epoch is over.
-        validation_ending: Whether on_validation_epoch_end is done in a validation within fit, and on_validation_end is
+        epochs: Completed epochs, including their end hooks.
+        batches_in_epoch: Micro-batches of the current epoch in a completed window, or in one that continues in the
+            next epoch.
+        total_batches: Micro-batches in completed windows since the start of training.
+        steps: Training steps that were taken (`trainer.global_step`).
+        skipped_steps: Windows without a step: all batches skipped, a total weight of 0, or non-finite gradients.
+        nonfinite_steps: The skipped steps that `nonfinite_loss="skip"` caused.
+        samples: Samples in completed windows, as far as batch sizes are known.
+        tokens: Tokens in completed windows; counted only with `max_tokens`.
+        samples_before, tokens_before: The counts at the beginning of fit or at the checkpoint, over all ranks; each
+            rank adds its share. Not part of the state.
+        validated_at: `total_batches` at the end of the last validation inside fit; -1 before the first.
+        validated_s: Training time in seconds at that moment, for a validation interval in time.
+        epoch_announced: Whether on_train_epoch_start was called for an epoch that is not open yet.
+        epoch_open: Whether on_train_epoch_start was called for the current epoch, and its data are being read.
+        epoch_left: Whether on_train_batch_start returned -1, which skips the rest of the current epoch.
+        epoch_paused: Whether a limit interrupted the current epoch and its end hooks were called. Further training
+            continues within it.
+        is_closing_epoch: Whether the end hooks of the current epoch are done except for the checkpoints. A state saved
+            now records that the epoch is over.
+        validation_ending: Whether on_validation_epoch_end is done in a validation inside fit, and on_validation_end is
             due.
-        eval_batches: Evaluation batches ever seen, by stage: the x axis of step values logged there.
-        parts_per_batch: Parts in which each batch is trained, since `on_oom="shrink"` split them.
+        eval_batches: Evaluation batches seen in total: the x value of step values that are logged there.
+        parts_per_batch: Number of parts of each batch since `on_oom="shrink"` split batches; 1 before.
     """
 
     epochs: int = 0
@@ -86,23 +86,23 @@ class Progress:
 
     @property
     def global_step(self) -> int:
-        """Steps as users count them: in `trainer.global_step`, file names, and limits. A subclass may count others."""
+        """The step count of `trainer.global_step`, file names and limits. A subclass may count differently."""
         return self.steps
 
     def end_epoch(self) -> None:
-        """Count the present epoch as done."""
+        """Count the current epoch as completed."""
         self.epochs += 1
         self.batches_in_epoch = 0
         self.epoch_open = self.epoch_left = self.epoch_paused = False
         self.is_closing_epoch = False
 
     def begin_epoch_again(self) -> None:
-        """Leave the open epoch: it will begin again. What was trained in it counts."""
+        """Restart the open epoch. The steps already taken in it still count."""
         self.batches_in_epoch = 0
         self.epoch_open = self.epoch_announced = self.epoch_left = self.epoch_paused = False
 
     def move_to(self, batches_in_epoch: int) -> None:
-        """Count the present epoch's batches as this number of ranks does, after a resume on another one."""
+        """Convert the current epoch's batch counts after a resume on another number of ranks."""
         shift = batches_in_epoch - self.batches_in_epoch
         began_at = self.total_batches - self.batches_in_epoch
         if self.validated_at > began_at:
@@ -122,7 +122,7 @@ class Progress:
         return counts
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Set the counts; names that an older version did not know keep their value."""
+        """Set the counts; a count that is missing in the state keeps its value."""
         known = {field.name for field in fields(self)}
         for name, value in state_dict.items():
             if name in known:

@@ -1,6 +1,6 @@
 """`lw.Trainer`: the configuration of a training, and its verbs fit, validate, test and predict.
 
-A verb is a session (session/), which begins, ends, and undoes what it has set; a loop runs between.
+Each verb runs a loop within a session (session/), which sets the run up and restores the state that it changed.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ class Trainer(TrainerAttributes):
 
     Args:
         accelerator: Kind of device: "auto", "cpu", "gpu", "cuda", "mps", "tpu", or an Accelerator.
-        strategy: How the model is spread over devices: "auto", "single_device", another registered name, or a Strategy.
-        devices: Number of devices, a list of their indices, -1 for all, or "auto".
-        num_nodes: Number of machines.
+        strategy: How the model is distributed over devices: "auto", "single_device", another registered name, or a
+            Strategy.
+        devices: Number of devices per node, a list of their indices, -1 for all, or "auto".
+        num_nodes: Number of nodes (machines).
         precision: "32-true" (default), "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", or another
             registered name.
         logger: True for TensorBoard, False for none, a Logger, a name such as "csv" or "wandb", or a list of these.
@@ -77,58 +78,61 @@ class Trainer(TrainerAttributes):
         min_steps: Minimum number of optimizer steps. Earlier requests to stop are ignored.
         max_samples: Maximum number of training samples, over all ranks: training stops at the first step that reaches
             it. -1 or None for no limit.
-        max_tokens: Maximum number of training tokens, which `Module.count_tokens` counts; as `max_samples`.
+        max_tokens: Maximum number of training tokens, counted by `Module.count_tokens`; as `max_samples`.
         max_time: Maximum training time: "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
         limit_train_batches: Training batches per epoch: a number, or a fraction from 0.0 to 1.0.
         limit_val_batches: Validation batches per loader; as `limit_train_batches`.
         limit_test_batches: Test batches per loader; as `limit_train_batches`.
         limit_predict_batches: Prediction batches per loader; as `limit_train_batches`.
-        overfit_batches: Number or fraction of batches to train and validate on, in order.
-        val_check_interval: Time between two validations: a number of training batches, a fraction of an epoch, or a
-            duration.
+        overfit_batches: Number or fraction of batches to train and validate on, without shuffling; 0 for no limit.
+        val_check_interval: Interval between two validations: a number of training batches, a fraction of an epoch, or
+            a duration (a timedelta, "DD:HH:MM:SS", or a dict of timedelta's arguments). None is 1.0, once per epoch.
         check_val_every_n_epoch: Number of epochs between two validations; None counts `val_check_interval` across
             epochs.
-        num_sanity_val_steps: Validation batches that are run before training (2); -1 for all.
-        log_every_n_steps: Optimizer steps between two rows of step values for the loggers (50).
-        enable_checkpointing: Whether a ModelCheckpoint is added if none is given.
+        num_sanity_val_steps: Validation batches to run before training; -1 for all, 0 for none. None is 2.
+        log_every_n_steps: Optimizer steps between two rows of step values for the loggers; 0 for none. None is 50.
+        enable_checkpointing: Whether a ModelCheckpoint is added if none is passed.
         enable_progress_bar: Whether a progress bar is shown.
         enable_model_summary: Whether a summary of the model is printed.
         accumulate_grad_batches: Micro-batches per optimizer step.
         accumulate_across_epochs: Whether an accumulation window that is incomplete at the end of an epoch continues in
-            the next epoch, instead of ending in a step with fewer micro-batches. The last epoch ends its window.
+            the next epoch. Otherwise it ends in a step with fewer micro-batches, as it does in the last epoch.
         grad_accumulation_dtype: dtype in which gradients of 16-bit parameters are summed, over the micro-batches of a
             window and over ranks: "float32", or None for the parameters' dtype.
-        global_batch_size: Samples per optimizer step, over all ranks. It replaces `accumulate_grad_batches`, which then
-            follows from the loader's batch size and the number of ranks; both must divide it.
+        global_batch_size: Samples per optimizer step, over all ranks. It replaces `accumulate_grad_batches`, which is
+            then derived from the loader's batch size and the number of ranks; their product must divide it.
         gradient_clip_val: Maximum gradient norm, or maximum absolute value; None or 0 for no clipping.
         gradient_clip_algorithm: "norm" or "value"; None is "norm".
         deterministic: Whether deterministic algorithms are used: True, False, or "warn".
-        benchmark: Value of torch.backends.cudnn.benchmark during a run.
+        benchmark: Value of torch.backends.cudnn.benchmark during a run; None leaves it unchanged.
         matmul_precision: Precision of float32 matrix products during a run: "highest" (float32), "high" (tf32 if the
             device has it), "medium" (bfloat16). None leaves torch's setting. See `torch.set_float32_matmul_precision`.
         inference_mode: Whether validate, test and predict run under torch.inference_mode instead of no_grad.
-            Validations inside fit always run under no_grad: what they leave in the module can be trained with.
-        use_distributed_sampler: Whether data are sharded over ranks.
+            Validations inside fit always run under no_grad, because training cannot use inference tensors that they
+            leave in the module.
+        use_distributed_sampler: Whether the data are sharded over ranks.
         profiler: "simple", "advanced", "pytorch", "xla", or a Profiler.
-        detect_anomaly: Whether autograd reports NaN in fit, with the operation that caused it.
-        barebones: Whether everything that costs time is off: checkpoints, logging, progress bar, summary, sanity check.
-        plugins: Precision, CheckpointIO or ClusterEnvironment; one, or a list with at most one of each.
+        detect_anomaly: Whether autograd's anomaly detection is on in fit: a NaN in a backward pass raises an error that
+            names the operation.
+        barebones: Whether to turn off every feature that costs time: checkpoints, logging, progress bar, model summary
+            and sanity check.
+        plugins: A Precision, CheckpointIO, ClusterEnvironment or LayerSync, or a list with at most one of each.
         sync_batchnorm: Whether batch norm statistics are synchronized over ranks.
-        reload_dataloaders_every_n_epochs: Number of epochs after which loaders are requested again; 0 for never.
-        default_root_dir: Directory or URL for logs and checkpoints; the working directory by default.
+        reload_dataloaders_every_n_epochs: Number of epochs after which the loader hooks are called again; 0 for never.
+        default_root_dir: Directory or URL for logs and checkpoints; None is the working directory.
         enable_autolog_hparams: Whether hyperparameters are sent to the loggers.
         model_registry: Not supported; None only.
-        compile: Whether the module's steps, or its repeated blocks if it has some, are compiled with torch.compile:
-            True, False, or a dict of arguments of torch.compile such as {"mode": "max-autotune"}. See docs/compile.md.
+        compile: Whether to compile the module's repeated blocks, or its steps if it has none, with torch.compile: True,
+            False, or a dict of arguments of torch.compile such as {"mode": "max-autotune"}. See docs/compile.md.
         nonfinite_loss: Policy for a NaN or infinite loss: "warn" (once, with the step), "raise" (at the next log
-            boundary and before a checkpoint is written), "skip" (the step is left out, reported once and counted in
-            `trainer.progress.nonfinite_steps` and the rows of the loggers; reads each loss), or "ignore".
-        activation_checkpointing: Modules that compute their activations again in the backward pass, instead of keeping
-            them: True for all repeated blocks, the fraction of blocks that keep theirs (0.5), classes or their names,
-            or a function of a module. With `compile`, a fraction is the memory budget of torch's partitioner.
-        offload_activations: Whether activations of 1 MiB or more wait for the backward pass in host memory.
-        on_oom: What happens where training runs out of memory: "raise", or "shrink": each batch of the window is split
-            in two, on all ranks, and the window is repeated with the same gradient; later windows begin with the
+            boundary and before a checkpoint is written), "skip" (the step is skipped, reported once and counted in
+            `trainer.progress.nonfinite_steps` and the rows of the loggers; reads each loss on the host), or "ignore".
+        activation_checkpointing: Modules whose activations are recomputed in the backward pass instead of stored: True
+            for all repeated blocks, the fraction of blocks that store theirs (0.5), classes or their names, or a
+            function of a module. With `compile`, a fraction is the memory budget of torch's partitioner.
+        offload_activations: Whether activations of 1 MiB or more are moved to host memory until the backward pass.
+        on_oom: Reaction to an out-of-memory error in training: "raise"; or "shrink", which splits each batch of the
+            window in two on all ranks and repeats the window with the same gradient. Later windows start with the
             smaller parts. See docs/guides/out-of-memory.md.
 
     Raises:
@@ -271,7 +275,7 @@ class Trainer(TrainerAttributes):
         self.callbacks: list[Callback] = self._lw_make_callbacks(arguments.callbacks)
 
     def make_behavior(self) -> Behavior:
-        """Return what this Trainer does at its seams; called first, and overridden by layers for other libraries."""
+        """Return this Trainer's `Behavior`. The constructor calls it first; layers for other libraries override it."""
         from .behavior import Behavior
 
         return Behavior()
@@ -303,17 +307,19 @@ class Trainer(TrainerAttributes):
         """Train the module.
 
         Args:
-            model: lw.Module, nn.Module with `training_step` and `configure_optimizers`, or transformers or peft model.
-            train_dataloaders: A loader, a collection of loaders, or a DataModule.
-            val_dataloaders: Validation loaders.
+            model: An lw.Module, an nn.Module with `training_step` and `configure_optimizers`, or a transformers or peft
+                model.
+            train_dataloaders: A loader, a collection of loaders, or a DataModule. None calls the module's hook.
+            val_dataloaders: A loader or a collection of loaders. None calls the module's hook, if it has one.
             datamodule: DataModule that provides the loaders instead.
-            ckpt_path: Checkpoint to resume from: a path, "last" (the newest complete one; a fresh start if there is
-                none), "best", or None.
+            ckpt_path: Checkpoint to resume from: a path; "last", the newest complete one, or a fresh start without one;
+                "best"; or None.
             weights_only: False also unpickles objects that were marked as trusted in the checkpoint.
 
         Raises:
-            ConfigError, ModuleError, DataError: Before training, with what to change.
-            CheckpointError: `ckpt_path` is damaged.
+            ConfigError, ModuleError, DataError: Before training: arguments, module or data are invalid; the message
+                contains the remedy.
+            CheckpointError: The checkpoint at `ckpt_path` is missing, damaged or does not fit.
         """
         train_dataloaders, datamodule = split_datamodule(train_dataloaders, datamodule, "train_dataloaders")
         if datamodule is not None and (train_dataloaders is not None or val_dataloaders is not None):
@@ -348,17 +354,17 @@ class Trainer(TrainerAttributes):
         memory: str | float | None = None,
         bandwidth: str | float = "50GB",
     ) -> Plan:
-        """Return what `fit` would need per device with each strategy; see `lw.plan`. Nothing is launched or trained.
+        """Return the memory and communication that `fit` would need per device with each strategy; see `lw.plan`.
 
-        Precision, accumulation and optimizers are those of the Trainer and module.
+        Nothing is launched or trained. Precision, accumulation and optimizers come from the Trainer and the module.
 
         Args:
             model: The module, which is not changed.
-            data: Training loader or DataModule, whose first batch is read; None: the module's loader.
-            devices: Number of devices per node, of any machine.
+            data: Training loader or DataModule, whose first batch is read. None calls the module's hook.
+            devices: Number of devices per node; this machine need not have them.
             num_nodes: Number of nodes.
-            memory: Of a device: bytes, or a text such as "80GB"; None: unknown.
-            bandwidth: Bytes per second that a device sends to the next one in a ring.
+            memory: Memory of a device: bytes, or a text such as "80GB". None if unknown.
+            bandwidth: Bytes per second, or a text such as "50GB", that a device sends to the next one in a ring.
         """
         from .plan_fit import plan_fit
 
@@ -376,15 +382,16 @@ class Trainer(TrainerAttributes):
         """Evaluate on the validation loaders.
 
         Args:
-            model: The module; None for that of the last run, with its best checkpoint unless ckpt_path is given.
-            dataloaders: A loader, a collection of loaders, or a DataModule.
+            model: The module. None is the module of the last run, with the weights of its best checkpoint unless
+                `ckpt_path` is passed.
+            dataloaders: A loader, a collection of loaders, or a DataModule. None calls the module's hook.
             ckpt_path: Checkpoint whose weights are loaded: a path, "best" or "last".
             verbose: Whether the metrics are printed as a table.
             datamodule: DataModule that provides the loaders instead.
             weights_only: False also unpickles objects that were marked as trusted in the checkpoint.
 
         Returns:
-            The metrics that were logged over the epoch, for each loader.
+            For each loader, the metrics that were logged over the epoch: key -> host number.
         """
         return self._lw_evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
@@ -409,19 +416,19 @@ class Trainer(TrainerAttributes):
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
     ) -> list[AnyOutput] | list[list[AnyOutput]] | None:
-        """Predict each batch of the loaders.
+        """Run `predict_step` on each batch of the loaders.
 
         Args:
             model: See `validate`.
             dataloaders: See `validate`.
             datamodule: See `validate`.
-            return_predictions: False returns None and keeps nothing in memory.
+            return_predictions: Whether to collect and return the predictions; None is True. False keeps none in memory.
             ckpt_path: See `validate`.
             weights_only: See `validate`.
 
         Returns:
-            What `predict_step` returned for each batch, on the CPU, in the order of the data; a list of such lists for
-            several loaders.
+            The output of `predict_step` for each batch, on the CPU, in the order of the data; a list of such lists for
+            several loaders; None with `return_predictions=False`.
         """
         keep = return_predictions is not False
         dataloaders, datamodule = split_datamodule(dataloaders, datamodule, "dataloaders")
@@ -508,7 +515,16 @@ class Trainer(TrainerAttributes):
         return self._lw_run
 
     def manual_backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
-        """Run a backward pass in manual optimization; modules call `self.manual_backward`."""
+        """Run a backward pass in manual optimization; modules call `self.manual_backward`.
+
+        Args:
+            loss: The loss: shape (), on the device.
+            args: Positional arguments of `Tensor.backward`.
+            kwargs: Keyword arguments of `Tensor.backward`.
+
+        Raises:
+            ModuleError: No run is in progress.
+        """
         manual.manual_backward(self._lw_present("manual_backward"), loss, *args, **kwargs)
 
     def _lw_count_step(self) -> None:
@@ -517,7 +533,20 @@ class Trainer(TrainerAttributes):
     def clip_gradients(
         self, optimizer: Optimizer | ManagedOptimizer, value: float | None = None, algorithm: str | None = None
     ) -> Tensor | None:
-        """Clip gradients of an optimizer; modules call `self.clip_gradients`."""
+        """Clip the gradients of an optimizer's parameters; modules call `self.clip_gradients`.
+
+        Args:
+            optimizer: The optimizer.
+            value: Maximum norm or absolute value; None is the Trainer's. 0 and None clip nothing.
+            algorithm: "norm" or "value"; None is the Trainer's, else "norm".
+
+        Returns:
+            By norm, the total norm before clipping: shape (), on the device. Otherwise None.
+
+        Raises:
+            ConfigError: The algorithm is unknown.
+            ModuleError: No run is in progress.
+        """
         run = self._lw_present("clip_gradients")
         value = self.gradient_clip_val if value is None else value
         algorithm = algorithm or self.gradient_clip_algorithm
@@ -534,18 +563,18 @@ class Trainer(TrainerAttributes):
         self._lw_toggles.untoggle(manual.plain_optimizer(optimizer))
 
     def _lw_run_to_toggle(self, what: str) -> Run:
-        """Return the present run, or the last one, whose optimizers are still there."""
+        """Return the run in progress, else the last one, whose optimizers still exist."""
         run = self._lw_run or self._lw_last_run or self._lw_present(what)
         if run is self._lw_run:
             manual.give_back(run)
         return run
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Send host numbers to all loggers. A logger that fails is reported once and left out; training continues.
+        """Send host numbers to all loggers. A logger that fails is reported once and skipped; training continues.
 
         Args:
-            metrics: Key -> number. A key `step` sets the x axis.
-            step: x axis; None is the index of the last training step, and adds the key `epoch`.
+            metrics: Key -> number. A key `step` sets the x value.
+            step: The x value. None is the index of the last training step, and adds the key `epoch`.
         """
         row = dict(metrics)
         if "step" in row:
@@ -557,26 +586,26 @@ class Trainer(TrainerAttributes):
         self.timeline.timed("logging", self._lw_output.write)(row, step, samples=self._lw_samples_of_all_ranks())
 
     def _lw_samples_of_all_ranks(self) -> int:
-        """Return the samples trained on, without asking the other ranks: each is taken to have as many as this one."""
+        """Return the number of samples trained on, without communication: other ranks are assumed to have as many."""
         before = self.progress.samples_before
         return before + (self.progress.samples - before) * self.strategy.topology.data_size
 
     def synchronize_metrics(self, *names: str) -> None:
         """Make `callback_metrics` and `metric_step` equal on all ranks for these keys, until a rank logs them again.
 
-        Call it before a decision that follows from a value that is logged in steps. Each gets the newest value, reduced
-        over the ranks that have logged it, as at the end of an epoch: a mean by its weights. Nothing happens with one
-        process, nor on a rank that is alone after an error. Otherwise on every rank with the same keys: it
-        communicates, once for all keys.
+        Call it before a decision that depends on a value that is logged in steps. Each key gets the newest value,
+        reduced over the ranks that have logged it as at the end of an epoch: a mean is weighted. Call it on every rank
+        with the same keys: it communicates, once for all keys. It does nothing with one process, or on a rank that is
+        alone after an error.
 
         Args:
-            names: Keys of `callback_metrics`; those that were not logged on any rank are left out.
+            names: Keys of `callback_metrics`; a key that no rank has logged is ignored.
         """
         if self.ranks_answer:
             self._lw_metrics.synchronize(names)
 
     def managed_schedulers(self) -> list[Any]:  # Any: schedules of any library
-        """Return the schedules that a module steps itself; `Module.lr_schedulers` hands them out."""
+        """Return the schedules that a module steps itself; modules call `self.lr_schedulers`."""
         if self.world_size == 1:
             return [config.scheduler for config in self.lr_scheduler_configs]
         from .loop.ranks_schedule import RanksPlateau
@@ -589,12 +618,12 @@ class Trainer(TrainerAttributes):
 
     @property
     def should_log(self) -> bool:
-        """Whether the values of the present step go to the loggers."""
+        """Whether the values of the current step are sent to the loggers."""
         every = self._lw_arguments.log_every_n_steps
         return bool(every) and self._lw_metrics.step % cast(int, every) == 0
 
     def print(self, *args: object, **kwargs: Any) -> None:  # Any: the arguments of the builtin
-        """Print on rank 0, above the progress bar."""
+        """Print on rank 0 above the progress bar; without a bar, or with `file=`, on local rank 0 of each node."""
         bar = self.progress_bar_callback
         if bar is not None and not kwargs.get("file"):
             bar.print(*args, **kwargs)
@@ -604,22 +633,24 @@ class Trainer(TrainerAttributes):
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: StorageOptions | None = None
     ) -> None:
-        """Write a checkpoint, atomically. On every rank.
+        """Write a checkpoint atomically. Call it on every rank.
 
         In a hook, the remaining listeners of the event (other callbacks, the module, loggers) are called first, so that
         the checkpoint holds the state after the event. The hook cannot log afterwards.
 
-        With `AsyncCheckpointIO` it returns during a run as soon as the state is copied: see `wait_for_save`.
+        With `AsyncCheckpointIO`, it returns during a run as soon as the state is copied; see `wait_for_save`.
 
         Args:
             filepath: A path, or an fsspec URL.
-            weights_only: Whether to leave out optimizers, schedules, callbacks, and all else that only training needs.
+            weights_only: Whether to omit optimizers, schedules, callbacks and other state that only training needs;
+                None is False.
             storage_options: Passed to the checkpoint plugin.
 
         Raises:
-            CheckpointError: Called between two micro-batches of one window, or between the start and the last batch of
-                a validation that a callback keeps a state of; or it cannot be written, in which case what was at the
-                path before is whole; or an earlier one could not be written in the background.
+            CheckpointError: It is called between two micro-batches of one window, or within a validation for which a
+                callback keeps state. Or the checkpoint cannot be written; an earlier file at the path stays intact. Or
+                an earlier background save failed.
+            ModuleError: No module was attached yet.
         """
         self.save_checkpoint_to([filepath], weights_only, storage_options)
 
@@ -629,7 +660,7 @@ class Trainer(TrainerAttributes):
         weights_only: bool | None = None,
         storage_options: StorageOptions | None = None,
     ) -> None:
-        """Write one checkpoint to several paths, one after the other; else as `save_checkpoint`."""
+        """Write one checkpoint to several paths, one after the other; otherwise as `save_checkpoint`."""
         run = self.latest_run()
         if run is None and self._lw_spawned_checkpoint is not None and not weights_only:
             self._lw_saving.write(self._lw_spawned_checkpoint, filepaths, storage_options)
@@ -641,18 +672,18 @@ class Trainer(TrainerAttributes):
         self._lw_saving.save(run, filepaths, is_weights_only=bool(weights_only), storage_options=storage_options)
 
     def full_state_dict(self, module: nn.Module | None = None) -> StateDict:
-        """Return full weights on rank 0's CPU, {} on other ranks. On every rank: it communicates.
+        """Return the full weights: on the CPU of rank 0, and {} on other ranks. Call it on every rank: it communicates.
 
-        `module.state_dict()` has this rank's part where a strategy shards a model, or is an error. For a model of
-        transformers: `state = trainer.full_state_dict(self.model)`, then `self.model.save_pretrained(path,
+        If a strategy shards the model, `module.state_dict()` returns the shards of this rank, or raises an error. For a
+        transformers model: `state = trainer.full_state_dict(self.model)`, then `self.model.save_pretrained(path,
         state_dict=state)` on rank 0.
 
         Args:
-            module: The module that is trained (None), or a submodule of it, whose names begin there.
+            module: A submodule of the trained module, whose names are relative to it; None for the trained module.
 
         Raises:
-            CheckpointError: A rank has gone past this place without calling it.
-            ModuleError: It is another module, or none was attached yet.
+            CheckpointError: A rank did not call it.
+            ModuleError: It is another module, or no module was attached yet.
         """
         run = self.latest_run()
         if run is None:
@@ -662,37 +693,37 @@ class Trainer(TrainerAttributes):
         return self._lw_saving.full_state(run, module)
 
     def wait_for_save(self, *, before_save: bool = False) -> None:
-        """Return when the last checkpoint is complete, and what follows a save is done. On every rank.
+        """Wait until the last checkpoint is complete, and the actions after its save are done. Call it on every rank.
 
-        Nothing to wait for without `AsyncCheckpointIO`. Otherwise the Trainer does this before the next save, at the
-        end of training, before a verb returns, and after an error. Call it to read a checkpoint during a run.
+        Without `AsyncCheckpointIO`, it returns at once. Otherwise the Trainer calls it before the next save, at the end
+        of training, before a verb returns, and after an error. Call it to read a checkpoint during a run.
 
         Args:
-            before_save: Whether the next save is what waits.
+            before_save: Whether it is called before the next save.
 
         Raises:
-            CheckpointError: It could not be written; on every rank.
+            CheckpointError: The checkpoint could not be written; raised on every rank.
         """
         self._lw_saving.wait(before_save=before_save)
 
     def _lw_batch_size_of(self, batch: Batch) -> int | None:
-        """Return how many samples a batch of the present loader has; None where it is unknown."""
+        """Return the number of samples in a batch of the current loader; None if unknown."""
         sizes = self._lw_metrics.sizes
         return find_batch_size(batch) if sizes is None else sizes.of(batch)
 
     def _lw_after_epoch_end(self, action: Callable[[], None]) -> None:
-        """Call `action` after this epoch's end and its checkpoints; for callbacks, in `on_train_epoch_end`."""
+        """Call `action` after the end of this epoch and its checkpoints; for callbacks, in `on_train_epoch_end`."""
         run = self._lw_present("after_epoch_end")
         if isinstance(run, FitRun):
             run.after_epoch.append(action)
 
     @property
     def ranks_answer(self) -> bool:
-        """Whether there are other ranks, and they are at the same point: not so after an error of this rank alone."""
+        """Whether there are other ranks, at the same point of the run; False after an error of this rank alone."""
         return self.world_size > 1 and self.fabric.is_connected and (self._lw_run is None or self._lw_run.ranks_answer)
 
     def _lw_launch(self, verb: str, model: nn.Module | None, **arguments: object) -> Any:  # Any: what the verb returns
-        """Run a verb in new processes, and take back what it changed there."""
+        """Run a verb in new processes, and apply their changes to the module here."""
         from .session import spawned
 
         return spawned.launch(self, verb, model, **arguments)
@@ -703,7 +734,11 @@ class Trainer(TrainerAttributes):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Training steps that fit will take in all; infinity where no limit is known. Loads the training data."""
+        """Total number of training steps of this fit; infinity without a limit. Reading it opens the training data.
+
+        Raises:
+            ModuleError: No run is in progress.
+        """
         session = self._lw_session
         if session is None or self._lw_run is None:
             raise ModuleError(
@@ -712,5 +747,9 @@ class Trainer(TrainerAttributes):
         return session.estimate_steps()
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[object]:
-        """Return a context in which modules are created on the device, with the precision's dtype."""
+        """Return a context that creates module parameters on the device and in the precision's dtype.
+
+        Args:
+            empty_init: See `Fabric.init_module`.
+        """
         return self.fabric.init_module(empty_init=empty_init)

@@ -1,7 +1,7 @@
-"""`TrainerView`: what loops, checkpoints and metrics read and call of a Trainer.
+"""`TrainerView`: the part of a Trainer that loops, checkpoints and metrics use.
 
-They annotate this instead of `Trainer`, which imports them. Hooks that users override keep `Trainer`: a wider parameter
-in the base would make type checkers refuse `trainer: lw.Trainer` in an override.
+They use this protocol in annotations instead of `Trainer`, which imports them. Hooks that users override keep
+`Trainer`: with a wider parameter in the base class, type checkers would reject `trainer: lw.Trainer` in an override.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Saving(Protocol):
 
 
 class FitView(Protocol):
-    """The session of a fit, as its loop and the tuner see it; session/fit.py documents the members."""
+    """The part of a fit's session that its loop and the tuner use; session/fit.py documents the members."""
 
     def validate(self) -> None: ...
     def open_data(self) -> None: ...
@@ -41,7 +41,7 @@ class FitView(Protocol):
 
 
 class TrainerView(OptimizerOwner, Protocol):
-    """A Trainer, as its parts see it; `attributes.py` and `trainer.py` document the members."""
+    """The part of a Trainer that its components use; `attributes.py` and `trainer.py` document the members."""
 
     fit_loop: FitLoop
     state: TrainerState
