@@ -185,7 +185,10 @@ def mesh_of(*shape: int, names: tuple[str, ...] | None = ("replicate", "shard"))
             ["a floating-point dtype, got param_dtype=torch.int8"],
         ),
         ({"activation_checkpointing": True, "activation_checkpointing_policy": {nn.Linear}}, ["set the same option"]),
-        ({"activation_checkpointing": 3}, ["Expected activation_checkpointing= to be True, a fraction from 0.0 to 1.0, or a policy, got 3"]),
+        (
+            {"activation_checkpointing": 3},
+            ["Expected activation_checkpointing= to be True, a fraction from 0.0 to 1.0, or a policy, got 3"],
+        ),
         ({"auto_wrap_policy": {3}}, ["Expected auto_wrap_policy= to contain only classes, got 3"]),
         ({"device_mesh": (2, 0)}, ["got device_mesh=(2, 0)", "two positive integers"]),
         ({"device_mesh": 4}, ["got device_mesh=4"]),
