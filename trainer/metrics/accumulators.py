@@ -261,7 +261,7 @@ class ScalarAccumulator:
         if len(self.step_values) == 1:
             return self.step_values[0]
         values, weights = _column(self.step_values, device), _column(self.step_weights, device)
-        if self.reduce == "mean":
+        if self.reduce in ("mean", "metric"):
             value = torch.where(weights == 0, torch.zeros_like(values), values * weights).sum() / weights.sum()
         elif self.reduce == "sum":
             value = values.sum()

@@ -283,7 +283,9 @@ class Metrics:
                     "update() was called.",
                     fix="call the metric itself, metric(preds, target), or log it with on_step=False, on_epoch=True.",
                 )
-            return cached, 1.0
+            if not accumulator.on_step or not self.is_weighing_steps:
+                return cached, 1.0
+            return cached, self.weight_of(accumulator) if batch_size is None else batch_size
         if isinstance(value, Tensor):
             value = _whole(value.detach()).clone()  # a parameter: the optimizer changes it in place
         elif not isinstance(value, int | float):

@@ -608,6 +608,17 @@ def test_a_metric_object_gives_the_value_of_each_step() -> None:
     assert logger.values("train_error_step")[0][1] != logger.values("train_error_step")[1][1]
 
 
+def test_the_step_value_of_a_metric_object_is_of_the_entire_window() -> None:
+    values = []
+    for batch_size, accumulate in ((6, 1), (2, 3), (4, 2)):  # windows of 6 samples, of which one has parts of 4 and 2
+        logger = RecordingLogger()
+        module = net(Measured)
+        trainer = quiet(max_epochs=1, logger=logger, log_every_n_steps=1, accumulate_grad_batches=accumulate)
+        trainer.fit(module, loader(6, batch_size), loader(2))
+        values += [value for _, value in logger.values("train_error_step")]
+    assert values == pytest.approx(values[:1] * 3, rel=1e-6)
+
+
 def test_a_metric_that_was_only_updated_has_no_step_value() -> None:
     with pytest.raises(ModuleError, match="only update"):
         quiet().validate(net(Measured, on_step=True), loader(), verbose=False)
