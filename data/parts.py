@@ -50,12 +50,14 @@ def join_outputs(outputs: Sequence[AnyOutput], sizes: Sequence[int]) -> AnyOutpu
     """Return what a step returned for the parts of a batch as one output.
 
     Of dicts, each entry is joined: tensors with the samples of their part along the first dimension are concatenated,
-    other values become a list of those of the parts. Of other outputs the first is returned: only their loss is read.
+    other values become a list of those of the parts, with None for a part without it. Of other outputs the first one
+    that there is is returned: only their loss is read.
     """
-    first = outputs[0]
+    first = next((output for output in outputs if output is not None), None)
     if len(outputs) == 1 or not isinstance(first, dict):
         return first
-    return {key: _join([output.get(key) for output in outputs], sizes) for key in first}
+    found = [output if isinstance(output, dict) else {} for output in outputs]
+    return {key: _join([output.get(key) for output in found], sizes) for key in first}
 
 
 def _join(values: list[AnyOutput], sizes: Sequence[int]) -> StepOutput:

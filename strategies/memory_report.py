@@ -121,12 +121,14 @@ def memory_report(
     return MemoryReport(owners, by_size, found[:_MOST_SHOWN], stats)
 
 
-def advise(report: MemoryReport, *, shards: bool) -> str:
+def advise(report: MemoryReport, *, shards: bool, trains: bool, may_shrink: bool) -> str:
     """Return what takes less of what the report shows as the largest owner.
 
     Args:
         report: The report.
         shards: Whether parameters are sharded over ranks already.
+        trains: Whether it ran out in training, and not in an evaluation, which has no backward pass.
+        may_shrink: Whether the batch could be split by the trainer, and is not.
     """
     owners = report.owners
     state = owners[_PARAMETERS] + owners[_GRADIENTS] + owners[_OPTIMIZER]
@@ -134,9 +136,11 @@ def advise(report: MemoryReport, *, shards: bool) -> str:
     if state > passing:
         spread = "more devices" if shards else "strategy='fsdp' on several devices"
         return f"{spread}, an optimizer with less state, LoRA or QLoRA, precision='bf16-true'"
-    return (
-        "Trainer(on_oom='shrink') or a smaller batch size with accumulate_grad_batches, "
-        "activation_checkpointing=, precision='bf16-mixed', shorter sequences"
+    if not trains:
+        return "a smaller batch size, precision='bf16-mixed', shorter sequences"
+    return ("Trainer(on_oom='shrink') or " if may_shrink else "") + (
+        "a smaller batch size with accumulate_grad_batches, activation_checkpointing=, precision='bf16-mixed', "
+        "shorter sequences"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,15 +43,13 @@ class MicroBatch:
         batch: On the device; NO_BATCH where only other ranks have one.
         offset: Number of its batch in the window.
         size: Samples in it; None where it is an entire batch.
-        divisor: How many parts of this size make the batch: a mean counts for one over it.
-        is_first: Whether it is the first part.
+        share: Of its batch, by samples: what a mean counts for.
     """
 
     batch: Any
     offset: int
     size: int | None = None
-    divisor: float = 1.0
-    is_first: bool = True
+    share: Fraction | int = 1  # exact: shares add up to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +133,8 @@ class HeldWindow:
         )
         total = sum(lengths)
         self._micro_batches += [
-            MicroBatch(part, offset, length, total / length if length else 1.0, number == 0)
-            for number, (part, length) in enumerate(zip(parts, lengths, strict=True))
+            MicroBatch(part, offset, length, Fraction(length, total) if length else 1)
+            for part, length in zip(parts, lengths, strict=True)
         ]
 
     def step(self) -> bool:
@@ -309,7 +308,7 @@ class HeldWindow:
     def _share_of(self, loss: Tensor | Loss) -> Tensor:
         run, window = self._run, self._run.window_loss
         one = self._of_losses[id(loss)]
-        share = window.share(loss, one.divisor, is_first=one.is_first)
+        share = window.share(loss, one.share)
         if run.skips_bad_steps:
             window.is_finite = window.is_finite and bool(torch.isfinite(share).all())
         self._shares.append(share)
@@ -330,13 +329,16 @@ class HeldWindow:
 
 
 def _joined_loss(losses: Sequence[Any], parts: Sequence[MicroBatch]) -> Tensor | None:
-    """Return the loss of a batch as a value from those of its parts; None where they have none."""
-    if len(losses) == 1:
-        return None if losses[0] is None or isinstance(losses[0], NoLoss) else detached_mean(losses[0])
-    if any(loss is None or isinstance(loss, NoLoss) for loss in losses):
-        return None
-    if isinstance(losses[0], Loss):
-        total = torch.stack([loss.sum.detach() for loss in losses]).sum()
-        return Loss(total, sum(loss.weight for loss in losses)).mean()
-    shares = [loss.detach().reshape(()) / one.divisor for loss, one in zip(losses, parts, strict=True)]
-    return torch.stack(shares).sum()
+    """Return the loss of a batch as a value from those of its parts that have one; None where none has."""
+    found = [
+        (loss, one.share)
+        for loss, one in zip(losses, parts, strict=True)
+        if loss is not None and not isinstance(loss, NoLoss)
+    ]
+    if len(found) < 2:
+        return detached_mean(found[0][0]) if found else None
+    if isinstance(found[0][0], Loss):
+        total = torch.stack([loss.sum.detach() for loss, _ in found]).sum()
+        return Loss(total, sum(loss.weight for loss, _ in found)).mean()
+    whole = sum(share for _, share in found)
+    return torch.stack([loss.detach().reshape(()) / float(whole / share) for loss, share in found]).sum()

@@ -42,6 +42,8 @@ from ...strategies.optional import NotesAbsence
 from ..metrics.accumulators import accumulation_dtype
 
 if TYPE_CHECKING:
+    from fractions import Fraction
+
     from ...strategies import Strategy
 
 
@@ -119,7 +121,7 @@ class WindowLoss:
     def begin(self, planned: int) -> None:
         """Start a window that is planned to have `planned` micro-batches on every rank; it may end earlier."""
         self.planned = planned
-        self.count = 0
+        self.count: Fraction | int = 0  # batches with a plain mean, or parts of them
         self.reference: Tensor | float | None = None
         self.total: Tensor | float = 0.0
         self.is_finite = True
@@ -138,13 +140,12 @@ class WindowLoss:
         """Return whether some loss was not finite, where bad steps are skipped."""
         return not self.is_finite
 
-    def share(self, loss: Tensor | Loss, parts: float = 1.0, *, is_first: bool = True) -> Tensor:
+    def share(self, loss: Tensor | Loss, part: Fraction | int = 1) -> Tensor:
         """Return what this micro-batch calls backward on: shape (), with graph.
 
         Args:
             loss: Its loss.
-            parts: How many parts of its size make its batch: a mean counts for one over them.
-            is_first: Whether it is the first part of its batch.
+            part: The part of its batch that it is, by samples: what a mean counts for.
 
         Raises:
             ModuleError: The loss is not a scalar, or means and sums are mixed in one window.
@@ -158,8 +159,8 @@ class WindowLoss:
                 f"training_step returned a loss of shape {tuple(loss.shape)}, expected a scalar.",
                 fix="reduce it, for example with loss.mean(), or return lw.Loss(losses.sum(), losses.numel()).",
             )
-        self.count += is_first
-        divisor = self.planned * parts
+        self.count += part
+        divisor = self.planned if part == 1 else float(self.planned / part)
         return loss if divisor == 1 else loss / divisor
 
     def _share_of_sum(self, loss: Loss) -> Tensor:
@@ -201,7 +202,7 @@ class WindowLoss:
     def gradient_factor(self) -> Tensor | float | None:
         """Return what the accumulated gradients are to be multiplied with, or None where they are right as they are."""
         if self.reference is None:
-            return None if self.count == self.planned else self.planned / self.count
+            return None if self.count == self.planned else float(self.planned / self.count)
         if isinstance(self.total, Tensor):
             if self.planned == 1 and not self.has_parts:
                 return None
@@ -292,7 +293,7 @@ class RanksWindowLoss(WindowLoss):
             )
         self.form = next(iter(forms), None)
 
-    def share(self, loss: Tensor | Loss, parts: float = 1.0, *, is_first: bool = True) -> Tensor:
+    def share(self, loss: Tensor | Loss, part: Fraction | int = 1) -> Tensor:
         """Return what this micro-batch calls backward on; see `WindowLoss.share`."""
         if (self.form == "sum") != isinstance(loss, Loss):
             raise ModuleError(
@@ -301,7 +302,7 @@ class RanksWindowLoss(WindowLoss):
             )
         if self.form == "sum":
             self.reference = self._scale
-        return super().share(loss, parts, is_first=is_first)
+        return super().share(loss, part)
 
     def reduce(self) -> None:
         """Begin to add up over ranks what the window weighs, where it must be known. On every rank."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from ...data.parts import split_batch
 from ...data.sources.base import NO_BATCH
 from ...errors import ConfigError
 from ...precision.base import evaluates_again
+from ...protocols import Closure
 from ...strategies.optional import RejoinsPasses
 from .held_window import Drawn, HeldWindow, MicroBatch
 from .loss import Loss, read_loss
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from ..view import TrainerView
 
 logger = logging.getLogger(__name__)
+
+TakeStep: TypeAlias = Callable[[Optimizer, "Closure | None"], bool]
 
 # Any in this file: what steps return.
 
@@ -311,7 +314,11 @@ def bind_shrinking(trainer: TrainerView, run: FitRun, *, syncs_norms: bool) -> N
     _refuse(trainer, run, syncs_norms=syncs_norms)
     plan = run.plan
     plan.hold, plan.looks_ahead = ShrinkingWindow, False
-    plan.take_step = _stepping_again(plan.take_step, run.device)
+    take_step = plan.take_step
+    plan.take_step = _stepping_again(lambda optimizer, _: take_step(optimizer), run.device)
+    for managed in run.managed:  # which a module's own `optimizer_step` steps
+        assert managed.take_step is not None
+        managed.take_step = _stepping_again(managed.take_step, run.device)
 
 
 def _refuse(trainer: TrainerView, run: FitRun, *, syncs_norms: bool) -> None:
@@ -342,15 +349,15 @@ def _refuse(trainer: TrainerView, run: FitRun, *, syncs_norms: bool) -> None:
         raise ConfigError(f"on_oom='shrink' with {reason}.", fix="leave out one of the two.")
 
 
-def _stepping_again(take_step: Callable[[Optimizer], bool], device: torch.device) -> Callable[[Optimizer], bool]:
+def _stepping_again(take_step: TakeStep, device: torch.device) -> Callable[..., bool]:
     """Return a step that is made again, with the memory that is free then, where it ran out before any change."""
 
-    def step(optimizer: Optimizer) -> bool:
+    def step(optimizer: Optimizer, closure: Closure | None = None) -> bool:
         known = {id(parameter) for parameter in optimizer.state}
         tensors = [*parameters_of(optimizer), *_states_of(optimizer)]
         versions = [one._version for one in tensors]
         try:
-            return take_step(optimizer)
+            return take_step(optimizer, closure)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -365,7 +372,7 @@ def _stepping_again(take_step: Callable[[Optimizer], bool], device: torch.device
             del optimizer.state[parameter]
         free_memory(device)
         logger.warning("Out of memory in the step of %s: it is made again.", type(optimizer).__name__)
-        return take_step(optimizer)
+        return take_step(optimizer, closure)
 
     return step
 

@@ -91,7 +91,13 @@ def _report_memory(session: Session, run: Run, error: Exception) -> str:
     """Return who holds the memory that ran out, and what takes less of it."""
     optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in run.optimizers]
     report = memory_report(run.module, optimizers, device=run.device, error=error)
-    advice = advise(report, shards=session.strategy.traits.shards_parameters)
+    trains = session.trainer.state.stage == "train"
+    advice = advise(
+        report,
+        shards=session.strategy.traits.shards_parameters,
+        trains=trains,
+        may_shrink=trains and session.arguments.on_oom != "shrink",
+    )
     text = f"Loopwright: {run.device} is out of memory; {report.summary()}\nWhat takes less: {advice}."
     total, batch = report.device.get("total"), run.metrics.batch
     if session.verb != "fit" or run.has_ranks or batch is None or total is None:  # others do not wait for a plan

@@ -321,6 +321,8 @@ class FitSession(Session):
             from ..loop.shrink import bind_shrinking
 
             bind_shrinking(trainer, run, syncs_norms=trainer.sync_batchnorm or self.fabric.layer_sync is not None)
+        else:
+            self.progress.parts_per_batch = 1  # also where the checkpoint is of a training that has split its batches
         if self.arguments.offload_activations and run.device.type != "cpu":  # which has nothing to move
             from ...strategies.construction.activation_offload import HostActivations
 

@@ -113,6 +113,37 @@ def test_the_training_is_that_of_a_run_that_was_never_short(
         assert found == pytest.approx(expected, rel=1e-6)  # logged in float32
 
 
+@pytest.mark.parametrize("kept", [[1], [6], [0, 3], [5, 6, 7]])
+def test_a_part_without_a_loss_does_not_count(kept: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    class Masked(Net):
+        outputs: list[Any]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, weight = batch
+            if self.short and len(x) > 4:
+                raise torch.OutOfMemoryError("planted")
+            if not weight.any():
+                return None
+            losses = self.head(x).square().flatten()[weight > 0]
+            return {"loss": losses.mean(), "losses": losses}
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.outputs = [outputs["loss"], outputs["losses"]]
+
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(8, WIDTH, generator=generator), torch.zeros(8).index_fill(0, torch.tensor(kept), 1.0)
+    runs = [Masked(), Masked(short={0: "forward"})]
+    for module in runs:
+        trainer = quiet(max_steps=1, precision="64-true", on_oom="shrink")
+        trainer.fit(module, DataLoader(TensorDataset(*rows), batch_size=8))
+        assert trainer.global_step == 1
+    whole, short = runs
+    for one, two in zip(whole.head.parameters(), short.head.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(whole.outputs[0], short.outputs[0])
+    assert [value is None for value in short.outputs[1]] == [max(kept) < 4, min(kept) > 3][::-1]
+
+
 def test_random_numbers_are_those_of_a_run_that_began_with_the_smaller_parts() -> None:
     small, short = Net(dropout=0.5), Net(short={0: "backward"}, dropout=0.5)
     fit(small, batch_size=4, accumulate_grad_batches=2)
@@ -144,6 +175,10 @@ def test_the_size_is_kept_in_checkpoints_and_rows(tmp_path: Path) -> None:
     again = quiet(max_epochs=2, on_oom="shrink")
     again.fit(resumed, data(), ckpt_path=tmp_path / "short.ckpt")
     assert set(resumed.sizes) == {2}
+    whole, rows = Net(), RecordingLogger()
+    quiet(max_epochs=2, logger=rows, log_every_n_steps=1).fit(whole, data(), ckpt_path=tmp_path / "short.ckpt")
+    assert set(whole.sizes) == {8}
+    assert not rows.values("parts_per_batch")
 
 
 def test_a_step_without_memory_is_made_again_where_nothing_was_changed() -> None:
@@ -153,7 +188,7 @@ def test_a_step_without_memory_is_made_again_where_nothing_was_changed() -> None
         def _init_group(self, group: Any, *args: Any, **kwargs: Any) -> Any:
             result = super()._init_group(group, *args, **kwargs)
             if self.is_short:  # the states are there, and half of them might not be
-                self.is_short = False
+                Adam.is_short = False
                 raise torch.OutOfMemoryError("planted")
             return result
 
@@ -163,14 +198,21 @@ def test_a_step_without_memory_is_made_again_where_nothing_was_changed() -> None
             if self.state[self.param_groups[0]["params"][0]]["step"] == 2:
                 raise torch.OutOfMemoryError("planted")
 
-    def trained(optimizer: type[torch.optim.Adam], **arguments: Any) -> Net:
-        module = Net()
+    class Own(Net):
+        def optimizer_step(self, *args: Any) -> None:
+            super().optimizer_step(*args)
+
+    def trained(optimizer: type[torch.optim.Adam], kind: type[Net] = Net, **arguments: Any) -> Net:
+        Adam.is_short = True
+        module = kind()
         module.configure_optimizers = lambda: optimizer(module.parameters(), lr=0.01)  # type: ignore[method-assign]
         fit(module, **arguments)
         return module
 
-    whole, short = trained(torch.optim.Adam), trained(Adam, on_oom="shrink")
-    assert all(torch.equal(one, two) for one, two in zip(whole.parameters(), short.parameters(), strict=True))
+    whole = trained(torch.optim.Adam)
+    for kind in (Net, Own):
+        short = trained(Adam, kind, on_oom="shrink")
+        assert all(torch.equal(one, two) for one, two in zip(whole.parameters(), short.parameters(), strict=True))
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trained(Late, on_oom="shrink")
     assert "had changed parameters or states" in "".join(caught.value.__notes__)
@@ -183,6 +225,7 @@ def test_what_cannot_be_cut_is_an_error_that_says_so(size: int, most: int) -> No
     notes = "".join(caught.value.__notes__)
     assert "cannot split this micro-batch" in notes
     assert "memory by owner" in notes
+    assert "on_oom='shrink') or" not in notes  # it is set
 
 
 def test_a_batch_that_holds_more_than_samples_is_an_error_that_says_so() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -98,14 +99,13 @@ def test_stages_scale_by_the_factor_of_one_process(losses: list[Any], planned: i
 
 
 def test_the_parts_of_a_batch_count_as_one_batch() -> None:
-    losses = [(value(1.0), 2.0), (value(2.0), 4.0), (value(5.0), 4.0), (value(7.0), 1.0)]  # halves, quarters, a batch
+    half, quarter = Fraction(1, 2), Fraction(1, 4)
+    losses = [(value(1.0), half), (value(2.0), quarter), (value(5.0), quarter), (value(7.0), Fraction(1))]
     last, first = pair()
     for one in (last, first):
         one.begin(2)
     last.synchronize_form(losses[0][0])
-    total = sum(
-        last.share(loss, parts, is_first=index in (0, 3)).detach() for index, (loss, parts) in enumerate(losses)
-    )
+    total = sum(last.share(loss, part).detach() for loss, part in losses)
     last.reduce()
     last.join_stages()
     first.join_stages()
