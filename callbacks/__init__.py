@@ -1,6 +1,6 @@
 """Callbacks: the base class, and one idea per file.
 
-Those that the Trainer itself knows are imported with the package, the others when their name is first used.
+The callbacks that the Trainer itself uses are imported with the package, the others when their name is first used.
 """
 
 from __future__ import annotations

@@ -25,25 +25,25 @@ class Callback:
     With several ranks, a decision that depends on a file, a clock or a metric of one rank must be made on rank 0 and
     broadcast (`trainer.strategy.broadcast`). A hook that communicates must do so on every rank.
 
-    Hooks run on every rank, in the order in which callbacks were given to the Trainer, before the module's hook of the
-    same name. What they return is ignored. A hook that is not overridden costs nothing.
+    Hooks run on every rank, in the order in which callbacks were passed to the Trainer, before the module's hook of the
+    same name. Their return values are ignored. A hook that is not overridden costs nothing.
 
-    A subclass may define two more methods. `forget_run()` resets what belongs to the run of another Trainer (counts,
-    scores, averages); it is called at the beginning of a fit if the last one belonged to another Trainer, as in k-fold
-    training with one callback. `restore_param_groups(trainer, pl_module)` adds the parameter groups that were added
-    during the run which is resumed; it is called before the optimizers get their states back.
+    A subclass may define two more methods. `forget_run()` resets the state of another Trainer's run (counts, scores,
+    averages). It is called at the beginning of a fit if the last one belonged to another Trainer, as in k-fold training
+    with one callback. `restore_param_groups(trainer, pl_module)` adds the parameter groups that the resumed run had
+    added during training. It is called before the optimizers' states are restored.
 
     Attributes:
         replaces_weights: Whether the callback temporarily replaces the module's weights (EMA). Its `on_save_checkpoint`
             then puts the trained weights into every checkpoint, including those with weights only.
-        runs_first: Whether the callback comes before all others, because they depend on what it sets (batch size,
-            learning rate).
+        runs_first: Whether the callback runs before all others, because they depend on a value that it sets (batch
+            size, learning rate).
         changes_weights: Whether `on_train_epoch_end` of this built-in callback changes weights. For other callbacks
             the Trainer compares the weights.
-        runs_last: Whether the hooks run after those of the module, of metrics and of loggers, at every event.
+        runs_last: Whether each hook runs after the module's hook, metrics and loggers.
         hears_every_step: Whether `on_train_batch_end` is also called on a rank without a batch, with None for outputs
             and batch. Otherwise such a rank skips the hook.
-        stop_reason: Why the callback set `trainer.should_stop`, for the line with which `fit` ends; None otherwise.
+        stop_reason: Reason why the callback set `trainer.should_stop`, logged when `fit` ends; None otherwise.
     """
 
     runs_first: bool = False
@@ -55,7 +55,7 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """Name of this callback's state in a checkpoint; two callbacks with state need different names."""
+        """Key of this callback's state in a checkpoint; two callbacks with state need different keys."""
         return type(self).__qualname__
 
     def _generate_state_key(self, **kwargs: object) -> str:  # constructor arguments
@@ -63,66 +63,66 @@ class Callback:
         return f"{type(self).__qualname__}{kwargs!r}"
 
     def state_dict(self) -> StateDict:
-        """Return the state to save: tensors, plain values, and containers of these. Empty: nothing is saved."""
+        """Return the state to save: tensors, plain values, and containers of these. An empty dict saves nothing."""
         return {}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore what `state_dict` returned. Called after `setup`, before the optimizers exist."""
 
     def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
-        """At the beginning of a run; `stage` is "fit", "validate", "test" or "predict"."""
+        """Called at the beginning of a run; `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
-        """At the end of a run that succeeded; after a failure `on_exception` is called instead."""
+        """Called at the end of a run that succeeds; after a failure, `on_exception` is called instead."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Model and optimizers are built, on their device, and resumed; nothing has run yet."""
+        """Called when model and optimizers are built, on their device and resumed, before anything runs."""
 
     def on_fit_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """After training, after `on_train_end`."""
+        """Called after training, after `on_train_end`."""
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Before the trial validation at the beginning of fit."""
+        """Called before the sanity check at the beginning of fit."""
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """After the trial validation at the beginning of fit."""
+        """Called after the sanity check at the beginning of fit."""
 
     def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Before the first epoch of this run."""
+        """Called before the first epoch of this run."""
 
     def on_train_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """After the last epoch of this run."""
+        """Called after the last epoch of this run."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """At the beginning of an epoch; not again when a run resumes inside it."""
+        """Called at the beginning of an epoch; not again when a run resumes within it."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """After the last batch of an epoch and after the validation that was due there."""
+        """Called after the last batch of an epoch, and after the validation that is due there."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: AnyModule, batch: AnyBatch, batch_idx: int) -> None:
-        """Before a micro-batch; it is on the device."""
+        """Called before a micro-batch, which is on the device."""
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
-        """After a micro-batch; after the last of a window the optimizer has stepped and counters are advanced."""
+        """Called after a micro-batch; after a window's last one, optimizer step and counts are done."""
 
     def on_validation_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Before a validation, inside fit or by itself."""
+        """Called before a validation, inside fit or separate."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """After a validation; its metrics are final."""
+        """Called after a validation; its metrics are final."""
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Before the first loader of a validation."""
+        """Called before the first loader of a validation."""
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """After the last batch of a validation."""
+        """Called after the last batch of a validation."""
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: AnyModule, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before a batch of a validation."""
+        """Called before a batch of a validation."""
 
     def on_validation_batch_end(
         self,
@@ -133,24 +133,24 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """After a batch of a validation."""
+        """Called after a batch of a validation."""
 
     def on_test_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Before a test."""
+        """Called before a test."""
 
     def on_test_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """After a test; its metrics are final."""
+        """Called after a test; its metrics are final."""
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Before the first loader of a test."""
+        """Called before the first loader of a test."""
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """After the last batch of a test."""
+        """Called after the last batch of a test."""
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: AnyModule, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before a batch of a test."""
+        """Called before a batch of a test."""
 
     def on_test_batch_end(
         self,
@@ -161,24 +161,24 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """After a batch of a test."""
+        """Called after a batch of a test."""
 
     def on_predict_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Before a prediction."""
+        """Called before a prediction."""
 
     def on_predict_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """After a prediction."""
+        """Called after a prediction."""
 
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Before the first loader of a prediction."""
+        """Called before the first loader of a prediction."""
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """After the last batch of a prediction."""
+        """Called after the last batch of a prediction."""
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: AnyModule, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before a batch of a prediction."""
+        """Called before a batch of a prediction."""
 
     def on_predict_batch_end(
         self,
@@ -189,28 +189,28 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """After a batch of a prediction; `outputs` is what `predict_step` returned."""
+        """Called after a batch of a prediction; `outputs` is the output of `predict_step`."""
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        """Before gradients are set to zero, once per window."""
+        """Called before gradients are zeroed, once per window."""
 
     def on_before_backward(self, trainer: Trainer, pl_module: AnyModule, loss: Tensor) -> None:
-        """Before a backward; `loss` is what it starts from, on the device."""
+        """Called before a backward pass; `loss` has shape (), on the device."""
 
     def on_after_backward(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """After a backward; gradients are sums over the window so far and may still carry a loss scale."""
+        """Called after a backward pass. Gradients are sums over the window so far, and may include a loss scale."""
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        """Before clipping and the optimizer's step; gradients are those of the full window, unscaled."""
+        """Called before clipping and the optimizer step; gradients are summed over the full window and unscaled."""
 
     def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:
-        """When a run fails or is interrupted; the exception is raised again afterwards."""
+        """Called when a run fails or is interrupted; the exception is raised again afterwards."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
-        """While a checkpoint is collected; it may be changed in place."""
+        """Called before a checkpoint is written; the dict may be changed in place."""
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
-        """Before the callbacks' states are restored from a checkpoint."""
+        """Called before the callbacks' states are restored from a checkpoint."""
 
 
 def as_hook(method: StepFunction, *first: str) -> StepFunction:
@@ -227,7 +227,7 @@ def from_rank_zero(trainer: Trainer, decide: Callable[[], R]) -> R:
     """Return what the function returns on rank 0, on every rank; an error of rank 0 is raised on every rank.
 
     For decisions that depend on files, clocks or random numbers. It communicates: call it on every rank at the same
-    place. With one process, and on a rank that is alone after an error, the function is called directly.
+    point. With one process, or on a rank that is alone after an error, the function is called directly.
     """
     if not trainer.ranks_answer:
         return decide()
@@ -237,14 +237,14 @@ def from_rank_zero(trainer: Trainer, decide: Callable[[], R]) -> R:
 
 
 class Checkpoint(Callback):
-    """Write checkpoints. Its hooks run after everything else at an event: module, metrics, loggers, other callbacks."""
+    """Base of callbacks that write checkpoints. Their hooks run after the module, metrics, loggers and others."""
 
     runs_last = True
     hears_every_step = True  # writing a checkpoint takes all ranks
 
 
 def find_state(states: Iterable[str], key: str) -> str | None:
-    """Return the key in a checkpoint's states that names the same arguments: by value, so that 1 is 1.0.
+    """Return the key in a checkpoint's states that has the same arguments, by value, so that 1 equals 1.0; else None.
 
     Args:
         states: The state keys in a checkpoint.

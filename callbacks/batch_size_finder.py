@@ -86,7 +86,7 @@ class BatchSizeFinder(Callback):
         self._lw_has_searched = True
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
-        """Set the size that the saved run found, before the loaders are opened."""
+        """Set the batch size that the saved run found, before the loaders are opened."""
         states = checkpoint.get("callbacks", {})
         state = states.get(find_state(states, self.state_key))
         if trainer.state.fn == "fit" and state:
@@ -94,10 +94,10 @@ class BatchSizeFinder(Callback):
             self.write_found(trainer, (pl_module, trainer.datamodule))
 
     def write_found(self, trainer: Trainer, owners: tuple[nn.Module | DataModule | None, ...]) -> None:
-        """Set what fit found earlier: before a checkpoint, or in the processes that trained.
+        """Set the batch size that fit found earlier, before a checkpoint or in the processes that trained.
 
         Args:
-            trainer: Its accumulation is set, where it keeps the global batch.
+            trainer: Its `accumulate_grad_batches` is set with `keep_global_batch`.
             owners: Module and data module; None for one that does not exist.
         """
         from ..tuner.setting import write_setting
@@ -108,12 +108,12 @@ class BatchSizeFinder(Callback):
                 trainer.accumulate_grad_batches = self._lw_accumulate
 
     def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
-        """Search for validate, test and predict: their loaders are opened after this."""
+        """Search for validate, test and predict, whose loaders are opened after this."""
         if stage != "fit":
             self._lw_search_unless_trial(trainer, stage, is_set_up=False)
 
     def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Search for fit, unless training is under way already."""
+        """Search for fit, unless training has started already."""
         if trainer.progress.total_batches or trainer.ckpt_path is not None:
             if not self._lw_has_searched and trainer.is_global_zero:
                 _log.info("BatchSizeFinder: training has started already, and keeps its batch size.")
@@ -127,7 +127,7 @@ class BatchSizeFinder(Callback):
         self._lw_find(trainer, method, is_set_up=is_set_up)
 
     def scale_batch_size(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Search now, within fit, and train with what is found; on every rank, between two epochs or before."""
+        """Search within fit, and train with the size found. Call it on every rank, before or between epochs."""
         if not trainer.at_step_boundary or trainer.progress.epoch_open:
             raise ConfigError(
                 "BatchSizeFinder.scale_batch_size was called within an epoch, where the training data is being read.",

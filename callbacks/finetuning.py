@@ -1,7 +1,7 @@
 """Fine-tuning: callbacks that train a part of the module first and unfreeze more of it later.
 
-A frozen parameter that is unfrozen gets its own parameter group. A resumed run has the same groups again before
-the optimizer's state is put back.
+A frozen parameter that is unfrozen gets its own parameter group. A resumed run restores the groups before the
+optimizer's state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Modules = nn.Module | Iterable[Any]  # Any: modules, and iterables of them to an
 
 
 def multiplicative(epoch: int) -> float:
-    """Return 2: the factor by which `BackboneFinetuning` raises the backbone's rate at each epoch."""
+    """Return 2, the default factor by which `BackboneFinetuning` multiplies the backbone's rate at each epoch."""
     return 2.0
 
 
@@ -52,12 +52,12 @@ class BaseFinetuning(Callback):
                 self.unfreeze_and_add_param_group(pl_module.encoder, optimizer)
     ```
 
-    Checkpoints hold the settings of each group and the names of its parameters, in the form that Lightning has. When a
-    run is resumed, groups that were added during training are added again. On several ranks gradients of unfrozen
-    parameters are averaged from the next step on.
+    Checkpoints contain the settings of each group and the names of its parameters, in Lightning's format. A resumed run
+    adds the groups again that were added during training. With several ranks, gradients of unfrozen parameters are
+    averaged from the next step on.
 
     Raises:
-        ConfigError: DeepSpeed, whose optimizers take no further groups.
+        ConfigError: The strategy is DeepSpeed, whose optimizers do not accept further groups.
         CheckpointError: A parameter of a saved group is not in the module.
     """
 
@@ -74,18 +74,18 @@ class BaseFinetuning(Callback):
     # --- what subclasses define ------------------------------------------------------------------------------------
 
     def freeze_before_training(self, pl_module: AnyModule) -> None:
-        """Freeze what is not to be trained at first; called at the beginning of fit, before optimizers are built."""
+        """Freeze the parts that are not trained at first. Called at the start of fit, before optimizers are created."""
         raise NotImplementedError(f"{type(self).__name__} has to define freeze_before_training(pl_module)")
 
     def finetune_function(self, pl_module: AnyModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze what is due; called at the start of each epoch, counted from 0, with each optimizer."""
+        """Unfreeze the parts that are due. Called at the start of each epoch (from 0), once for each optimizer."""
         raise NotImplementedError(f"{type(self).__name__} has to define finetune_function(pl_module, epoch, optimizer)")
 
     # --- what they use ---------------------------------------------------------------------------------------------
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return the modules, within these, that have no children or have parameters of their own."""
+        """Return the submodules, and the modules themselves, that have direct parameters or no children."""
         if isinstance(modules, nn.ModuleDict):
             modules = modules.values()
         if isinstance(modules, Iterable):
@@ -96,12 +96,12 @@ class BaseFinetuning(Callback):
     def filter_params(
         modules: Modules, train_bn: bool = True, requires_grad: bool = True
     ) -> Generator[nn.Parameter, None, None]:
-        """Give the parameters that are trained, or with requires_grad=False those that are not.
+        """Yield the trainable parameters; with requires_grad=False, the frozen ones.
 
         Args:
-            modules: A module, or any structure of them.
-            train_bn: False leaves batch norms out.
-            requires_grad: Which parameters.
+            modules: A module, or any structure of modules.
+            train_bn: Whether parameters of batch norms are included.
+            requires_grad: Value of `requires_grad` of the parameters to yield.
         """
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, _BatchNorm) and not train_bn:
@@ -112,7 +112,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Let all parameters be trained, and batch norms keep running statistics."""
+        """Unfreeze all parameters, and let batch norms update running statistics."""
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, _BatchNorm):
                 module.track_running_stats = True
@@ -121,7 +121,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze a module's own parameters; a batch norm's running statistics stay as they are."""
+        """Freeze the direct parameters of a module, and a batch norm's running statistics."""
         if isinstance(module, _BatchNorm):
             module.track_running_stats = False
         for parameter in module.parameters(recurse=False):
@@ -132,8 +132,8 @@ class BaseFinetuning(Callback):
         """Freeze all parameters.
 
         Args:
-            modules: A module, or any structure of them.
-            train_bn: Leave batch norms trainable.
+            modules: A module, or any structure of modules.
+            train_bn: Whether batch norms stay trainable.
         """
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, _BatchNorm) and train_bn:
@@ -143,7 +143,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return those that the optimizer does not have yet; warn of the others."""
+        """Return the parameters that the optimizer does not have yet; warn about the others."""
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         new: list[nn.Parameter] = []
         old: list[nn.Parameter] = []
@@ -168,11 +168,11 @@ class BaseFinetuning(Callback):
         """Unfreeze modules and train them in their own parameter group.
 
         Args:
-            modules: A module, or any structure of them.
-            optimizer: Gets the group.
-            lr: Its learning rate; None: that of the first group divided by `initial_denom_lr`.
-            initial_denom_lr: See lr.
-            train_bn: False leaves parameters of batch norms out of the group.
+            modules: A module, or any structure of modules.
+            optimizer: The optimizer to add the group to.
+            lr: Learning rate of the group; None is the rate of the first group divided by `initial_denom_lr`.
+            initial_denom_lr: Divisor of the default rate; see `lr`.
+            train_bn: Whether parameters of batch norms are added to the group.
         """
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         # Batch norms, say, that were never frozen: they stay in their group, without a warning.
@@ -204,7 +204,7 @@ class BaseFinetuning(Callback):
         self._lw_untracked = _untracked(pl_module)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Keep which groups there were, for `restore_param_groups`."""
+        """Store the saved groups for `restore_param_groups`."""
         self._restarting = True
         groups = state_dict["internal_optimizer_metadata"]
         self._internal_optimizer_metadata = {int(index): list(of_one) for index, of_one in groups.items()}
@@ -218,7 +218,7 @@ class BaseFinetuning(Callback):
         }
 
     def restore_param_groups(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Add the groups that a checkpoint has more than configure_optimizers made."""
+        """Add the groups of the checkpoint that `configure_optimizers` did not create."""
         known = dict(pl_module.named_parameters())
         for index, optimizer in enumerate(trainer.optimizers):
             saved = self._internal_optimizer_metadata.get(index, [])
@@ -241,7 +241,7 @@ class BaseFinetuning(Callback):
             self._lw_loaded_untracked = None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Let the subclass unfreeze, and note which groups there are now."""
+        """Let the subclass unfreeze, and record the groups."""
         for index, optimizer in enumerate(trainer.optimizers):
             count = len(optimizer.param_groups)
             self.finetune_function(pl_module, trainer.current_epoch, optimizer)
@@ -277,22 +277,22 @@ class BaseFinetuning(Callback):
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Train the head alone, and from an epoch on `pl_module.backbone` as well, at a rate that rises to the head's.
+    """Train the head first; from an epoch on, also train `pl_module.backbone`, at a rate that rises to the head's.
 
     Args:
-        unfreeze_backbone_at_epoch: The epoch, counted from 0.
-        lambda_func: `epoch -> factor` by which the backbone's rate is multiplied at the start of each later epoch; gets
-            the number of the epoch counted from 1.
-        backbone_initial_ratio_lr: The backbone's first rate as a part of the head's.
-        backbone_initial_lr: The backbone's first rate; None: by the ratio.
-        should_align: Let the backbone's rate not exceed the head's.
+        unfreeze_backbone_at_epoch: First epoch of the backbone, counted from 0.
+        lambda_func: Function `epoch -> factor`, called with the epoch counted from 1. The backbone's rate is multiplied
+            by the factor at the start of each later epoch.
+        backbone_initial_ratio_lr: The backbone's first rate, as a fraction of the head's.
+        backbone_initial_lr: The backbone's first rate; None uses the fraction.
+        should_align: Whether the backbone's rate is limited to the head's.
         initial_denom_lr: Accepted for compatibility; the first rate is never divided by it.
-        train_bn: Train the backbone's batch norms from the beginning.
-        verbose: Say both rates in the log at each epoch.
-        rounding: Digits of the rates in the log.
+        train_bn: Whether to train the backbone's batch norms from the beginning.
+        verbose: Whether both rates are logged at each epoch.
+        rounding: Number of digits of the logged rates.
 
     Raises:
-        ConfigError: A wrong argument, or the module has no `backbone`.
+        ConfigError: An argument is invalid, or the module has no `backbone`.
     """
 
     def __init__(
@@ -377,7 +377,7 @@ class BackboneFinetuning(BaseFinetuning):
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Put both back."""
+        """Restore the groups and the backbone's rate."""
         super().load_state_dict(state_dict)
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
 

@@ -20,12 +20,12 @@ class GradientAccumulationScheduler(Callback):
         scheduling: Epoch (from 0) -> micro-batches per step from this epoch on; 1 before the first of these epochs.
 
     Attributes:
-        scheduling: The argument, with epoch 0.
-        epochs: Its epochs in ascending order.
+        scheduling: The argument, with an entry for epoch 0.
+        epochs: The epochs of `scheduling`, ascending.
 
     Raises:
-        ConfigError: Empty, or an epoch below 0, or a number below 1. At the start of fit: manual optimization, or
-            `Trainer(accumulate_grad_batches=...)` was given too.
+        ConfigError: `scheduling` is empty, an epoch is below 0, or a number is below 1. At the start of fit:
+            optimization is manual, or `Trainer(accumulate_grad_batches=...)` was passed too.
     """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:

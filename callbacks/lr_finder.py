@@ -92,7 +92,7 @@ class LearningRateFinder(Callback):
         self._lw_found = None if found is None else (found[0], found[1])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
-        """Set the rate that the saved run found, before optimizers are made."""
+        """Set the learning rate that the saved run found, before optimizers are created."""
         states = checkpoint.get("callbacks", {})
         state = states.get(find_state(states, self.state_key))
         if trainer.state.fn == "fit" and state:
@@ -100,7 +100,7 @@ class LearningRateFinder(Callback):
             self.write_found(trainer, (pl_module, trainer.datamodule))
 
     def write_found(self, trainer: Trainer, owners: tuple[nn.Module | DataModule | None, ...]) -> None:
-        """Set what was found earlier: before a checkpoint, or in the processes that trained.
+        """Set the learning rate that was found earlier, before a checkpoint or in the processes that trained.
 
         Args:
             trainer: Not used.
@@ -112,7 +112,7 @@ class LearningRateFinder(Callback):
             write_setting(owners, *self._lw_found)
 
     def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Search, unless training is under way already."""
+        """Search, unless training has started already."""
         if trainer.fast_dev_run:
             warn("LearningRateFinder does nothing with fast_dev_run")
             return
@@ -123,7 +123,7 @@ class LearningRateFinder(Callback):
         self.lr_find(trainer, pl_module)
 
     def lr_find(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Search now, and train with what is found; on every rank, between two epochs or before the first."""
+        """Search, and train with the rate found. Call it on every rank, before or between epochs."""
         from ..tuner.lr_curve import LearningRateCurve
         from ..tuner.lr_find import find_learning_rate, name_of_rate, set_learning_rate
         from ..tuner.trial import Subject

@@ -20,11 +20,11 @@ _INTERVALS = ("batch", "epoch", "batch_and_epoch")
 
 
 class BasePredictionWriter(Callback):
-    """Write what `predict_step` returns: override `write_on_batch_end`, `write_on_epoch_end`, or both.
+    """Write the outputs of `predict_step`: override `write_on_batch_end`, `write_on_epoch_end`, or both.
 
-    Both are called on every rank, with that rank's own predictions: name files by `trainer.global_rank`. Of ranks of a
-    mesh that predict the same batches (along tp, cp and pp), they are called on one. To write more than fits into
-    memory use write_interval="batch" and `trainer.predict(..., return_predictions=False)`.
+    Both are called on every rank, with the predictions of this rank: include `trainer.global_rank` in file names. If
+    ranks of a mesh predict the same batches (along tp, cp and pp), they are called on one of these. To write more than
+    fits into memory, use write_interval="batch" and `trainer.predict(..., return_predictions=False)`.
 
     Args:
         write_interval: When to write: "batch", "epoch", or "batch_and_epoch".
@@ -64,12 +64,12 @@ class BasePredictionWriter(Callback):
         Args:
             trainer: The trainer.
             pl_module: The module.
-            prediction: What `predict_step` returned, on the device.
-            batch_indices: Which samples of the data set the batch has; None where that cannot be known: an iterable
-                data set, batches in a list.
+            prediction: Output of `predict_step`, on the device.
+            batch_indices: Indices of the batch's samples in the data set; None if unknown, as for an iterable data set
+                or a list of batches.
             batch: The batch, on the device.
-            batch_idx: Its number among those of this rank and loader.
-            dataloader_idx: Number of the loader.
+            batch_idx: Index of the batch in this loader, on this rank.
+            dataloader_idx: Index of the loader.
         """
         raise NotImplementedError
 
@@ -85,14 +85,13 @@ class BasePredictionWriter(Callback):
         Args:
             trainer: The trainer.
             pl_module: The module.
-            predictions: What `predict_step` returned for each batch, on the CPU; a list of such lists for several
-                loaders.
-            batch_indices: For each loader, for each batch, what `write_on_batch_end` gets.
+            predictions: Output of `predict_step` for each batch, on the CPU; a list of such lists for several loaders.
+            batch_indices: For each loader and each batch, the `batch_indices` of `write_on_batch_end`.
         """
         raise NotImplementedError
 
     def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
-        """Refuse a writer that would write nothing."""
+        """Raise an error for a writer that would write nothing."""
         if stage != "predict":
             return
         wanted = {"write_on_batch_end": self._lw_on_batch, "write_on_epoch_end": self._lw_on_epoch}
@@ -108,7 +107,7 @@ class BasePredictionWriter(Callback):
             )
 
     def on_predict_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Begin to note which samples the loaders read."""
+        """Start to record the indices of the samples that the loaders read."""
         ranks = trainer.strategy.topology.reporting_ranks
         self._lw_is_first = ranks is None or trainer.global_rank in ranks
         data = trainer._lw_loaders.eval["predict"]

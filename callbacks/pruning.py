@@ -1,9 +1,8 @@
 """`ModelPruning`: sets a part of the weights to zero during training and keeps them there.
 
-Which weights go is decided by the methods of `torch.nn.utils.prune`. Unlike torch's, the module is not rebuilt: its
-parameters keep their names, and masks are applied to gradients before each optimizer step and to weights after it. That
-gives the same weights as torch's `weight_orig * weight_mask`, and checkpoints, averages and wrappers need to know
-nothing of it.
+The methods of `torch.nn.utils.prune` select the weights. Unlike in torch, the module's parameters are not replaced and
+keep their names: masks are applied to gradients before each optimizer step and to weights after it. The weights are the
+same as torch's `weight_orig * weight_mask`, and checkpoints, averages and wrappers need no special handling.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _DEFAULT_NAMES = ("weight", "bias")
 class ModelPruning(Callback):
     """Set the least important weights to zero at the end of each epoch and keep them there.
 
-    `amount` applies to the remaining weights: with 0.5, a half, a quarter, an eighth of them remain.
+    `amount` applies to the remaining weights: with 0.5, a half, a quarter, an eighth, ... of all weights remain.
 
     Args:
         pruning_fn: "l1_unstructured", "random_unstructured", "ln_structured", "random_structured", or a subclass of
@@ -56,7 +55,7 @@ class ModelPruning(Callback):
         amount: Fraction (float from 0 to 1) or number of weights to prune each time, or `epoch -> amount`; 0: none.
         apply_pruning: Whether to prune, or `epoch -> whether to prune`.
         make_pruning_permanent: Whether the module has plain parameters with zeros at the end of training. Otherwise
-            it has `<name>_orig` and `<name>_mask` of `torch.nn.utils.prune`, for further training in your own loop.
+            it has `<name>_orig` and `<name>_mask` of `torch.nn.utils.prune`, for further training in a custom loop.
         use_lottery_ticket_hypothesis: Whether to reset the remaining weights to their initial values, or
             `epoch -> whether to`. They are reset when the next epoch begins; after the last epoch they stay trained.
         resample_parameters: Whether they are instead initialized again by the submodule's `reset_parameters`.
@@ -134,24 +133,24 @@ class ModelPruning(Callback):
 
     @property
     def state_key(self) -> str:
-        """The class and what tells instances apart."""
+        """The class name and the arguments that distinguish instances."""
         name = self.pruning_fn if isinstance(self.pruning_fn, str) else self.pruning_fn.__qualname__
         return self._generate_state_key(pruning_fn=name, parameter_names=list(self.parameter_names))
 
     @property
     def sparsity(self) -> float:
-        """The part of the weights to prune that is pruned; 0 before the first pruning. Reads the device."""
+        """Fraction of the prunable weights that are pruned; 0 before the first pruning. Waits for the device."""
         total = sum(mask.numel() for mask in self._lw_masks)
         return 1 - sum(float(mask.sum()) for mask in self._lw_masks) / total if total else 0.0
 
     # --- what subclasses may override ------------------------------------------------------------------------------
 
     def filter_parameters_to_prune(self, parameters_to_prune: Sequence[Pair] = ()) -> list[Pair]:
-        """Return the pairs to prune, of all that were found. Override it to leave some out."""
+        """Return the pairs to prune, out of all pairs that were found. Override it to exclude some."""
         return list(parameters_to_prune)
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Choose this part or number of the weights that are left; they become zero right after it.
+        """Choose this fraction or number of the remaining weights; they become zero right afterwards.
 
         Raises:
             ConfigError: Fewer weights remain.
@@ -170,7 +169,7 @@ class ModelPruning(Callback):
             raise ConfigError(f"ModelPruning: amount={amount}: {error}.", fix="prune less.") from error
 
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Set the weights that are left to what they were at the beginning, or to new random ones."""
+        """Reset the remaining weights to their initial values, or to new random ones."""
         with torch.no_grad():
             if self.resample_parameters:
                 self._lw_resample()
@@ -192,7 +191,7 @@ class ModelPruning(Callback):
         parameters_to_prune: Sequence[Pair] | None = (),
         parameter_names: Sequence[str] | None = (),
     ) -> list[Pair]:
-        """Return the given pairs, or without any those of all submodules with a parameter of these names.
+        """Return the given pairs; without any, the pairs of all submodules that have a parameter of these names.
 
         Raises:
             ModuleError: A pair is invalid, its submodule is not in the module, or the parameter does not exist; or no
@@ -236,7 +235,7 @@ class ModelPruning(Callback):
     # --- hooks -----------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Find the parameters, put masks back, keep the first weights, and listen to the optimizers."""
+        """Find the parameters, restore masks, keep the initial weights, and register hooks on the optimizers."""
         refuse_shards(trainer, pl_module, owner="ModelPruning")
         if self._lw_source is not None and self._lw_source is not pl_module:
             self._lw_initial, self._lw_loaded, self._lw_masks = {}, {}, []
@@ -263,7 +262,7 @@ class ModelPruning(Callback):
         ]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Rewind the weights that are left, if the last pruning requested it."""
+        """Rewind the remaining weights, if the last pruning requested it."""
         if self._lw_is_rewind_due:
             self._lw_is_rewind_due = False
             self.apply_lottery_ticket_hypothesis()
@@ -274,7 +273,7 @@ class ModelPruning(Callback):
                         parameter.copy_(value)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        """Leave pruned weights out of the gradients, before these are clipped."""
+        """Set the gradients of pruned weights to zero before they are clipped."""
         pairs = zip(self._lw_parameters, self._lw_masks, strict=False)  # no masks before the first pruning
         found = [(parameter.grad, mask) for parameter, mask in pairs if parameter.grad is not None]
         if found:
@@ -282,7 +281,7 @@ class ModelPruning(Callback):
             torch._foreach_mul_(list(gradients), list(masks))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Prune at the end of an epoch, not where a limit only interrupts it."""
+        """Prune at the end of an epoch, but not if a limit interrupted it."""
         if self._lw_is_due or (self._lw_at_epoch_end and not trainer.progress.epoch_paused):
             self._lw_prune(trainer)
 
@@ -297,11 +296,11 @@ class ModelPruning(Callback):
             self._lw_prune(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:
-        """Take the hooks off the optimizers."""
+        """Remove the hooks from the optimizers."""
         self._lw_forget_hooks()
 
     def teardown(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
-        """Take the hooks off the optimizers; hand the masks to torch, if pruning is not to be permanent."""
+        """Remove the hooks from the optimizers; convert masks to torch's, unless pruning is made permanent."""
         if stage != "fit":
             return
         self._lw_forget_hooks()
@@ -317,11 +316,11 @@ class ModelPruning(Callback):
                 weights[name] = weights.pop(f"{name}_orig") * weights.pop(f"{name}_mask")
 
     def forget_run(self) -> None:
-        """Prune at the steps of a new run; masks stay with their module."""
+        """Reset the state of the last run; the masks of its module are kept."""
         self._lw_pruned_at = -1
 
     def state_dict(self) -> StateDict:
-        """Return masks, first weights, and what was done last."""
+        """Return masks, initial weights, and the last actions."""
         masks = zip(self._lw_names, self._lw_masks, strict=False)
         return {
             "masks": {name: mask.bool() for name, mask in masks},
@@ -332,7 +331,7 @@ class ModelPruning(Callback):
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Keep them for `on_fit_start`."""
+        """Store the state for `on_fit_start`."""
         self._lw_loaded = dict(state_dict["masks"])
         self._lw_initial = dict(state_dict["initial"])
         self._lw_pruned_at = int(state_dict["pruned_at"])

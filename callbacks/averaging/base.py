@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class Averaging(Callback):
-    """Keep an average beside the weights.
+    """Keep an average in addition to the weights.
 
     Args:
-        device: Device of the average; None: that of the weights.
+        device: Device of the average; None is the device of the weights.
     """
 
     replaces_weights = True
@@ -60,7 +60,7 @@ class Averaging(Callback):
         keep_trained(checkpoint, self._lw_raw, self._lw_aliases)
 
     def averaged_module(self) -> nn.Module | None:
-        """Return a copy of the module that has the average; None before training."""
+        """Return a copy of the module with the averaged weights; None before training."""
         if self._lw_source is None:
             return None
         module = copy.deepcopy(self._lw_source)
@@ -113,7 +113,7 @@ class StepAveraging(Averaging):
     """Update the average after optimizer steps, and evaluate with it: subclasses define when and how to update.
 
     Args:
-        device: Device of the average; None: that of the weights.
+        device: Device of the average; None is the device of the weights.
         use_buffers: Whether floating-point buffers are averaged; otherwise they are copied.
     """
 
@@ -140,7 +140,7 @@ class StepAveraging(Averaging):
     # --- hooks -------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Continue from the checkpoint: if it was saved before its step's update, update now."""
+        """Continue from the checkpoint; if it was saved before the update of its step, update now."""
         if self._lw_seen_step is not None and self._lw_seen_step < trainer.global_step:
             self._lw_note_step(trainer, pl_module)
         self._lw_seen_step = trainer.global_step

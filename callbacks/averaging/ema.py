@@ -1,4 +1,4 @@
-"""`EMA`: an exponential moving average of the weights, beside the weights.
+"""`EMA`: an exponential moving average of the weights.
 
 A checkpoint's "state_dict" holds the trained weights; the average is this callback's own state. Evaluation may use the
 average: the values are exchanged before it and restored after it.
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 class EMA(StepAveraging):
     """Keep `average = decay * average + (1 - decay) * weights`, updated after optimizer steps.
 
-    The average begins as a copy of the weights at its first update. Steps that were skipped (a loss scale that
-    overflowed, a batch without loss) do not count. Nothing reads the device. Resuming continues bit for bit.
+    The average starts as a copy of the weights at its first update. Skipped steps (an overflow of the loss scale, a
+    batch without a loss) do not count. Nothing is read from the device. A resumed run continues bit for bit.
 
     Args:
         decay: Weight of the previous average, from 0 to 1.
-        device: Device of the average; None: that of the weights. "cpu" saves device memory and costs a copy per update.
+        device: Device of the average; None is the device of the weights. "cpu" saves device memory and costs a copy per
+            update.
         use_buffers: Whether floating-point buffers (batch norm statistics) are averaged; otherwise they are copied.
             Buffers of other types are always copied.
         update_every_n_steps: Update at the 1st, (n+1)-th, ... step.
@@ -46,11 +47,12 @@ class EMA(StepAveraging):
         ConfigError: An argument is invalid.
         CheckpointError: A saved average does not fit the module.
 
-    With several ranks each keeps the same average of the weights, or with a strategy that shards the average of its
-    own part; then `shadow_state_dict` and `copy_to` communicate: call them on every rank. Averages of buffers (batch
-    norm's) differ as far as the buffers do; evaluation and checkpoints take rank 0's.
+    With several ranks, each keeps the same average of the weights. If the strategy shards the model, each rank keeps
+    the average of its shards; then `shadow_state_dict` and `copy_to` communicate: call them on every rank. Averages of
+    buffers (of batch norms) differ as the buffers do; evaluation and checkpoints use rank 0's.
 
-    The average of float16 and bfloat16 weights is kept in float32: at a decay of 0.999 a bfloat16 sum would not move.
+    The average of float16 and bfloat16 weights is kept in float32: at a decay of 0.999, a bfloat16 average would not
+    change.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class EMA(StepAveraging):
 
     @contextmanager
     def applied(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Let the module hold the average inside the `with` block, and its own values again after it."""
+        """Load the average into the module within the `with` block, and restore the module's values after it."""
         self._lw_require_updates("applied()")
         tensors = tensors_of(module)
         raw = clones_of(tensors)
@@ -128,7 +130,7 @@ class EMA(StepAveraging):
         self._lw_average, self.num_updates, self._lw_seen_step, self._lw_source = {}, 0, None, None
 
     def state_dict(self) -> StateDict:
-        """Return the average, the number of updates and the last step that was seen."""
+        """Return the average, the number of updates and the last step."""
         seen_step = -1 if self._lw_seen_step is None else self._lw_seen_step
         return {"shadow": in_memory(self._lw_average), "num_updates": self.num_updates, "seen_step": seen_step}
 

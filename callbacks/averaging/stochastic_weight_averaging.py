@@ -35,20 +35,21 @@ AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 class StochasticWeightAveraging(Averaging):
     """Train the last epochs at a separate learning rate, and end with the mean of the weights of these epochs.
 
-    The average is of the weights at the beginning of the first of these epochs and at the end of each. The rate anneals
-    to `swa_lrs` within `annealing_epochs`, and the module's own schedules pause. At the end of training the average is
-    written into the module, and a pass over the training data without gradients updates batch norm statistics.
+    The average covers the weights at the beginning of the first of these epochs and at the end of each. The learning
+    rate anneals to `swa_lrs` within `annealing_epochs`, and the module's schedules pause. At the end of training, the
+    average is written into the module, and a pass over the training data without gradients updates batch norm
+    statistics.
 
-    Checkpoints hold the trained weights in "state_dict" and the average in this callback's state, so that resuming is
-    exact. A checkpoint that is saved after `trainer.fit` has returned holds the average.
+    Checkpoints contain the trained weights in "state_dict" and the average in this callback's state, so that resuming
+    is exact. A checkpoint that is saved after `trainer.fit` has returned contains the average.
 
     Args:
         swa_lrs: Final learning rate, or a list with one for each parameter group.
         swa_epoch_start: First epoch, counted from 1; or, as a float from 0 to 1, a fraction of `max_epochs`.
-        annealing_epochs: Number of epochs until the rate reaches `swa_lrs`; 0: at once.
+        annealing_epochs: Number of epochs until the rate reaches `swa_lrs`; 0 sets it at once.
         annealing_strategy: Shape of the annealing, "cos" or "linear".
-        avg_fn: Function `(average, weight, num_averaged) -> average`; None: the mean.
-        device: Device of the average; None: that of the weights.
+        avg_fn: Function `(average, weight, num_averaged) -> average`; None is the mean.
+        device: Device of the average; None is the device of the weights.
 
     Attributes:
         n_averaged: Number of weights in the average.
@@ -107,7 +108,7 @@ class StochasticWeightAveraging(Averaging):
 
     @property
     def swa_start(self) -> int:
-        """The first epoch of averaging, counted from 0; a part of `max_epochs` is known once fit has started."""
+        """The first epoch of averaging, counted from 0; a fraction of `max_epochs` is resolved when fit starts."""
         start = self.swa_epoch_start
         if isinstance(start, float):
             start = int((self._max_epochs or 0) * start)
@@ -115,7 +116,7 @@ class StochasticWeightAveraging(Averaging):
 
     @property
     def swa_end(self) -> int:
-        """The last epoch, counted from 0; without a limit of epochs, a number that none will have."""
+        """The last epoch, counted from 0; without a limit on epochs, a number that is never reached."""
         return sys.maxsize if self._max_epochs is None else self._max_epochs - 1
 
     @staticmethod
@@ -131,7 +132,7 @@ class StochasticWeightAveraging(Averaging):
     # --- hooks -----------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Check the run; a loaded average is checked against the module and moved to its device."""
+        """Check the run; compare a loaded average with the module and move it to its device."""
         limit = trainer.fit_loop.epoch_limit
         self._max_epochs = None if limit == -1 else limit
         self._lw_check(trainer, pl_module)
@@ -163,7 +164,7 @@ class StochasticWeightAveraging(Averaging):
         self._lw_set_rates(optimizer, epoch - self._lw_began_at)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Average the weights at the end of an epoch, not where a limit only interrupts it."""
+        """Average the weights at the end of an epoch, but not if a limit interrupted it."""
         epoch = trainer.current_epoch
         if self._lw_began_at < 0 or trainer.progress.epoch_paused or not self._lw_latest_epoch < epoch <= self.swa_end:
             return
@@ -195,7 +196,7 @@ class StochasticWeightAveraging(Averaging):
         )
 
     def state_dict(self) -> StateDict:
-        """Return the average, what it is made of, and the rates that annealing began with."""
+        """Return the average, its counts, and the learning rates at the start of annealing."""
         return {
             "average": in_memory(self._lw_average),
             "n_averaged": self.n_averaged,

@@ -1,7 +1,7 @@
 """`WeightAveraging` and `EMAWeightAveraging`: averages of the weights, by torch's averaging functions.
 
-The trained weights are what a checkpoint's "state_dict" holds; the average is this callback's own state. Validation
-runs on the average, and at the end of training the module becomes it.
+A checkpoint's "state_dict" contains the trained weights; the average is this callback's state. Validation uses the
+average, and at the end of training it is written into the module.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ MultiAvgFn = Callable[[list[Tensor], list[Tensor], Tensor | int], None]
 class WeightAveraging(StepAveraging):
     """Average the weights after each optimizer step, or whenever an override of `should_update` says so.
 
-    The first update copies the weights; each further one is `avg_fn`, `multi_avg_fn`, or the mean of all updates so
-    far. Validation, test and prediction run on the average once there is one; then the trained weights are put back. At
-    the end of training the average is written into the module. Nothing reads the device.
+    The first update copies the weights. Each further one applies `avg_fn` or `multi_avg_fn`, or takes the mean of all
+    updates so far. Once there is an average, validation, test and prediction use it; the trained weights are restored
+    afterwards. At the end of training, the average is written into the module. Nothing is read from the device.
 
-    Checkpoints hold the trained weights in "state_dict" and the average in this callback's state, so that resuming is
-    exact. A checkpoint that is saved after `trainer.fit` has returned holds the average. Lightning's checkpoints, which
-    store them the other way round, can be loaded.
+    Checkpoints contain the trained weights in "state_dict" and the average in this callback's state, so that resuming
+    is exact. A checkpoint that is saved after `trainer.fit` has returned contains the average. Lightning's checkpoints,
+    which store them the other way round, can be loaded.
 
     Args:
-        device: Device of the average; None: that of the weights. "cpu" saves device memory and costs a copy per update.
-        use_buffers: Average floating-point buffers (batch norm's statistics), too; otherwise they are copied from the
-            module. Buffers of other types are always copied.
+        device: Device of the average; None is the device of the weights. "cpu" saves device memory and costs a copy per
+            update.
+        use_buffers: Whether floating-point buffers (batch norm statistics) are averaged; otherwise they are copied from
+            the module. Buffers of other types are always copied.
         kwargs: `avg_fn(average, weight, num_averaged) -> average`, or `multi_avg_fn(averages, weights, num_averaged)`,
             which changes lists of tensors of one device and dtype in place; as for `torch.optim.swa_utils`.
 
@@ -48,12 +49,13 @@ class WeightAveraging(StepAveraging):
         n_averaged: Number of updates.
 
     Raises:
-        ConfigError: An unknown argument, both functions, or DeepSpeed.
+        ConfigError: An argument is unknown, both functions are passed, or the strategy is DeepSpeed.
         CheckpointError: A saved average does not fit the module.
 
-    With several ranks each keeps the same average of the weights, or with a strategy that shards the average of its
-    own part: functions get parts of tensors then, and must compute element by element. Averages of buffers are rank 0's
-    in evaluation, at the end and in checkpoints. The average of float16 and bfloat16 weights is kept in float32.
+    With several ranks, each keeps the same average of the weights. If the strategy shards the model, each rank keeps
+    the average of its shards; functions then receive shards, and must compute elementwise. In evaluation, at the end of
+    training and in checkpoints, averages of buffers are rank 0's. The average of float16 and bfloat16 weights is kept
+    in float32.
     """
 
     def __init__(
@@ -85,11 +87,11 @@ class WeightAveraging(StepAveraging):
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Whether to update now. Override it to choose.
 
-        Called on every rank after each optimizer step that was really taken and at the end of each epoch, with one of
-        the two; the answer has to be the same on all ranks.
+        Called on every rank after each optimizer step that was not skipped, with `step_idx`, and at the end of each
+        epoch, with `epoch_idx`. The result must be the same on all ranks.
 
         Args:
-            step_idx: Index of the optimizer step that was just taken, counted from 0; None at the end of an epoch.
+            step_idx: Index of the last optimizer step, counted from 0; None at the end of an epoch.
             epoch_idx: Index of the epoch that ends, counted from 0; None after a step.
         """
         return step_idx is not None
@@ -106,9 +108,9 @@ class WeightAveraging(StepAveraging):
         self._lw_bind(pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Request an update at the end of an epoch, unless a limit only interrupts it.
+        """Request an update at the end of an epoch, unless a limit interrupted it.
 
-        It comes after the checkpoints, which bear the score of a validation that has seen the average as it is now.
+        The update runs after the checkpoints are saved, because their score belongs to the average before it.
         """
         epoch = trainer.current_epoch
         if trainer.progress.epoch_paused or epoch <= self._lw_latest_epoch:
@@ -119,7 +121,7 @@ class WeightAveraging(StepAveraging):
             trainer._lw_after_epoch_end(lambda: self._lw_update_if_due(pl_module))
 
     def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Continue from the checkpoint; an update that was due is made now."""
+        """Continue from the checkpoint; make an update that was due."""
         super().on_train_start(trainer, pl_module)
         self._lw_update_if_due(pl_module)
 
@@ -133,7 +135,7 @@ class WeightAveraging(StepAveraging):
             self._lw_raw, self._lw_is_final = None, True
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
-        """Take the average out of a checkpoint of Lightning, whose "state_dict" it is."""
+        """Extract the average from a checkpoint of Lightning, which stores it in "state_dict"."""
         if "averaging_state" not in checkpoint or "current_model_state" not in checkpoint:
             return
         self._lw_average = clones_of(tensors_of(pl_module))  # loaded from "state_dict" just now
@@ -152,7 +154,7 @@ class WeightAveraging(StepAveraging):
         )
 
     def state_dict(self) -> StateDict:
-        """Return the average, the number of updates, and the last step and epoch that were seen."""
+        """Return the average, the number of updates, and the last step and epoch."""
         return {
             "average": in_memory(self._lw_average),
             "n_averaged": self.n_averaged,
@@ -230,9 +232,9 @@ class EMAWeightAveraging(WeightAveraging):
         use_buffers: See `WeightAveraging`.
         decay: Weight of the previous average, from 0 to 1.
         update_every_n_steps: Update after the steps whose index, counted from 0, is a multiple of this.
-        update_starting_at_step: No update after the steps before this one, counted from 0; None: from the first.
-        update_starting_at_epoch: Update also at the end of each epoch from this one on, counted from 0; None: never.
-        kwargs: See `WeightAveraging`; the decay is not used if they bring a function.
+        update_starting_at_step: First step, counted from 0, after which to update; None is the first step.
+        update_starting_at_epoch: First epoch, counted from 0, at whose end to update as well; None for never.
+        kwargs: See `WeightAveraging`; a function in them replaces the decay.
 
     Raises:
         ConfigError: An argument is invalid.

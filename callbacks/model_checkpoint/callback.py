@@ -42,42 +42,42 @@ _log = logging.getLogger(__name__)
 class ModelCheckpoint(Checkpoint):
     """Write checkpoints every n epochs, every n steps or at a time interval, and keep the best k or the newest.
 
-    A metric in the name or as monitor must belong to the step of the checkpoint. If it is older when a save is due, the
-    save waits for the next validation; `last` is written at once, because it needs no metric.
+    A metric in the file name or used as monitor must belong to the step of the checkpoint. If it is older when a save
+    is due, the save waits for the next validation; `last` is written at once, because it needs no metric.
 
-    With several ranks, metrics are those of all ranks. Rank 0 decides on names, scores and times, and is the only one
-    that accesses files; its errors are raised on all ranks.
+    With several ranks, metrics are reduced over all ranks. Rank 0 decides on names, scores and times, and is the only
+    rank that accesses files; its errors are raised on all ranks.
 
     Args:
-        dirpath: Directory or URL; None: "checkpoints" in the first logger's directory, else in `default_root_dir`.
-        filename: Template of file names, such as "{epoch}-{val_loss:.3f}"; None: "{epoch}-{step}".
-        monitor: Name of the logged metric that ranks checkpoints; None: the newest is the best.
+        dirpath: Directory or URL. None is "checkpoints" in the first logger's directory, else in `default_root_dir`.
+        filename: Template of file names, such as "{epoch}-{val_loss:.3f}"; None is "{epoch}-{step}".
+        monitor: Name of the logged metric that ranks checkpoints. None: the newest checkpoint is the best.
         verbose: Whether each save is logged.
         save_last: Whether "last.ckpt" is written at every save; "link" makes it a link to the newest file.
-        save_top_k: Number of checkpoints to keep; -1 all, 0 none. Without `monitor` only -1, 0 and 1.
+        save_top_k: Number of checkpoints to keep; -1 for all, 0 for none. Without `monitor`, only -1, 0 and 1.
         save_on_exception: Whether a checkpoint is written when training fails or is interrupted.
-        save_weights_only: Whether optimizers, schedules and callbacks are left out; such a file cannot be resumed.
+        save_weights_only: Whether to omit optimizers, schedules and callbacks; such a file cannot be resumed.
         mode: "min" if a smaller metric is better, else "max".
         auto_insert_metric_name: Whether file names contain "name=value" instead of the value.
         every_n_train_steps: Number of optimizer steps between saves.
         train_time_interval: Time between saves, which happen at step boundaries. With several ranks a save may be late
             if steps become slower, because ranks do not communicate at every step.
-        every_n_epochs: Number of epochs between saves; 0: never. 1 if no other interval is given.
+        every_n_epochs: Number of epochs between saves; 0 for never. None is 1 if no other interval is passed.
         save_on_train_epoch_end: Whether to save at the end of training epochs, else of validations. None: at the end of
             epochs if each ends with a validation or if validation is disabled.
-        enable_version_counter: Whether an existing name gets "-v1", "-v2", ...; otherwise it is overwritten.
+        enable_version_counter: Whether an existing name gets "-v1", "-v2", ...; otherwise the file is overwritten.
 
     Attributes:
-        rules: What other libraries do differently; see `SaveRules`.
+        rules: Functions that a layer for another library can replace; see `SaveRules`.
         checkpoint_state: Kept files and scores, for libraries that save by themselves.
-        written_step: `global_step` of the newest file of this run, -1 before.
+        written_step: `global_step` of the newest file of this run; -1 before the first.
         saves_at_epoch_end: Whether saves follow training epochs, else validations; known when training begins.
-        given_dirpath: Directory that was given or assigned; None for the default.
+        given_dirpath: Directory that was passed or assigned; None for the default.
 
     Raises:
-        ConfigError: Invalid arguments, all named. At the start of training: the directory is not writable.
-        ModuleError: After the first validation, or after the first epoch if its end may log more: no metric has the
-            name of `monitor`.
+        ConfigError: Arguments are invalid; all are named. At the start of training: the directory is not writable.
+        ModuleError: After the first validation, or after the first epoch if its end may log more: no logged metric has
+            the name `monitor`.
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
@@ -157,7 +157,7 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """Name of the state in a checkpoint: monitor, mode and triggers tell instances apart."""
+        """Key of the state in a checkpoint: monitor, mode and triggers distinguish instances."""
         return self._generate_state_key(
             monitor=self.monitor,
             mode=self.mode,
@@ -168,7 +168,7 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def dirpath(self) -> str | None:
-        """Directory of the checkpoints; None until fit starts, if it was not given. It may be assigned before fit."""
+        """Directory of the checkpoints; if not passed, None until fit starts. It may be assigned before fit."""
         return self._lw_dirpath
 
     @dirpath.setter
@@ -177,12 +177,12 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def every_n_epochs(self) -> int:
-        """Epochs between two saves; 0 if epochs are not what is counted."""
+        """Number of epochs between two saves; 0 if saves do not depend on epochs."""
         return self._every_n_epochs
 
     @property
     def best_model_path(self) -> str:
-        """Path of the best checkpoint, without monitor the newest; empty if there is none. It may be assigned."""
+        """Path of the best checkpoint, or of the newest without monitor; empty without any. It may be assigned."""
         return self.checkpoint_state.best_path
 
     @best_model_path.setter
@@ -229,23 +229,23 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst of the kept ones, which the next better one would replace; empty while fewer than k are kept."""
+        """Path of the worst kept checkpoint, which the next better one replaces; empty while fewer than k are kept."""
         return self.checkpoint_state.top_k.kth_path if self.save_top_k != -1 else self.checkpoint_state.top_k.worst_path
 
     @property
     def kth_value(self) -> Tensor:
-        """Score that has to be beaten: shape (), on the CPU; the worst there is while fewer than k are kept."""
+        """Score that a new checkpoint must beat: shape (), on the CPU; the worst possible if fewer than k are kept."""
         top_k = self.checkpoint_state.top_k
         return score_tensor(top_k.scores[top_k.kth_path] if top_k.kth_path else top_k.worst_score)
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | float | None = None) -> bool:
-        """Whether a checkpoint with this score would be kept; all ranks decide alike."""
+        """Whether a checkpoint with this score would be kept; the same on all ranks."""
         if current is None:
             return False
         return bool(trainer.strategy.reduce_boolean_decision(self.checkpoint_state.top_k.accepts(float(current))))
 
     def file_exists(self, filepath: str, trainer: Trainer) -> bool:
-        """Whether rank zero sees something under this name."""
+        """Whether a file or folder of this name exists for rank 0; the same on all ranks."""
         return from_rank_zero(trainer, lambda: files.exists(filepath))
 
     def format_checkpoint_name(
@@ -264,7 +264,7 @@ class ModelCheckpoint(Checkpoint):
             prefix: Text before the name.
 
         Returns:
-            The path; a metric that is not there is 0 in it.
+            The path, in which a missing metric is 0.
         """
         template = filename or self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
         name = render_name(
@@ -279,17 +279,18 @@ class ModelCheckpoint(Checkpoint):
         return os.path.join(self.dirpath, name) if self.dirpath else name
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
-        """Write path and score of the kept checkpoints; None: to best_k_models.yaml beside them."""
+        """Write paths and scores of the kept checkpoints to a YAML file; None is best_k_models.yaml in `dirpath`."""
         path = os.fspath(filepath) if filepath else os.path.join(self.dirpath or "", "best_k_models.yaml")
         with open(path, "w", encoding="utf-8") as file:
             rows = [f"{json.dumps(path)}: {score}\n" for path, score in self.checkpoint_state.top_k.scores.items()]
             file.writelines(rows or ["{}\n"])
 
     def find_last(self, trainer: Trainer) -> list[str]:
-        """Return the checkpoints that `ckpt_path="last"` may resume from, the one of the last step first.
+        """Return the checkpoints that `ckpt_path="last"` may resume from, the last step first.
 
-        All in `dirpath` if it was given, else those of all versions of the first logger, because a restarted run opens
-        a new version. Unfinished files are left out. Damaged ones are not: the caller verifies.
+        These are all checkpoints in `dirpath` if it was passed, else of all versions of the first logger, because a
+        restarted run opens a new version. Unfinished files are omitted; damaged ones are not, because the caller
+        verifies them.
         """
         self._lw_continues_last = True
 
@@ -302,12 +303,12 @@ class ModelCheckpoint(Checkpoint):
     # --- hooks -----------------------------------------------------------------------------------------------------
 
     def forget_run(self) -> None:
-        """Start with an empty state; the files of the other run stay."""
+        """Reset the checkpoint state; the files of the other run are kept."""
         self.checkpoint_state = CheckpointState(self.rules.top_k_type(self.save_top_k, self.mode))
         self._lw_loaded_dirpath = None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
-        """Record the purpose for which the state is loaded."""
+        """Record the verb for which the state is loaded."""
         self._lw_loading_in = trainer.state.fn
 
     def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
@@ -326,7 +327,7 @@ class ModelCheckpoint(Checkpoint):
         self._lw_dirpath = dirpath
 
     def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Check the settings, remove what a killed run left over, start the clock."""
+        """Check the settings, remove leftovers of a killed run, and start the clock."""
         self.saves_at_epoch_end = self._lw_resolve_at_epoch_end(trainer)
         self._lw_is_training = True
         self._lw_start_step = trainer.global_step

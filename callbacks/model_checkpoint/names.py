@@ -71,8 +71,8 @@ def render_name(
         template: Text with `{name}` or `{name:spec}`; names may contain slashes and dots.
         metrics: Values by name; 0-dim tensors or numbers. Reading a tensor waits for its device. What is absent is 0.
         insert_names: Write `name=value` instead of the value alone.
-        equals: What stands between name and value.
-        number_format: How a number without its own format is written.
+        equals: Text between name and value.
+        number_format: Format of a number whose field has no format.
     """
     rendered = []
     for literal, name, spec, _ in Formatter().parse(template):

@@ -1,4 +1,4 @@
-"""`SaveRules`: what a ModelCheckpoint does where other libraries do something else."""
+"""`SaveRules`: the functions of a ModelCheckpoint that a layer for another library can replace."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def _metrics(callback: ModelCheckpoint, trainer: Trainer) -> dict[str, Tensor | 
 
 @dataclass(frozen=True, slots=True)
 class SaveRules:
-    """The seams of `ModelCheckpoint`. A layer for another library assigns other rules to `callback.rules`.
+    """The replaceable functions of `ModelCheckpoint`; a layer for another library assigns to `callback.rules`.
 
     Attributes:
-        top_k_type: Keeps the scores, and says which file the next better one replaces.
-        number_format: Format of a metric that the template gives none.
-        updates_last_alone: Whether `last` is written where no better checkpoint is.
-        trigger: Saves where a checkpoint is due, or lets it wait for its metrics; on every rank.
+        top_k_type: Class that keeps the scores and selects the file to replace.
+        number_format: Format of a metric for which the template has none.
+        updates_last_alone: Whether `last` is also written if no other checkpoint is.
+        trigger: Saves a checkpoint that is due, or makes it wait for its metrics; called on every rank.
         is_fresh: Whether the score may be used now.
-        metrics: Returns the values that names and scores use.
+        metrics: Returns the values for names and scores.
     """
 
     top_k_type: type[TopK] = TopK

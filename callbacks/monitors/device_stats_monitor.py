@@ -1,4 +1,4 @@
-"""`DeviceStatsMonitor`: memory statistics of GPUs, and use of the CPU."""
+"""`DeviceStatsMonitor`: memory statistics of GPUs, and CPU utilization."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ if TYPE_CHECKING:
 
 
 class DeviceStatsMonitor(Callback):
-    """Log the accelerator's statistics of rank 0's device before and after the steps that the trainer logs.
+    """Log the accelerator's statistics of rank 0's device, before and after each step that the Trainer logs.
 
     Keys: `DeviceStatsMonitor.on_train_batch_start/<statistic>` and `..._end`; likewise for validation and test. The
-    statistics are the accelerator's own: on cards `torch.cuda.memory_stats` and, with nvidia-ml-py, `power_draw_w`,
-    `temperature_c` and `utilization_percent`; on a CPU percentages of processor, memory and swap, which need psutil.
+    statistics depend on the accelerator: on GPUs, `torch.cuda.memory_stats` and, with nvidia-ml-py, `power_draw_w`,
+    `temperature_c` and `utilization_percent`; on a CPU, percentages of processor, memory and swap, which need psutil.
     Steps that are not logged cost a comparison.
 
     Args:
-        cpu_stats: Whether CPU statistics are logged, also beside a GPU's; None: only if the CPU is the accelerator.
+        cpu_stats: Whether to log CPU statistics, also in addition to a GPU's. None logs them if the CPU is the
+            accelerator.
 
     Raises:
-        ConfigError: At the beginning: the trainer has no logger.
-        MissingDependency: At the beginning: CPU statistics are requested, and psutil is not installed.
+        ConfigError: At the beginning of a run: the Trainer has no logger.
+        MissingDependency: At the beginning of a run: CPU statistics are logged, and psutil is not installed.
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
@@ -56,7 +57,7 @@ class DeviceStatsMonitor(Callback):
         return {f"{type(self).__qualname__}.{hook}{separator}{name}": value for name, value in stats.items()}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: AnyModule, batch: AnyBatch, batch_idx: int) -> None:
-        """Note the statistics before the first batch of a step that is logged."""
+        """Record the statistics before the first batch of a step that is logged."""
         if self._lw_is_on and trainer.should_log and self._lw_noted_step != trainer.global_step:
             # Sent when the step is done: one that is skipped is tried again under the same number.
             self._lw_noted = self._lw_read(trainer, "on_train_batch_start")
@@ -65,7 +66,7 @@ class DeviceStatsMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
-        """Send what was noted, and the statistics after the step."""
+        """Log the recorded statistics, and the statistics after the step."""
         if not self._lw_noted or not trainer.at_step_boundary:
             return
         noted, self._lw_noted = self._lw_noted, {}

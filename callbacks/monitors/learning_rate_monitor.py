@@ -21,17 +21,17 @@ _log = logging.getLogger(__name__)
 
 
 class LearningRateMonitor(Callback):
-    """Log the learning rate of each parameter group, and momentum and weight decay if wanted.
+    """Log the learning rate of each parameter group, and optionally momentum and weight decay.
 
-    The value beside a step is the one that the optimizer used in that step, not the one that the schedule has set for
-    the next; the x axis is the index of the step, from 0, as for values logged in training_step.
+    The value of a step is the rate that the optimizer used in that step, not the rate that the schedule has set for the
+    next one. The x value is the index of the step, from 0, as for values logged in training_step.
 
-    Keys: the schedule's `name`, else "lr-" and the optimizer's class ("-1" for the second of a class); with several
-    groups "/pg1", "/pg2", or the group's "name".
+    Keys: the schedule's `name`, else "lr-" and the optimizer's class ("-1" for the second of a class). With several
+    groups, "/pg1", "/pg2", or the group's "name" is appended.
 
     Args:
-        logging_interval: "step" at the steps that go to the loggers, "epoch" at the beginning of epochs, None as each
-            schedule counts (an optimizer without schedule: by step).
+        logging_interval: "step" for each step that is logged, "epoch" for the beginning of each epoch. None is
+            the interval of each schedule, and "step" for an optimizer without a schedule.
         log_momentum: Whether momentum, or the first of the betas, is logged as `<key>-momentum`.
         log_weight_decay: Whether weight decay is logged as `<key>-weight_decay`.
 
@@ -79,12 +79,12 @@ class LearningRateMonitor(Callback):
             _log.warning("LearningRateMonitor: configure_optimizers returned no optimizer: there is nothing to log.")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Log what is counted by epochs: the rates that the epoch begins with."""
+        """Log the rates with interval "epoch", as they are at the beginning of the epoch."""
         if self._lw_watched["epoch"]:
             self._lw_send(trainer, self._lw_values(self._lw_watched["epoch"]), trainer.global_step)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: AnyModule, batch: AnyBatch, batch_idx: int) -> None:
-        """Note the rates before the step, if this step is logged."""
+        """Record the rates before the step, if this step is logged."""
         if trainer.should_log and self._lw_watched["step"]:
             self._lw_noted = self._lw_values(self._lw_watched["step"])
             self._lw_noted_step = trainer.global_step
@@ -92,7 +92,7 @@ class LearningRateMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
-        """Log what was noted, once the step has been taken."""
+        """Log the recorded rates after the step."""
         if self._lw_noted and trainer.at_step_boundary:
             noted, self._lw_noted = self._lw_noted, {}
             if trainer.global_step > self._lw_noted_step:

@@ -1,4 +1,4 @@
-"""`MemorySnapshot`: files with a report on memory when it runs out. Built by users."""
+"""`MemorySnapshot`: a report on memory, written to files when it runs out."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ _log = logging.getLogger(__name__)
 
 
 class MemorySnapshot(Callback):
-    """Write a report on memory when it runs out, on the rank on which it does.
+    """Write a report on memory when it runs out, on the rank that runs out of memory.
 
-    The files are `<dirpath>/out_of_memory_rank<r>_step<n>.json` (and `.txt`, for people), with the memory by owner and
+    The files are `<dirpath>/out_of_memory_rank<r>_step<n>.json` (and a readable `.txt`), with the memory by owner and
     the largest tensors with their variables' names; on CUDA also `.pickle`, the allocator's history with the stack of
-    each allocation, for https://pytorch.org/memory_viz. The error gets a note that names them.
+    each allocation, for https://pytorch.org/memory_viz. A note on the error names the files.
 
     Args:
-        dirpath: Directory of the reports; None: `memory` in the trainer's `default_root_dir`, or in the working
+        dirpath: Directory of the reports. None is `memory` in the Trainer's `default_root_dir`, or in the working
             directory if that is a URL.
-        max_entries: Number of allocations and frees in CUDA's history, at a few microseconds each; 0: no history.
+        max_entries: Number of allocations and frees in CUDA's history, which cost a few microseconds each; 0 for no
+            history.
 
     Attributes:
-        report: Report on the last error; None before.
+        report: Report on the last error; None before the first.
 
     Raises:
         ConfigError: `max_entries` is negative.
@@ -50,13 +51,13 @@ class MemorySnapshot(Callback):
         self._lw_is_recording = False
 
     def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
-        """Let CUDA's allocator remember what it does."""
+        """Enable the history of CUDA's allocator."""
         if trainer.fabric.device.type == "cuda" and self.max_entries:
             torch.cuda.memory._record_memory_history(max_entries=self.max_entries)
             self._lw_is_recording = True
 
     def teardown(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
-        """Let it forget."""
+        """Disable the history of CUDA's allocator."""
         self._lw_stop()
 
     def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""`SampleLogger`: pictures and text of samples, sent to the loggers."""
+"""`SampleLogger`: images and text of samples, sent to the loggers."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _STAGES = ("train", "validation", "test")
 
 
 class SampleLogger(Callback):
-    """Send pictures and text that are made of a batch to every logger that can show them.
+    """Create images and text from a batch, and send them to every logger that can show them.
 
-    In validation and test, samples come from the first batch of the first loader, in training from the last batch of
-    every n-th step. The functions run without gradients and with the module in eval mode; random generators are
+    In validation and test, samples come from the first batch of the first loader; in training, from the last batch of
+    every n-th step. The functions run without gradients and with the module in eval mode. Random generators are
     restored, so that training does not change. They are called on every rank that has the batch; rank 0 logs.
 
     Args:
-        images: `(pl_module, outputs, batch)` -> pictures, or a pair of pictures and a list of captions. `outputs` is
-            what the step returned. A tensor of shape (N, C, H, W) holds N pictures; else a list of what
-            `Logger.log_image` takes.
-        text: `(pl_module, outputs, batch)` -> text in Markdown.
+        images: Function `(pl_module, outputs, batch)` that returns images, or a pair of images and a list of captions.
+            `outputs` is the output of the step. Images are a tensor of shape (N, C, H, W), or a list of images in a
+            form that `Logger.log_image` lists.
+        text: Function `(pl_module, outputs, batch)` that returns text in Markdown.
         stage: Stage that is sampled: "train", "validation" or "test".
-        every_n_steps: Number of training steps between samples; None: `log_every_n_steps`.
-        num_samples: Maximum number of pictures.
+        every_n_steps: Number of training steps between samples; None is `log_every_n_steps`.
+        num_samples: Maximum number of images.
         name: Name of the logged samples, after the stage.
 
     Raises:
@@ -73,7 +73,7 @@ class SampleLogger(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
-        """Make samples of a step that is due."""
+        """Create samples of a step that is due."""
         every = self.every_n_steps or trainer.log_every_n_steps
         if self.stage == "train" and self._lw_log_steps.is_due(trainer, every):
             self._lw_log(trainer, pl_module, outputs, batch)
@@ -121,5 +121,5 @@ class SampleLogger(Callback):
 
     @property
     def state_key(self) -> str:
-        """One name per place and time of samples."""
+        """Key of the state in a checkpoint: stage, name and interval distinguish instances."""
         return self._generate_state_key(stage=self.stage, every_n_steps=self.every_n_steps, name=self.name)

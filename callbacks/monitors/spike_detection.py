@@ -32,7 +32,7 @@ class TrainingSpikeException(LoopwrightError, RuntimeError):
     """The loss of a batch jumped.
 
     Attributes:
-        batch_idx: The batch, counted in its epoch.
+        batch_idx: Index of the batch in its epoch, from 0.
     """
 
     def __init__(self, what: str, *, fix: str, batch_idx: int = -1) -> None:
@@ -48,21 +48,21 @@ def _rebuild(what: str, fix: str, batch_idx: int) -> TrainingSpikeException:
 
 
 class SpikeDetector:
-    """Judge one loss after the other against the mean of those before.
+    """Compare each loss with the mean of the losses before it.
 
     A loss is a spike if it is not finite (with `finite_only`), or if it is worse than the mean by at least `atol` and
     by at least `rtol` times the mean. Spikes do not enter the mean.
 
     Args:
-        mode: "min" where a smaller loss is better, else "max".
+        mode: "min" if a smaller loss is better, else "max".
         window: Number of losses in the mean.
-        warmup: Number of first losses that are only collected; non-finite ones are spikes nevertheless.
-        atol: Smallest difference of a spike; None: any.
-        rtol: Smallest difference of a spike as a fraction of the mean's size; None: any.
+        warmup: Number of initial losses that are only collected; non-finite ones are spikes nevertheless.
+        atol: Smallest difference of a spike; None for any.
+        rtol: Smallest difference of a spike, as a fraction of the mean's absolute value; None for any.
         finite_only: Whether losses that are not finite are spikes.
 
     Raises:
-        ConfigError: Invalid arguments, all named.
+        ConfigError: Arguments are invalid; all are named.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class SpikeDetector:
 
     @property
     def mean(self) -> float:
-        """The mean of the window; NaN while it is empty."""
+        """Mean of the window; NaN if it is empty."""
         return sum(self._losses) / len(self._losses) if self._losses else math.nan
 
     def is_spike(self, loss: float) -> bool:
-        """Judge the next loss, and add it to the mean unless it is a spike."""
+        """Return whether the next loss is a spike; otherwise add it to the mean."""
         found = self._judge(loss)
         self.seen += 1
         if not found and math.isfinite(loss):
@@ -127,13 +127,13 @@ class SpikeDetector:
 class SpikeDetection(Callback):
     """Stop training with a `TrainingSpikeException` when the loss of a batch jumps, on any rank.
 
-    The batch and the one before it, whose step may have caused the jump, are added to `skip_batches.json`, a list of
-    batch numbers in their epoch. A later run may leave them out: `training_step` returns None for a batch in
-    `SpikeDetection.bad_batches`. What a spike is: `SpikeDetector`.
+    `SpikeDetector` defines a spike. The batch and the one before it, whose step may have caused the jump, are added to
+    `skip_batches.json`, a list of batch indices in their epoch. A later run may skip them: `training_step` returns None
+    for a batch in `SpikeDetection.bad_batches`.
 
-    Losses stay on the device and are judged at log boundaries and before a checkpoint is written, so that no
-    checkpoint is taken after a spike that it does not know of. `check_every_n_steps=1` finds a spike at once, and waits
-    for the device at each step.
+    Losses stay on the device and are checked at log boundaries and before a checkpoint is written, so that no
+    checkpoint follows an undetected spike. `check_every_n_steps=1` detects a spike at once, and waits for the device at
+    each step.
 
     Args:
         mode: See `SpikeDetector`.
@@ -141,17 +141,17 @@ class SpikeDetection(Callback):
         warmup: See `SpikeDetector`.
         atol: See `SpikeDetector`.
         rtol: See `SpikeDetector`.
-        exclude_batches_path: Directory or `.json` file of the list; None: the trainer's `default_root_dir`,
-            or the working directory if that is a URL.
+        exclude_batches_path: Directory or `.json` file of the list. None is the Trainer's `default_root_dir`, or the
+            working directory if that is a URL.
         finite_only: See `SpikeDetector`.
-        check_every_n_steps: Number of steps between checks; None: `log_every_n_steps`.
+        check_every_n_steps: Number of steps between checks; None is `log_every_n_steps`.
 
     Attributes:
-        bad_batches: Numbers of all batches found so far, those in the file included.
+        bad_batches: Indices of all batches found so far, including the batches in the file.
 
     Raises:
         ConfigError: An argument is invalid.
-        TrainingSpikeException: In training, on every rank.
+        TrainingSpikeException: In training, on every rank: the loss of a batch jumped.
     """
 
     hears_every_step = True
@@ -186,11 +186,11 @@ class SpikeDetection(Callback):
 
     @property
     def state_key(self) -> str:
-        """One name per set of arguments."""
+        """Key of the state in a checkpoint: all arguments distinguish instances."""
         return self._generate_state_key(**self._lw_arguments)
 
     def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Read what earlier runs have found."""
+        """Read the list of earlier runs."""
         self._lw_every = min(self.check_every_n_steps or trainer.log_every_n_steps or 50, _MOST_KEPT)
         self._lw_own = []
         self._lw_trainer = trainer
@@ -205,7 +205,7 @@ class SpikeDetection(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
-        """Keep the loss, without reading it; judge all that were kept when it is time."""
+        """Keep the loss without reading it; check all kept losses when a check is due."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         if loss is not None:
             self._lw_own.append((batch_idx, loss))
@@ -214,7 +214,7 @@ class SpikeDetection(Callback):
             self._lw_look(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Judge what is left: the numbers of batches start again."""
+        """Check the remaining losses, because batch indices start again."""
         self._lw_look(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
@@ -227,7 +227,7 @@ class SpikeDetection(Callback):
             self._lw_trainer = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
-        """Judge what is left: no checkpoint is to follow a spike. One of a run that ends holds what is not judged."""
+        """Check the remaining losses: no checkpoint may follow a spike. At the end of a run, they are saved instead."""
         if not trainer.interrupted:
             self._lw_judge_known(trainer)
 
@@ -270,12 +270,12 @@ class SpikeDetection(Callback):
         )
 
     def forget_run(self) -> None:
-        """Forget the losses and batches of another run."""
+        """Reset the losses and batches of another run."""
         self.detector = SpikeDetector(**self._lw_arguments)  # type: ignore[arg-type]
         self.bad_batches, self._lw_known, self._lw_own = [], [], []
 
     def state_dict(self) -> StateDict:
-        """Return the window, what was found, and what is not judged yet. On every rank, while fit runs."""
+        """Return the window, the batches found, and the unchecked losses. In fit, call it on every rank."""
         self._lw_learn()
         return {
             "detector": self.detector.state_dict(),

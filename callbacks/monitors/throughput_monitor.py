@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 class ThroughputMonitor(Callback):
-    """Log `<stage>/device/samples_per_sec` and more (see `Throughput`), each `log_every_n_steps`, on rank 0.
+    """Log `<stage>/device/samples_per_sec` and more (see `Throughput`) every `log_every_n_steps`, on rank 0.
 
     Validation inside fit is not part of the training time. A resumed run continues the totals of training.
 
-    FLOPs need the attribute or property `flops_per_batch` of the module: FLOPs of one batch on one device, forward and
-    backward in training; `measure_flops` counts them. The device is waited for at log boundaries only.
+    FLOPs require the attribute or property `flops_per_batch` of the module: FLOPs of one batch on one device, forward
+    and backward in training; `measure_flops` counts them. It waits for the device at log boundaries only.
 
     Args:
-        batch_size_fn: Function that returns the number of samples of a batch.
-        length_fn: Function that returns the number of items (such as tokens) of a batch; None: no such rate.
+        batch_size_fn: Function that returns the number of samples in a batch.
+        length_fn: Function that returns the number of items (such as tokens) in a batch; None for no item rate.
         window_size: Number of batches that rates are averaged over.
         separator: Text between the parts of a key.
 
     Raises:
         ConfigError: The window is too small.
-        ModuleError: A function returned something else than a positive integer.
+        ModuleError: A function returned something other than a positive integer.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class ThroughputMonitor(Callback):
 
     @property
     def state_key(self) -> str:
-        """One name per set of arguments."""
+        """Key of the state in a checkpoint: the arguments distinguish instances."""
         return self._generate_state_key(window_size=self.window_size, separator=self.separator)
 
     def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
-        """Find the device's peak; warn of a run without a logger."""
+        """Look up the device's peak; warn about a run without a logger."""
         if not trainer.loggers and not trainer.fast_dev_run:
             warn("ThroughputMonitor has no logger to write to, and does nothing: pass Trainer(logger=...)")
         self._lw_is_on = trainer.is_global_zero and bool(trainer.loggers) and bool(trainer.log_every_n_steps)
@@ -116,7 +116,7 @@ class ThroughputMonitor(Callback):
     # --- training ----------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Start the clock, with what earlier runs have counted."""
+        """Start the clock, with the totals of earlier runs."""
         self._lw_start(trainer, "train", self._lw_resumed.get("time", 0.0))
         self._lw_log_steps.start(trainer)
         if self._lw_is_on and self._lw_resumed:
@@ -128,7 +128,7 @@ class ThroughputMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
-        """Count the batch; log where the trainer logs."""
+        """Count the batch; log at log boundaries."""
         if not self._lw_is_on:
             return
         is_logged = self._lw_log_steps.is_due(trainer, trainer.log_every_n_steps)
@@ -198,7 +198,7 @@ class ThroughputMonitor(Callback):
     on_predict_batch_end = as_hook(_lw_evaluated, "predict")
 
     def forget_run(self) -> None:
-        """Count from 0."""
+        """Reset the totals."""
         self._lw_stages, self._lw_resumed = {}, {}
 
     def state_dict(self) -> StateDict:

@@ -27,32 +27,32 @@ __all__ = ["TrainingEfficiency"]
 
 
 class TrainingEfficiency(Callback):
-    """Log, under `efficiency/` at each log boundary, and sum up in `summary` and at the end of fit on rank 0:
+    """Log these values under `efficiency/` at each log boundary, and for the full fit in `summary`, on rank 0:
 
     ============================  ======================================================================================
     samples_per_sec               of all devices, over the steps since the last log boundary, without validation
-    tokens_per_sec                where `tokens_fn` counts them
+    tokens_per_sec                if `tokens_fn` counts tokens
     flops_per_sec                 model FLOPs of all devices
-    mfu                           these, as a share of the devices' peak
+    mfu                           flops_per_sec as a fraction of the devices' peak
     memory_peak_bytes             of rank 0's device; of its process on a CPU
-    seconds                       of wall clock since training began, validation and earlier runs included
+    seconds                       of wall clock since training began, including validation and earlier runs
     cost                          of the run until now, with `price_per_hour`; cost_per_million_samples, ..._tokens
-    chinchilla_fraction           tokens so far, as a share of 20 per parameter
+    chinchilla_fraction           tokens so far, as a fraction of 20 per parameter
     ============================  ======================================================================================
 
-    FLOPs are counted by torch during the first micro-batch, forward and backward, as matrix products and convolutions:
-    no pass is added, and the numbers of training stay the same. `flops="6n"` estimates 6 per trained parameter and
-    token (or per sample, without `tokens_fn`). Compiled modules cannot be counted from outside: they are estimated.
+    torch counts the FLOPs of matrix products and convolutions during the first micro-batch, forward and backward: no
+    pass is added, and training computes the same numbers. `flops="6n"` estimates 6 per trained parameter and token (or
+    per sample, without `tokens_fn`). For compiled modules, whose operations cannot be counted, FLOPs are estimated.
 
-    Rank 0's samples and tokens are multiplied by the number of ranks that read data. The device is waited for at log
-    boundaries only. A resumed run continues the totals.
+    Rank 0's samples and tokens are multiplied by the number of ranks that read different data. It waits for the device
+    at log boundaries only. A resumed run continues the totals.
 
     Args:
-        tokens_fn: Function that returns the number of tokens of a batch: an int, or a tensor that stays on the device.
-        batch_size_fn: Function that returns the number of samples of a batch; None: determined as by the trainer.
-        flops: Source of FLOPs: "count", "6n", or a number of FLOPs per sample; None: no FLOPs.
-        peak_flops: Peak FLOP/s of one device; "auto" takes the usual figure of a known chip, "measure" times a
-            large matrix product before training (0.2 s), which also serves a CPU.
+        tokens_fn: Function that returns the number of tokens in a batch: an int, or a tensor that stays on the device.
+        batch_size_fn: Function that returns the number of samples in a batch; None determines it as the Trainer does.
+        flops: Source of FLOPs: "count", "6n", or a number of FLOPs per sample; None for no FLOPs.
+        peak_flops: Peak FLOP/s of one device. "auto" is the usual figure of a known chip; "measure" times a large
+            matrix product before training (0.2 s), and also works on a CPU.
         price_per_hour: Price of one device for an hour, in any currency; None for no cost.
         verbose: Whether to print the summary at the end of fit, on rank 0.
 
@@ -104,13 +104,13 @@ class TrainingEfficiency(Callback):
 
     @property
     def state_key(self) -> str:
-        """One name per set of arguments."""
+        """Key of the state in a checkpoint: the arguments distinguish instances."""
         return self._generate_state_key(flops=self.flops, price_per_hour=self.price_per_hour)
 
     # --- training ----------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Find the peak, start the clock."""
+        """Determine the peak and start the clock."""
         if not trainer.is_global_zero:
             return
         device = trainer.fabric.device
@@ -135,7 +135,7 @@ class TrainingEfficiency(Callback):
         return get_available_flops(trainer.fabric.device, dtype)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: AnyModule, batch: AnyBatch, batch_idx: int) -> None:
-        """Begin to count FLOPs, at the first micro-batch."""
+        """Start to count FLOPs, at the first micro-batch."""
         if self._lw_counts is not None and self._lw_is_to_count:
             self._lw_is_to_count = False
             self._lw_counter = FlopCounterMode(display=False)
@@ -143,7 +143,7 @@ class TrainingEfficiency(Callback):
             self._lw_is_counting = True
 
     def on_after_backward(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """End the count. With manual optimization a step may have several passes: there it ends with the batch."""
+        """End the count. In manual optimization, where a step may have several passes, it ends with the batch."""
         if self._lw_is_counting and getattr(pl_module, "automatic_optimization", True):
             self._lw_is_counting = False
             self._lw_counter.__exit__(None, None, None)
@@ -151,7 +151,7 @@ class TrainingEfficiency(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
-        """Count samples and tokens; log where the trainer logs."""
+        """Count samples and tokens; log at log boundaries."""
         if self._lw_counts is None:
             return
         if batch is not None:
@@ -238,7 +238,7 @@ class TrainingEfficiency(Callback):
             self._lw_counts.resume(trainer.fabric.device)
 
     def on_train_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Sum up."""
+        """Set `summary`, and print it if `verbose`."""
         if self._lw_counts is None:
             return
         self._lw_read(trainer, self._lw_counts)
@@ -260,17 +260,17 @@ class TrainingEfficiency(Callback):
             trainer.print("\n".join(["Efficiency", *rows]))
 
     def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:
-        """End a count that is under way."""
+        """End a FLOP count that is in progress."""
         if self._lw_counter is not None:
             self._lw_end_count(0)
         self._lw_counts = None
 
     def forget_run(self) -> None:
-        """Count from 0."""
+        """Reset the totals."""
         self._lw_totals, self.summary = dict.fromkeys(self._lw_totals, 0.0), {}
 
     def state_dict(self) -> StateDict:
-        """Return the totals; those since the last log boundary are included."""
+        """Return the totals, including the batches since the last log boundary."""
         totals = dict(self._lw_totals) if self._lw_counts is None else self._lw_with(self._lw_counts)
         return {"totals": totals, "flops_per_sample": self.flops_per_sample, "summary": dict(self.summary)}
 

@@ -30,24 +30,24 @@ class WeightStatistics(Callback):
     """Log norms and maxima of weights and gradients, and the size of updates relative to the weights.
 
     For each group of parameters: `weights/<group>/norm`, `weights/<group>/max`, `gradients/<group>/norm`,
-    `gradients/<group>/max` and, if requested, `updates/<group>/ratio`: the norm of the update divided by that of the
-    weights, about 0.001. `<kind>/total/...` covers all parameters. Gradients are those of the full window,
-    unscaled, before clipping; weights are those before the step.
+    `gradients/<group>/max` and, if requested, `updates/<group>/ratio`: the norm of the update divided by the norm of
+    the weights, typically about 0.001. `<kind>/total/...` covers all parameters. Gradients are summed over the full
+    window, unscaled, and not yet clipped; weights are taken before the step.
 
-    Everything is computed on the device, only at the steps that the trainer logs, and read with one copy. Values of
-    sharded tensors are those of the full tensors.
+    Everything is computed on the device, only at the steps that the Trainer logs, and read with one copy. Values of
+    sharded tensors cover the full tensors.
 
     Args:
-        depth: Number of leading parts of a parameter's name that form its group: 1 for the module's children. None:
-            each parameter is a group; 0: the total only.
+        depth: Number of leading parts of a parameter's name that form its group: 1 for the module's children. None
+            makes each parameter a group; 0 logs the total only.
         weights: Whether weights are logged.
         gradients: Whether gradients are logged.
-        updates: Whether updates are logged, which takes a copy of the weights during logged steps.
+        updates: Whether updates are logged, which requires a copy of the weights during logged steps.
         histogram_bins: Number of bins of histograms for loggers whose `experiment` has `add_histogram_raw`
-            (TensorBoard); 0: no histograms.
+            (TensorBoard); 0 for no histograms.
 
     Raises:
-        ConfigError: An argument is invalid. At the beginning of training: no logger.
+        ConfigError: An argument is invalid. At the beginning of training: the Trainer has no logger.
     """
 
     hears_every_step = True
@@ -76,7 +76,7 @@ class WeightStatistics(Callback):
         self._lw_step = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Learn the parameters' names."""
+        """Find the parameters' names."""
         require_logger(trainer, self)
         self._lw_names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
         self._lw_forget()
@@ -85,7 +85,7 @@ class WeightStatistics(Callback):
         self._lw_norms, self._lw_histograms, self._lw_before = [], [], []
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        """Compute on the device, if this step is logged; nothing is read."""
+        """Compute the statistics on the device if this step is logged, without reading them."""
         if not trainer.should_log:
             return
         if self._lw_step != trainer.global_step:
@@ -109,7 +109,7 @@ class WeightStatistics(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
-        """Read everything with one copy and log it, once the step has been taken."""
+        """Read the statistics with one copy and log them, after the step."""
         if self._lw_step < 0 or not trainer.at_step_boundary:
             return
         if trainer.global_step > self._lw_step:
@@ -191,7 +191,7 @@ class WeightStatistics(Callback):
 
     @property
     def state_key(self) -> str:
-        """One name per set of arguments."""
+        """Key of the state in a checkpoint: the arguments distinguish instances."""
         return self._generate_state_key(depth=self.depth, kinds=self.kinds, histogram_bins=self.histogram_bins)
 
 

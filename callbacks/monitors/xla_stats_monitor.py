@@ -21,7 +21,7 @@ _RUNS = ("ExecuteComputation", "ExecuteReplicated")
 
 
 class XLAStatsMonitor(Callback):
-    """Log torch_xla's counters at the steps that the trainer logs, on rank 0. They are on the host: nothing waits.
+    """Log torch_xla's counters at the steps that the Trainer logs, on rank 0, without waiting for the device.
 
     Keys, after `XLAStatsMonitor/`: `compiled_graphs` and `compile_s` since the process began; `executions`; `reads`
     (`.item()` and the like); `fallbacks` (operations that XLA lacks and the CPU computed); and the accelerator's memory
@@ -32,7 +32,7 @@ class XLAStatsMonitor(Callback):
         verbose: Whether the time and the compilations of each epoch are logged.
 
     Raises:
-        ConfigError: At the beginning: the trainer has no logger, or computes on another device.
+        ConfigError: At the beginning of a run: the Trainer has no logger, or uses another device.
     """
 
     def __init__(self, verbose: bool = True) -> None:
@@ -42,7 +42,7 @@ class XLAStatsMonitor(Callback):
         self._lw_compiled = 0.0
 
     def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
-        """Refuse a run without a logger, or on another device."""
+        """Raise an error for a run without a logger, or on another device."""
         problems = []
         if not trainer.loggers and not trainer.fast_dev_run:
             problems.append(("there is no logger to write to", "pass Trainer(logger=...)"))
@@ -56,7 +56,7 @@ class XLAStatsMonitor(Callback):
         self._lw_metrics = import_module("torch_xla.debug.metrics")
 
     def read(self) -> dict[str, float]:
-        """Return the counters of this process; the host has them."""
+        """Return the counters of this process, which are on the host."""
         metrics = self._lw_metrics
         compiled = metrics.metric_data("CompileTime")
         names = metrics.counter_names()
@@ -71,14 +71,14 @@ class XLAStatsMonitor(Callback):
         }
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Note the time."""
+        """Record the time."""
         self._lw_began = time.monotonic()
         self._lw_compiled = self.read()["compiled_graphs"]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
-        """Send the counters after a step that is logged."""
+        """Log the counters after a step that is logged."""
         if not (trainer.is_global_zero and trainer.at_step_boundary and trainer.log_every_n_steps):
             return
         if trainer.global_step % trainer.log_every_n_steps:

@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 
 
 class ProgressBar(Callback):
-    """Base of progress bars: override hooks to draw, `get_metrics` to choose what is shown.
+    """Base of progress bars: override hooks to draw, and `get_metrics` to choose the metrics.
 
-    Its hooks run last, so that it shows what was logged in the same event.
+    Its hooks run last, so that it shows values that were logged in the same hook.
     """
 
     runs_last = True
@@ -50,7 +50,7 @@ class ProgressBar(Callback):
 
     @property
     def sanity_check_description(self) -> str:
-        """Text beside the bar of the trial validation."""
+        """Text beside the bar of the sanity check."""
         return "Sanity Checking"
 
     @property
@@ -84,9 +84,9 @@ class ProgressBar(Callback):
 
     @property
     def total_val_batches(self) -> int | float:
-        """Batches of a validation over all loaders, of the trial validation while it runs; inf if not known.
+        """Batches of a validation over all loaders, or of the sanity check while it runs; inf if unknown.
 
-        0 in an epoch of fit that does not validate.
+        It is 0 in an epoch of fit without a validation.
         """
         trainer = self.trainer
         is_training = trainer.state.fn == "fit" and not trainer.sanity_checking
@@ -110,20 +110,20 @@ class ProgressBar(Callback):
         return self._lw_batches_of_current_loader("predict")
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Whether this loader is another one than at the last call."""
+        """Whether this loader differs from the loader of the last call."""
         before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
         return before != dataloader_idx
 
     def reset_dataloader_idx_tracker(self) -> None:
-        """Forget which loader was the last one."""
+        """Reset the loader that `has_dataloader_changed` compares with."""
         self._current_eval_dataloader_idx = None
 
     def disable(self) -> None:
-        """Draw nothing from now on. To be overridden."""
+        """Stop drawing. Override it."""
         raise NotImplementedError
 
     def enable(self) -> None:
-        """Draw again. To be overridden."""
+        """Draw again. Override it."""
         raise NotImplementedError
 
     def print(self, *args: object, **kwargs: Any) -> None:  # Any: as print takes it
@@ -142,14 +142,14 @@ class ProgressBar(Callback):
             self.disable()
 
     def release_run(self) -> None:
-        """Know the Trainer weakly, when its run is over."""
+        """Keep only a weak reference to the Trainer after its run."""
         if self._trainer is not None and not isinstance(self._trainer, weakref.ProxyType):
             self._trainer = weakref.proxy(self._trainer)
 
     def get_metrics(self, trainer: Trainer, pl_module: AnyModule) -> dict[str, float | int | str]:
-        """Return what is shown beside the bar: what was logged with prog_bar. May be overridden.
+        """Return the metrics to show next to the bar: the values logged with `prog_bar=True`. May be overridden.
 
-        Host values of the latest step where reading them waits for nothing, else as of the last log boundary.
+        They are host values of the latest step if reading them does not wait, else of the last log boundary.
         """
         return {**trainer.progress_bar_metrics}
 

@@ -40,11 +40,11 @@ R = TypeVar("R")
 
 
 class LiveProgressBar(ProgressBar):
-    """Draw on a terminal or in a notebook; elsewhere write lines, beside bars that are kept up to date and not drawn.
+    """Draw on a terminal or in a notebook. Elsewhere write lines, and update the bars without drawing them.
 
-    Subclasses implement `_lw_show`, `_lw_close` and `_lw_write_above`. A bar exists from its first drawing or reading
-    on. Of a user's subclass, whose code may read it in other ways, one that is not drawn exists from the stage's
-    beginning on.
+    Subclasses implement `_lw_show`, `_lw_close` and `_lw_write_above`. A bar is created when it is first drawn or read.
+    In a user's subclass, whose code may read it in other ways, a bar that is not drawn is created at the beginning of
+    the stage.
 
     Args:
         plain_interval_s: Seconds between two lines if the output is not a terminal. Lines are also written after the
@@ -152,12 +152,12 @@ class LiveProgressBar(ProgressBar):
         self._lw_arm(0.0)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """A trial validation begins."""
+        """The sanity check begins."""
         self._lw_arm(_PATIENCE_S)
         self._lw_begin("sanity")
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Take the bar of the trial validation away."""
+        """Take the bar of the sanity check away."""
         self._lw_finish("sanity")
 
     def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:

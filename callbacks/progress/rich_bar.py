@@ -23,11 +23,11 @@ class RichProgressBarTheme:
 
     Attributes:
         description: Text before the bar.
-        progress_bar: The part that is done.
-        progress_bar_finished: A bar that is full.
+        progress_bar: The completed part of the bar.
+        progress_bar_finished: A full bar.
         progress_bar_pulse: A bar of unknown length.
-        batch_progress: Batches done and in total.
-        time: Time since the beginning and to the end.
+        batch_progress: Number of completed batches, and the total.
+        time: Elapsed and remaining time.
         processing_speed: Batches per second.
         metrics: Names and values of metrics.
         metrics_text_delimiter: Text between two metrics.
@@ -47,12 +47,12 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(LiveProgressBar):
-    """Draw with rich; if the output is not a terminal, write lines, and keep the bars without drawing them.
+    """Draw with rich. If the output is not a terminal, write lines, and update the bars without drawing them.
 
-    No thread draws.
+    The main thread draws.
 
     Args:
-        refresh_rate: Number of redraws per second, at most ten; 0: none.
+        refresh_rate: Number of redraws per second, at most ten; 0 for none.
         leave: Whether the bar of each epoch stays on the screen.
         theme: Styles of the columns.
         console_kwargs: Arguments for rich's Console.
@@ -104,12 +104,12 @@ class RichProgressBar(LiveProgressBar):
 
     @property
     def refresh_rate(self) -> int:
-        """Drawings per second, at most."""
+        """Maximum number of redraws per second."""
         return self._refresh_rate
 
     @property
     def progress(self) -> Progress | None:
-        """rich's object that has the bars; None before the first run, and if the bar is disabled."""
+        """rich's Progress with the bars; None before the first run, and if the bar is disabled."""
         if self._trainer is not None and self._lw_is_enabled:
             if self._lw_progress is None:
                 self._lw_started()
@@ -124,22 +124,22 @@ class RichProgressBar(LiveProgressBar):
 
     @property
     def train_progress_bar(self) -> Task | None:
-        """rich's task of training; None before there was one."""
+        """rich's task of training; None before the first."""
         return self._lw_task("train")
 
     @property
     def val_progress_bar(self) -> Task | None:
-        """rich's task of a validation; None before there was one."""
+        """rich's task of a validation; None before the first."""
         return self._lw_task("validation")
 
     @property
     def val_sanity_check_bar(self) -> Task | None:
-        """rich's task of the trial validation; None before there was one."""
+        """rich's task of the sanity check; None before the first."""
         return self._lw_task("sanity")
 
     @property
     def test_progress_bar(self) -> Task | None:
-        """rich's task of a test; None before there was one."""
+        """rich's task of a test; None before the first."""
         return self._lw_task("test")
 
     def enable(self) -> None:
@@ -148,7 +148,7 @@ class RichProgressBar(LiveProgressBar):
             super().enable()
 
     def refresh(self, hard: bool = False) -> None:
-        """Draw now. `hard` is accepted for the field's sake: every drawing is."""
+        """Draw now. `hard` is accepted for compatibility and has no effect."""
         if self._lw_progress is not None:
             self._lw_progress.refresh()
 

@@ -20,10 +20,10 @@ Bar: TypeAlias = "tqdm[NoReturn]"  # which iterates over nothing
 
 
 class TQDMProgressBar(LiveProgressBar):
-    """Draw with tqdm on standard output; elsewhere write lines, and keep the bars without drawing them.
+    """Draw with tqdm on standard output. If it is not a terminal, write lines, and update the bars without drawing.
 
     Args:
-        refresh_rate: Minimum number of batches between two redraws; 0: none. There are at most ten redraws per second.
+        refresh_rate: Minimum number of batches between two redraws, at most ten per second; 0 for no redraws.
             The environment variable TQDM_MINITERS sets a lower limit.
         process_position: Number of lines left free above, for several processes on one terminal.
         leave: Whether the bar of each epoch stays on the screen.
@@ -56,17 +56,17 @@ class TQDMProgressBar(LiveProgressBar):
 
     @property
     def refresh_rate(self) -> int:
-        """Batches between two drawings, at least."""
+        """Minimum number of batches between two redraws."""
         return self._refresh_rate
 
     @property
     def process_position(self) -> int:
-        """Lines left free above."""
+        """Number of lines left free above the bar."""
         return self._process_position
 
     @property
     def train_progress_bar(self) -> Bar | None:
-        """tqdm's bar of training; None before there was one."""
+        """tqdm's bar of training; None before the first."""
         bar = self._lw_bar_of("train")
         if bar is None and "sanity" in self._lw_under_way:
             bar = self._lw_closed["train"] = _bar_class()(disable=True)
@@ -78,7 +78,7 @@ class TQDMProgressBar(LiveProgressBar):
 
     @property
     def val_progress_bar(self) -> Bar | None:
-        """tqdm's bar of a validation; None before there was one."""
+        """tqdm's bar of a validation; None before the first."""
         return self._lw_bar_of("validation", "sanity")
 
     @val_progress_bar.setter
@@ -87,7 +87,7 @@ class TQDMProgressBar(LiveProgressBar):
 
     @property
     def test_progress_bar(self) -> Bar | None:
-        """tqdm's bar of a test; None before there was one."""
+        """tqdm's bar of a test; None before the first."""
         return self._lw_bar_of("test")
 
     @test_progress_bar.setter
@@ -96,7 +96,7 @@ class TQDMProgressBar(LiveProgressBar):
 
     @property
     def predict_progress_bar(self) -> Bar | None:
-        """tqdm's bar of a prediction; None before there was one."""
+        """tqdm's bar of a prediction; None before the first."""
         return self._lw_bar_of("predict")
 
     @predict_progress_bar.setter
@@ -109,7 +109,7 @@ class TQDMProgressBar(LiveProgressBar):
             super().enable()
 
     def init_sanity_tqdm(self) -> Bar:
-        """Return the bar of the trial validation; may be overridden, as the other four."""
+        """Return the bar of the sanity check; may be overridden, like the other four."""
         return self._lw_bar(self.sanity_check_description, line=0, leave=False)
 
     def init_train_tqdm(self) -> Bar:
@@ -117,7 +117,7 @@ class TQDMProgressBar(LiveProgressBar):
         return self._lw_bar(self.train_description, line=0, leave=True)
 
     def init_validation_tqdm(self) -> Bar:
-        """Return the bar of a validation; inside fit it stands below that of training."""
+        """Return the bar of a validation; inside fit, it is below the training bar."""
         inside_fit = "train" in self._lw_open
         line = 1 + len(self._lw_below) if inside_fit else 0
         return self._lw_bar(self.validation_description, line=line, leave=not inside_fit)

@@ -40,11 +40,11 @@ def _as_judged(trainer: Trainer, should_stop: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """The seams of `EarlyStopping`. A layer for another library assigns other rules to `callback.rules`.
+    """The replaceable functions of `EarlyStopping`; a layer for another library assigns to `callback.rules`.
 
     Attributes:
-        judges_again: Whether a value that was judged before is judged at each check.
-        agree: Returns whether to stop, given whether this rank would; on every rank.
+        judges_again: Whether a value that was checked before is checked again.
+        agree: Returns whether to stop, given this rank's decision; called on every rank.
     """
 
     judges_again: bool = False
@@ -55,18 +55,18 @@ class EarlyStopping(Callback):
     """Stop training when the monitored metric has not improved for `patience` checks.
 
     Each new value of the metric is checked once, at the end of training epochs or of validations. Training continues
-    until `Trainer(min_epochs=, min_steps=)` are reached. With several ranks, the value is that of all ranks.
+    until `Trainer(min_epochs=, min_steps=)` are reached. With several ranks, the value is reduced over all ranks.
 
     Args:
         monitor: Name of the logged metric.
-        min_delta: Smallest change that counts as an improvement; in the metric's unit, not negative.
+        min_delta: Smallest change that counts as an improvement, in the metric's unit; not negative.
         patience: Number of checks without improvement before training stops.
         verbose: Whether improvements are logged.
         mode: "min" if smaller is better, else "max".
         strict: Whether a missing metric is an error; otherwise it is logged once.
         check_finite: Whether training stops when the metric is NaN or infinite.
-        stopping_threshold: Value at which training stops once the metric is better.
-        divergence_threshold: Value at which training stops once the metric is worse.
+        stopping_threshold: Training stops when the metric is better than this value; None for no threshold.
+        divergence_threshold: Training stops when the metric is worse than this value; None for no threshold.
         check_on_train_epoch_end: Whether to check at the end of training epochs, else of validations. None: at the end
             of epochs if each ends with a validation or if validation is disabled.
         log_rank_zero_only: Whether only rank zero writes log lines.
@@ -74,10 +74,10 @@ class EarlyStopping(Callback):
     Attributes:
         wait_count: Number of checks since the last improvement.
         best_score: Best value so far: shape (), float64, on the CPU.
-        stopped_epoch: Epoch (from 0) of the stop request; 0 if none.
+        stopped_epoch: Epoch (from 0) of the stop request; 0 before.
         stopping_reason: Reason of the stop request.
         stopping_reason_message: The reason as a sentence.
-        rules: What other libraries do differently; see `StopRules`.
+        rules: Functions that a layer for another library can replace; see `StopRules`.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -133,12 +133,12 @@ class EarlyStopping(Callback):
 
     @property
     def state_key(self) -> str:
-        """Name of the state in a checkpoint: monitor and mode tell instances apart."""
+        """Key of the state in a checkpoint: monitor and mode distinguish instances."""
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
     @property
     def monitor_op(self) -> Callable[[float, float], bool]:
-        """`a` is better than `b`, by the mode."""
+        """Function `(a, b) -> bool`: whether `a` is better than `b` in this mode."""
         return self.mode_dict[self.mode]
 
     def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
@@ -161,7 +161,7 @@ class EarlyStopping(Callback):
 
     @property
     def stop_reason(self) -> str | None:  # type: ignore[override]  # read only
-        """Why it ended training; None while it has not ended."""
+        """Reason why this callback stopped training; None if it did not."""
         is_stopped = self.stopping_reason != EarlyStoppingReason.NOT_STOPPED
         return self.stopping_reason_message if is_stopped else None
 
@@ -188,7 +188,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore the state. The patience is the constructor's, so that it can be increased for a resumed run."""
+        """Restore the state, except the patience, which can thus be increased for a resumed run."""
         self.wait_count = int(state_dict["wait_count"])
         self.stopped_epoch = int(state_dict["stopped_epoch"])
         self.best_score = torch.as_tensor(state_dict["best_score"], dtype=torch.float64, device="cpu")

@@ -28,16 +28,16 @@ class Preemption(Callback):
 
     A notice is a signal at any rank (SIGTERM and those in `signals`), a file that appears, or a function that returns
     True, such as a query of the cloud's metadata service. All ranks finish the same step, rank 0 saves
-    `dirpath/filename.ckpt`, and `fit` raises `StopBySignal`, a SystemExit with code 143. Steps cost nothing: a signal
-    handler sets a flag, and a thread polls file and function.
+    `dirpath/filename.ckpt`, and `fit` raises `StopBySignal`, a SystemExit with code 143. It has no cost per step: a
+    signal handler sets a flag, and a thread polls file and function.
 
     `trainer.fit(..., ckpt_path="last")` resumes from the file if `dirpath` is ModelCheckpoint's. If SLURM can requeue
     the job, a notice requeues it with SLURM's own checkpoint.
 
     Args:
-        dirpath: Directory of the checkpoint; None: that of the first ModelCheckpoint, or its default.
+        dirpath: Directory of the checkpoint; None is the directory of the first ModelCheckpoint, or its default.
         filename: Name of the checkpoint, without extension; an existing one is overwritten.
-        signals: Further signals that are a notice. A signal that the program handles itself is left alone.
+        signals: Further signals that count as a notice. A signal that the program handles itself is not changed.
         notice_file: File that appears when the machine is about to be reclaimed; checked on each machine.
         is_noticed: Function called in a thread on each machine every `poll_s`; an exception counts as False.
         poll_s: Seconds between two checks of file and function.

@@ -46,15 +46,15 @@ def _parse_duration(duration: str | timedelta | dict[str, float] | None) -> floa
 
 
 class Timer(Callback):
-    """Measure the time of training, validation and test, and stop training when `duration` is over.
+    """Measure the time of training, validation and test, and stop training after `duration`.
 
     The callback sets `trainer.should_stop`: all ranks stop at the same step boundary. The time of earlier runs counts
     when a run is resumed. Validation inside fit is part of the training time.
 
     Args:
-        duration: Limit as "DD:HH:MM:SS", a timedelta, or its arguments as a dict; None: no limit.
+        duration: Limit as "DD:HH:MM:SS", a timedelta, or a dict of timedelta's arguments; None for no limit.
         interval: When the clock is checked: "step" after each batch, "epoch" after each epoch.
-        verbose: Whether the end of the time is logged.
+        verbose: Whether reaching the limit is logged.
 
     Raises:
         ConfigError: The duration or the interval is invalid.
@@ -81,15 +81,15 @@ class Timer(Callback):
         self._lw_shared: SharedDeadline | None = None
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return when the stage began, in seconds of the monotonic clock; None before it."""
+        """Return the time at which the stage began, in seconds of the monotonic clock; None before that."""
         return self._lw_started.get(_checked(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return when the stage ended, in seconds of the monotonic clock; None before it."""
+        """Return the time at which the stage ended, in seconds of the monotonic clock; None before that."""
         return self._lw_ended.get(_checked(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return the seconds spent in the stage ("train", "validate", "test"), earlier runs' training included."""
+        """Return the seconds spent in the stage ("train", "validate", "test"), including training in earlier runs."""
         stage = _checked(stage)
         before = self._lw_offset_s if stage == "train" else 0.0
         if stage not in self._lw_started:
@@ -97,7 +97,7 @@ class Timer(Callback):
         return self._lw_ended.get(stage, time.monotonic()) - self._lw_started[stage] + before
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return the seconds that are left, at least 0; None without a duration."""
+        """Return the remaining seconds, at least 0; None without a duration."""
         if self._lw_duration_s is None:
             return None
         return max(0.0, self._lw_duration_s - self.time_elapsed(stage))
@@ -121,7 +121,7 @@ class Timer(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
-        """Check the clock; with several ranks, rank 0's, at some steps (see `SharedDeadline`)."""
+        """Check the clock; with several ranks, rank 0's clock at some steps (see `SharedDeadline`)."""
         if self._lw_shared is not None:
             if trainer.at_step_boundary and self._lw_shared.has_come(trainer.strategy, trainer.global_step):
                 self._lw_shared, self._lw_deadline_s = None, float("inf")  # once is enough
@@ -158,7 +158,7 @@ class Timer(Callback):
         self._lw_ended["test"] = time.monotonic()
 
     def forget_run(self) -> None:
-        """Count from 0."""
+        """Reset the times."""
         self._lw_started, self._lw_ended, self._lw_offset_s = {}, {}, 0.0
 
     def state_dict(self) -> StateDict:
@@ -166,7 +166,7 @@ class Timer(Callback):
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Count the training time of the earlier run."""
+        """Continue with the training time of the earlier run."""
         self._lw_offset_s = float(state_dict.get("time_elapsed", {}).get("train", 0.0))
         self._lw_forget_training()
 

@@ -19,7 +19,7 @@ class ModelSummary(Callback):
     """Write a table of the module's layers to standard output at the start of fit, on rank zero.
 
     Args:
-        max_depth: Number of levels of submodules to list; 0: no table, -1: all levels.
+        max_depth: Number of levels of submodules to list; 0 for no table, -1 for all levels.
         **summarize_kwargs: Further arguments for `summarize`.
 
     Raises:
@@ -75,11 +75,11 @@ class ModelSummary(Callback):
         Args:
             summary_data: Columns as (title, cells).
             total_parameters: Number of parameters.
-            trainable_parameters: Those with requires_grad.
-            model_size: Of the parameters, in MB.
-            total_training_modes: Submodules by mode, "train" and "eval".
-            total_flops: Of one forward pass of the example input, 0 without one.
-            **summarize_kwargs: From the constructor.
+            trainable_parameters: Number of parameters with requires_grad.
+            model_size: Size of the parameters in MB (10**6 bytes).
+            total_training_modes: Number of submodules in "train" and in "eval" mode.
+            total_flops: FLOPs of one forward pass of the example input; 0 without an example.
+            **summarize_kwargs: Arguments from the constructor.
         """
         totals = total_rows(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
         sys.stdout.write(format_table(summary_data, totals) + "\n")

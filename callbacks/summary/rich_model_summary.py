@@ -15,7 +15,7 @@ class RichModelSummary(ModelSummary):
     """Show the table with rich; as plain text if the output is not a terminal.
 
     Args:
-        max_depth: Number of levels of submodules to list; 0: no table, -1: all levels.
+        max_depth: Number of levels of submodules to list; 0 for no table, -1 for all levels.
         **summarize_kwargs: `header_style` of the table, "bold magenta" by default.
 
     Raises:

@@ -26,14 +26,14 @@ class LayerSummary:
     """A row of the table.
 
     Attributes:
-        name: Name of the submodule; "other params" for those that no listed layer holds.
-        layer_type: Its class.
-        num_parameters: Parameters in it, tied ones once; uninitialized lazy ones count 0.
-        training: Its mode; None for "other params".
+        name: Name of the submodule; "other params" for parameters that no listed layer holds.
+        layer_type: Class of the submodule.
+        num_parameters: Number of its parameters; tied ones count once, uninitialized lazy ones 0.
+        training: Whether it is in training mode; None for "other params".
         in_size: Shape of its first input, or a list of shapes; "?" if it did not run.
         out_size: Shape of its output, or a list of shapes; "?" if it did not run.
         flops: Floating-point operations of one forward pass of the example input.
-        has_lazy: Whether parameters in it have no shape yet.
+        has_lazy: Whether some of its parameters have no shape yet.
     """
 
     name: str
@@ -47,7 +47,7 @@ class LayerSummary:
 
     @property
     def shown_parameters(self) -> str:
-        """The count as text: "?" where nothing is known, "1.2 K+" where more will be added."""
+        """The count as text: "?" if unknown, "1.2 K+" if lazy parameters will be added."""
         if not self.has_lazy:
             return human_count(self.num_parameters)
         return f"{human_count(self.num_parameters).strip()}+" if self.num_parameters else "?"
@@ -55,17 +55,17 @@ class LayerSummary:
 
 @dataclass(slots=True)
 class Summary:
-    """What there is to say about a module.
+    """Parameters, sizes, modes and FLOPs of a module.
 
     Attributes:
         layers: Rows, in the module's order.
-        total_parameters: Parameters, tied ones once.
-        trainable_parameters: Those with requires_grad.
+        total_parameters: Number of parameters; tied ones count once.
+        trainable_parameters: Number of parameters with requires_grad.
         model_size: Size of the parameters in MB (10**6 bytes).
-        total_training_modes: Submodules in "train" and in "eval" mode, the module itself left out.
-        total_flops: Of one forward pass of the example input.
+        total_training_modes: Number of submodules in "train" and in "eval" mode, without the module itself.
+        total_flops: FLOPs of one forward pass of the example input.
         has_example: Whether sizes and FLOPs were measured.
-        num_lazy: Parameters of lazy layers that have no shape yet; they are in no other count.
+        num_lazy: Number of lazy parameters that have no shape yet; no other count includes them.
     """
 
     layers: list[LayerSummary] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Summary:
         return columns
 
     def totals(self) -> list[tuple[str, str]]:
-        """Return what stands below the table: (number, meaning)."""
+        """Return the rows below the table: (number, meaning)."""
         rows = [
             (human_count(self.trainable_parameters), "Trainable params"),
             (human_count(self.total_parameters - self.trainable_parameters), "Non-trainable params"),
@@ -124,7 +124,7 @@ def summarize(
 
     Args:
         module: Its attribute `example_input_array` is a tensor, a tuple of arguments, or a dict of keyword arguments.
-        max_depth: Number of levels of submodules to list; 0 none, -1 all.
+        max_depth: Number of levels of submodules to list; 0 for none, -1 for all.
         forward_context: Context of the forward pass, such as autocast.
 
     Raises:
