@@ -268,8 +268,9 @@ def _estimated(training: Training, choice: Choice) -> Usage:
     each = bytes_per_parameter(training.precision or "32-true")
     trained = sum(one.numel() for one in module.parameters() if one.requires_grad)
     frozen = sum(one.numel() for one in module.parameters() if not one.requires_grad)
+    buffers = sum(one.nbytes for one in module.buffers())
     held = {
-        "parameters": (trained + frozen) * each.weight / shares.weights,
+        "parameters": (trained + frozen) * each.weight / shares.weights + buffers,
         "gradients": trained * each.gradient / shares.gradients,
         "optimizer": trained * each.optimizer / shares.optimizer,
         "activations": 0.0,

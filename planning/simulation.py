@@ -290,6 +290,11 @@ class _WithStep(nn.Module):
 
 def _trained(module: nn.Module, loss: Callable[[nn.Module, Any], Any] | None) -> nn.Module:
     if loss is None and hasattr(module, "training_step"):
+        if not getattr(module, "automatic_optimization", True):
+            raise ModuleError(
+                "manual optimization cannot be planned: training_step steps the optimizers itself.",
+                fix="pass lw.plan a function loss=, which returns the loss of a module and a batch.",
+            )
         return module
     return _WithStep(module, loss or _forward_loss)
 

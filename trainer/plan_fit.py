@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ..data.combined import CombinedLoader
 from ..data.limit import find_length
 from ..data.module import DataModule
+from ..data.tree import is_collection
 from ..errors import DataError
 from ..planning.planner import choices, plan_choices
 from ..planning.simulation import Training
@@ -34,11 +37,12 @@ def plan_fit(
 def training_of(trainer: TrainerView, module: nn.Module, data: Any) -> tuple[Training, int | None]:
     """Return what a fit of the Trainer trains, and its batches of an epoch in one process; None if unknown."""
     batch, num_batches = _first_batch(module, data)
+    seen = _SeenTrainer(trainer, num_batches)
 
     def build() -> nn.Module:
         copied = _without_values(module)
         if hasattr(copied, "_lw_trainer"):
-            copied.__dict__["_lw_trainer"] = trainer
+            copied.__dict__["_lw_trainer"] = seen
         configure = getattr(copied, "configure_model", None)
         if callable(configure):
             configure()
@@ -50,6 +54,29 @@ def training_of(trainer: TrainerView, module: nn.Module, data: Any) -> tuple[Tra
     return training, num_batches
 
 
+class _SeenTrainer:
+    """The Trainer as a module sees it in a plan: its fit has a number of steps before it begins.
+
+    Args:
+        trainer: Everything else is its own.
+        num_batches: Of an epoch in one process; None if unknown.
+    """
+
+    def __init__(self, trainer: TrainerView, num_batches: int | None) -> None:
+        self._trainer, self._num_batches = trainer, num_batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """The steps of a fit in one process: schedules are built with it, whose length takes no memory."""
+        loop, by_epochs = self._trainer.fit_loop, math.inf
+        if self._num_batches is not None and loop.epoch_limit != -1:
+            by_epochs = -(-self._num_batches // self._trainer.accumulate_grad_batches) * loop.epoch_limit
+        return min(by_epochs, loop.max_steps if loop.max_steps != -1 else math.inf)
+
+
 def _first_batch(module: nn.Module, data: Any) -> tuple[Any, int | None]:
     """Return the first training batch, on the host, and the number of batches; None if the loader does not know it."""
     loader = data
@@ -59,8 +86,10 @@ def _first_batch(module: nn.Module, data: Any) -> tuple[Any, int | None]:
             source.prepare_data()
             source.setup("fit")
         loader = getattr(source, "train_dataloader", lambda: None)()
+    if is_collection(loader):  # as fit reads them
+        loader = CombinedLoader(loader, "max_size_cycle")
     for batch in loader if loader is not None else ():
-        return batch, find_length(loader)
+        return batch[0] if isinstance(loader, CombinedLoader) else batch, find_length(loader)
     raise DataError(
         f"Expected a training batch to plan with, got none from {type(data if data is not None else module).__name__}.",
         fix="pass a loader, or a data module whose train_dataloader returns batches.",

@@ -70,8 +70,9 @@ class ReadsValues(LlamaTask):
 def test_a_forward_that_reads_values_falls_back_to_closed_forms_and_says_so() -> None:
     plan = lw.plan(ReadsValues, BATCH, devices=2, memory="1GB")
     ddp = plan.rows[1]
-    size = sum(one.numel() for one in ReadsValues().parameters())
-    assert sum(ddp.held.values()) == 20 * size
+    module = ReadsValues()
+    size = sum(one.numel() for one in module.parameters())
+    assert sum(ddp.held.values()) == 20 * size + sum(one.nbytes for one in module.buffers()) > 20 * size
     assert "activations are not counted" in str(plan)
     assert plan.best is None
 
@@ -159,6 +160,41 @@ def test_a_module_that_fails_in_parts_only_is_left_out(monkeypatch: pytest.Monke
     plan = lw.plan(build_whole, BATCH, devices=2)
     assert [row.name for row in plan.rows][:4] == ["single_device", "ddp", "fsdp", "fsdp + checkpointing"]
     assert plan.left_out == {"mesh:tp=2": "IndexError: only whole"}
+
+
+class Scheduled(lw.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch["x"]
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        steps = int(self.trainer.estimated_stepping_batches)
+        assert steps == 6  # 6 batches, 2 to a step, 2 epochs
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)]
+
+
+@pytest.mark.parametrize("combine", [dict, lambda loaders: lw.data.CombinedLoader(loaders, "min_size")])
+def test_a_trainer_plans_with_a_schedule_of_its_steps_and_with_several_loaders(combine: Any) -> None:
+    trainer = lw.Trainer(accelerator="cpu", logger=False, max_epochs=2, accumulate_grad_batches=2)
+    plan = trainer.plan(Scheduled(), combine({"x": [torch.zeros(4, 8)] * 6}))
+    assert plan.rows[0].name == "single_device"
+    assert plan.rows[0].held["optimizer"] > 0
+
+
+def test_manual_optimization_is_left_out_with_the_reason() -> None:
+    class Manual(Scheduled):
+        automatic_optimization = False
+
+    plan = lw.plan(Manual, {"x": torch.zeros(4, 8)})
+    assert "manual optimization cannot be planned" in plan.left_out["single_device"]
+    assert plan.best is None
 
 
 def test_a_trainer_plans_with_its_precision_and_accumulation() -> None:
