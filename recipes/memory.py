@@ -118,7 +118,7 @@ def plan_memory(settings: TrainSettings, sizes: Sizes, shares: MemoryShares) -> 
     Args:
         settings: The settings.
         sizes: Of the model.
-        shares: What `Strategy.memory_shares` returned.
+        shares: What `SharesMemory.memory_shares` returned.
     """
     is_short = str(settings.precision) in _TWO_BYTES
     is_true = is_short and "true" in str(settings.precision)

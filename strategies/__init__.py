@@ -1,4 +1,4 @@
-"""Strategies: how a model is spread over devices and processes. Trainer and Fabric share them."""
+"""Strategies: how a model is distributed over devices and processes. Trainer and Fabric share them."""
 
 from __future__ import annotations
 

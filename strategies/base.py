@@ -1,4 +1,4 @@
-"""`Strategy`: the interface by which Trainer and Fabric spread a model over devices and processes.
+"""`Strategy`: the interface through which Trainer and Fabric distribute a model over devices and processes.
 
 A strategy receives no events.
 """
@@ -51,7 +51,7 @@ _LARGE = 1 << 18  # bytes of a tensor whose copy may be worth a delay
 
 
 def plain_name(name: str) -> str:
-    """Return a name as it is without torch.compile."""
+    """Return a parameter's name without the prefix that torch.compile adds."""
     return name.replace(_COMPILED, "")
 
 
@@ -74,21 +74,21 @@ def plain_names(state: Mapping[str, T]) -> dict[str, T]:
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of this process among all processes.
+    """The ranks and sizes of this process and its groups.
 
     Attributes:
-        global_rank: Among all processes.
-        local_rank: Among the processes of this node.
-        node_rank: Of this node.
+        global_rank: Rank among all processes.
+        local_rank: Rank among the processes of this node.
+        node_rank: Rank of this node.
         world_size: Number of processes.
-        data_rank: Among the ranks that read different data.
+        data_rank: Rank among the ranks that read different data.
         data_size: Number of ranks that read different data.
-        stage: Which layers this process has; 0 where it has all.
-        reporting_ranks: Global ranks whose losses and samples count: one for each share of the data, in their order.
-            None: all ranks.
-        logging_ranks: Global ranks whose logged values count, where ranks that read the same data compute on parts of
-            it; None: the reporting ranks.
-        logging_place: Which of the logging ranks logs for this one.
+        stage: Index of this process's pipeline stage; 0 without a pipeline.
+        reporting_ranks: Global ranks whose losses and samples count, one for each data rank, in order of data ranks.
+            None is all ranks.
+        logging_ranks: Global ranks whose logged values count, if ranks that read the same data compute on parts of it.
+            None is the reporting ranks.
+        logging_place: Index of the logging rank that logs for this process.
     """
 
     global_rank: int = 0
@@ -104,32 +104,33 @@ class Topology:
 
     @property
     def report_place(self) -> tuple[int, int]:
-        """Which of the reporting ranks is this one, or reports for it; and their number."""
+        """Index of the reporting rank that reports for this process, and the number of reporting ranks."""
         return (self.global_rank, self.world_size) if self.reporting_ranks is None else (self.data_rank, self.data_size)
 
     @property
     def log_place(self) -> tuple[int, int]:
-        """Which of the logging ranks is this one, or logs for it; and their number."""
+        """Index of the logging rank that logs for this process, and the number of logging ranks."""
         return self.report_place if self.logging_ranks is None else (self.logging_place, len(self.logging_ranks))
 
     def reports(self, everywhere: list[T]) -> list[T]:
-        """Return the objects of the reporting ranks, from those of all: what is counted counts once."""
+        """Return the objects of the reporting ranks out of all ranks' objects, so that counts are not duplicated."""
         return everywhere if self.reporting_ranks is None else [everywhere[rank] for rank in self.reporting_ranks]
 
     def logs(self, everywhere: list[T]) -> list[T]:
-        """Return the objects of the logging ranks, from those of all."""
+        """Return the objects of the logging ranks out of all ranks' objects."""
         ranks = self.logging_ranks
         return self.reports(everywhere) if ranks is None else [everywhere[rank] for rank in ranks]
 
 
 @dataclass(frozen=True, slots=True)
 class NoLoss:
-    """Result of a bound `training_step` in place of None, where gradients are reduced over ranks.
+    """The result of a bound `training_step` instead of None, if gradients are reduced over ranks.
 
     A rank that skips a batch must still take part in the reduction, or the others wait for it forever.
 
     Attributes:
-        zero: Shape (), 0, connected to every parameter: backward on it adds nothing and takes part.
+        zero: A zero of shape () whose graph contains every parameter. Its backward pass takes part in the reduction
+            and adds nothing.
     """
 
     zero: Tensor
@@ -137,13 +138,13 @@ class NoLoss:
 
 # Any in this interface: a batch, and lw.Loss beside a tensor, whose package lies above this one.
 RunWindow = Callable[[Sequence[Any], Callable[..., Any], Callable[[Any], Tensor]], Sequence[Any]]
-"""The type of `Strategy.run_window`."""
+"""The type of `RunsWindows.run_window`."""
 
 
 class Strategy:
-    """One process on one device, unless a subclass differs: every method has a default that works.
+    """The base class of strategies: one process on one device, with a working default for every method.
 
-    A subclass that defines `reduce` has `all_reduce` too, and the reverse; the same holds for `root_device` and
+    A subclass that defines `reduce` also has `all_reduce`, and the reverse. The same holds for `root_device` and
     `device`, `precision_plugin` and `precision`, `get_module_state_dict` and `module_state_dict`, and
     `get_optimizer_state` and `optimizer_state`.
 
@@ -207,7 +208,7 @@ class Strategy:
 
     @property
     def device(self) -> torch.device:
-        """The device of this process; the CPU until one is set."""
+        """The device of this process; the CPU until another one is set."""
         if self._lw_device is not None:
             return self._lw_device
         device: torch.device = self._lw_filled.get("device", CPU)
@@ -221,7 +222,7 @@ class Strategy:
 
     @property
     def topology(self) -> Topology:
-        """Ranks and sizes; the same object as long as nothing changes."""
+        """The ranks and sizes; the same object until they change."""
         return ALONE
 
     @property
@@ -260,7 +261,7 @@ class Strategy:
 
     @property
     def precision(self) -> Precision:
-        """The precision; full precision until one is set."""
+        """The precision; full precision until another one is set."""
         if self._lw_precision is not None:
             return self._lw_precision
         precision: Precision = self._lw_filled.get("precision", _FULL_PRECISION)
@@ -274,7 +275,7 @@ class Strategy:
 
     @property
     def checkpoint_io(self) -> CheckpointPlugin | None:
-        """What reads and writes checkpoints; None until Fabric sets it."""
+        """The plugin that reads and writes checkpoints; None until Fabric sets it."""
         if self._checkpoint_io is not None:
             return self._checkpoint_io
         if self._lw_filled.get("checkpoint_io") is None and "make_checkpoint_io" in self._lw_filled:
@@ -287,7 +288,7 @@ class Strategy:
 
     @property
     def given(self) -> Given:
-        """What the user passed to the constructor, or set on the strategy."""
+        """The objects that the user passed to the constructor or set on the strategy."""
         return Given(
             accelerator=self._accelerator,
             device=self._lw_device,
@@ -296,11 +297,11 @@ class Strategy:
         )
 
     def fill(self, **choices: object) -> None:
-        """Take what Fabric chose; what the user passed to the constructor or set on the strategy wins.
+        """Set the objects that Fabric chose. Objects that the user passed to the constructor or set take precedence.
 
         Args:
-            choices: accelerator, device, precision, parallel_devices, cluster_environment, and checkpoint_io or, for
-                when there is none, make_checkpoint_io, a function that is called when one is needed.
+            choices: accelerator, device, precision, parallel_devices, cluster_environment, and checkpoint_io or
+                make_checkpoint_io, a function that creates one when it is needed.
         """
         _check_traits(type(self), _TRAITS & vars(self).keys())
         self._lw_filled = choices
@@ -310,7 +311,7 @@ class Strategy:
     # -- processes; called by Fabric -----------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Make the device current, and (with several processes) connect them. Called once in every process."""
+        """Make the device current and, with several processes, connect them. Called once in every process."""
         if self.accelerator is not None:
             self.accelerator.setup_device(self.device)
 
@@ -327,11 +328,11 @@ class Strategy:
 
     @contextmanager
     def init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Return a context in which a module is built where it will live.
+        """Return a context that builds a module on its final device.
 
         Args:
-            empty_init: True leaves parameters without values, for a checkpoint that is loaded next; None and False
-                initialize them. No random numbers are drawn for parameters that are left out.
+            empty_init: True leaves parameters uninitialized, for a checkpoint that is loaded next; None and False
+                initialize them. No random numbers are drawn for uninitialized parameters.
         """
         if not empty_init:
             with self.device:
@@ -347,29 +348,30 @@ class Strategy:
         module.to(self.device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Return the module as the strategy runs it: wrapped or sharded. It is on its device already."""
+        """Return the module as the strategy runs it, wrapped or sharded. The module must be on its device."""
         return module
 
     def place_module(self, module: nn.Module) -> nn.Module:
-        """Return the module as it runs where no gradients are reduced during backward passes.
+        """Return the module for runs in which backward passes do not reduce gradients.
 
-        That is in evaluation, and in manual optimization, where `average_gradients` is called before each step. The
-        module is on its device already; a strategy with copies on several ranks makes them equal here.
+        These are evaluation, and manual optimization, where `average_gradients` is called before each step. The module
+        must be on its device. A strategy with copies on several ranks makes them equal.
         """
         return self.setup_module(module)
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Let all ranks have rank 0's buffers (running statistics), where ranks have copies of the module.
+        """Copy rank 0's buffers (such as running statistics) to all ranks, if ranks have copies of the module.
 
         Args:
-            module: What `setup_module` or `place_module` returned.
+            module: The result of `setup_module` or `place_module`.
         """
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average the gradients of these parameters over ranks, in place, for modules of `place_module`.
 
         Args:
-            parameters: The same ones in the same order on all ranks; those that have no gradient on any rank keep none.
+            parameters: The same parameters in the same order on all ranks. A parameter without a gradient on all ranks
+                gets none.
         """
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -377,10 +379,10 @@ class Strategy:
         return optimizer
 
     def bind_step(self, module: nn.Module, name: str) -> StepFunction:
-        """Return what runs `module.<name>` so that the strategy's forward hooks fire.
+        """Return a function that runs `module.<name>` under the strategy's forward hooks.
 
         Args:
-            module: What `setup_module` returned.
+            module: The result of `setup_module`.
             name: Name of a method of the user's module, such as "training_step"; "forward" calls the module itself, so
                 that its forward hooks run.
         """
@@ -388,7 +390,7 @@ class Strategy:
         return step
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """Return the module that the user wrote, from what `setup_module` returned."""
+        """Return the user's module inside the result of `setup_module`."""
         return module
 
     def without_data(self, module: nn.Module) -> NoLoss | None:
@@ -397,10 +399,10 @@ class Strategy:
         Called instead of the bound `training_step` on ranks without data, if other ranks have data.
 
         Args:
-            module: What `setup_module` returned.
+            module: The result of `setup_module`.
 
         Returns:
-            What to call backward on; None where nothing is reduced.
+            A zero loss to call backward on; None if nothing is reduced.
         """
         return None
 
@@ -415,11 +417,12 @@ class Strategy:
         compute_gradients(tensor, *args, **kwargs)
 
     def discard_gradients(self, module: nn.Module | None, optimizer: Optimizer | None = None) -> None:
-        """Discard gradients that wait for the end of a window that was interrupted.
+        """Discard gradients of an interrupted window that were not reduced yet.
 
         Args:
-            module: What `setup_module` returned; None for all modules.
-            optimizer: Those of its parameters alone, which its own `zero_grad` did not reach; None: all.
+            module: The result of `setup_module`; None for all modules.
+            optimizer: Optimizer whose parameters' gradients are discarded, because its `zero_grad` does not reach them;
+                None for all parameters.
         """
 
     def scale_gradients(self, optimizer: Optimizer, factor: Tensor | float) -> None:
@@ -439,17 +442,17 @@ class Strategy:
         """Scale the gradients of the optimizer's parameters in place so that their total norm is at most `max_norm`.
 
         Args:
-            module: What `setup_module` returned.
-            optimizer: Its gradients are unscaled.
-            max_norm: Threshold in units of unscaled gradients.
+            module: The result of `setup_module`.
+            optimizer: The optimizer; its gradients are unscaled.
+            max_norm: Maximum total norm, in units of unscaled gradients.
             norm_type: Order of the norm; may be infinity.
-            error_if_nonfinite: Read the norm on the host and raise if it is infinite or NaN.
+            error_if_nonfinite: Whether to read the norm on the host and raise an error if it is infinite or NaN.
 
         Returns:
             The norm before clipping: shape (), on the gradients' device, equal on all ranks.
 
         Raises:
-            NonFiniteError: The norm is infinite or NaN, and that was to be an error.
+            NonFiniteError: The norm is infinite or NaN, with `error_if_nonfinite`.
 
         Source: Pascanu et al. 2013, eq. 7.
         """
@@ -480,7 +483,7 @@ class Strategy:
             torch._foreach_clamp_max_(parts, clip_val)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step the optimizer; Fabric calls this unless the precision steps (loss scaling).
+        """Step the optimizer; Fabric calls it unless the precision steps, as with loss scaling.
 
         Returns:
             Whether the step was made.
@@ -502,10 +505,11 @@ class Strategy:
     def reduce_scatter(self, tensor: Any, group: ProcessGroup | str | None = None, reduce_op: ReduceOp = "mean") -> Any:
         """Return this rank's chunk of a reduction over ranks: rank `i` gets chunk `i` of dimension 0.
 
-        Nothing is changed in place, and no gradient flows back. With one rank that is the tensor itself.
+        Nothing is changed in place, and no gradient flows back. With one rank, the tensor itself is returned.
 
         Args:
-            tensor: A tensor or collection, the same shapes on all ranks; dimension 0 is a multiple of their number.
+            tensor: A tensor or collection, with the same shapes on all ranks; dimension 0 is a multiple of the number
+                of ranks.
             group: Ranks that take part; None for all.
             reduce_op: As in `all_reduce`, also for dtypes.
 
@@ -533,9 +537,9 @@ class Strategy:
         """Return tensors of all ranks stacked along a new first dimension; with one rank, the tensor itself.
 
         Args:
-            tensor: The same shape on all ranks.
+            tensor: A tensor or collection, with the same shapes on all ranks.
             group: Ranks that take part; None for all.
-            sync_grads: Let gradients flow back through the gathering.
+            sync_grads: Whether gradients flow back through the gather.
         """
         return tensor
 
@@ -544,16 +548,17 @@ class Strategy:
         return obj
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this method."""
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begin to add a tensor over ranks, in place, while other work continues.
+        """Start to sum a tensor over ranks, in place, while other work continues.
 
         Args:
-            tensor: The same shape and dtype on all ranks; not to be used until the returned function was called.
+            tensor: A tensor of the same shape and dtype on all ranks. Do not use it before the returned function was
+                called.
 
         Returns:
-            What waits for the sum and returns it; it does not read the device.
+            A function that waits for the sum and returns it, without a host read of the device.
         """
         return lambda: tensor
 
@@ -573,13 +578,13 @@ class Strategy:
     # -- state; called by checkpoint/ ----------------------------------------------------------------------------
 
     def gather_state(self, state: object) -> AnyTree:  # Any: the content of a checkpoint
-        """Return a state with full tensors on rank 0. On every rank. Without sharded tensors nothing is done."""
+        """Return a state with full tensors on rank 0. On every rank. Without sharded tensors, it does nothing."""
         return state
 
     def module_state_dict(self, module: nn.Module) -> StateDict:
-        """Return the full state of a module, under the names of the module as the user wrote it.
+        """Return the full state of a module, under the names in the user's module.
 
-        Prefixes that torch.compile adds are left out, so that a compiled and a plain module have the same state.
+        Prefixes that torch.compile adds are removed, so that a compiled and a plain module have the same state.
         """
         state: StateDict = module.state_dict()
         return plain_names(state)
@@ -590,7 +595,7 @@ class Strategy:
         """Load a state returned by `module_state_dict` into a module, compiled or not.
 
         Returns:
-            What torch's `load_state_dict` returns: missing and unexpected keys.
+            The missing and unexpected keys, as torch's `load_state_dict` returns them.
 
         Raises:
             CheckpointError: Lists all missing and unexpected keys and wrong shapes.
@@ -600,7 +605,7 @@ class Strategy:
         return load_weights(module, state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer, module: nn.Module | None = None) -> StateDict:
-        """Return the full state of an optimizer, as tensors and plain values where `pack_subclasses` can."""
+        """Return the full state of an optimizer, converted to tensors and plain values by `pack_subclasses`."""
         from .tensor_subclasses import pack_subclasses  # here and below: not imported where no state is taken
 
         return pack_subclasses(optimizer.state_dict(), optimizer)
@@ -611,7 +616,7 @@ class Strategy:
         """Load a state returned by `optimizer_state`; tensors are moved to their parameters' devices.
 
         Raises:
-            CheckpointError: The parameter groups differ in number or size, or the state is one of another class.
+            CheckpointError: The parameter groups differ in number or size, or the state belongs to another class.
         """
         from .tensor_subclasses import unpack_subclasses
 

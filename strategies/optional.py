@@ -1,6 +1,6 @@
 """Optional parts of a strategy: a strategy that defines the methods of one of these protocols has that part.
 
-Trainer, Fabric and registry look for them when they set up, and bind what they find: nothing is looked for in a step.
+Trainer, Fabric and registry check for them during setup and bind their methods; a step checks for nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class ReadsOptions(Protocol):
-    """Has options after its registered name, such as "fsdp=2" in "mesh:fsdp=2"."""
+    """Accepts options after its registered name, such as "fsdp=2" in "mesh:fsdp=2"."""
 
     @classmethod
     def read_options(cls, text: str) -> Options:
@@ -46,13 +46,13 @@ class ReadsOptions(Protocol):
 
 @runtime_checkable
 class ChecksProcesses(Protocol):
-    """Needs certain numbers of processes."""
+    """Requires certain numbers of processes."""
 
     def check_processes(self, num_processes: int, num_nodes: int) -> None:
-        """Compare what the strategy needs with the number of processes, before they start.
+        """Raise an error if the strategy does not support the number of processes. Called before they start.
 
         Args:
-            num_processes: On all nodes together.
+            num_processes: Number of processes on all nodes together.
             num_nodes: Number of nodes.
 
         Raises:
@@ -66,7 +66,7 @@ class ChecksLayers(Protocol):
     """Cannot run every module."""
 
     def check_layers(self, module: nn.Module) -> None:
-        """Refuse a module whose layers this strategy cannot run. Does not communicate.
+        """Raise an error for a module whose layers this strategy cannot run. Does not communicate.
 
         The Trainer calls it before processes start, unless the module gets its layers later, in `configure_model`.
 
@@ -81,17 +81,17 @@ class SharesMemory(Protocol):
     """Spreads parameters, gradients or optimizer state over processes, or needs buffers for them."""
 
     def memory_shares(self, num_processes: int, num_nodes: int) -> MemoryShares:
-        """Return how they are spread; for plans, before processes start.
+        """Return their distribution over processes, for plans; called before processes start.
 
         Args:
-            num_processes: On all nodes together.
+            num_processes: Number of processes on all nodes together.
             num_nodes: Number of nodes.
         """
         ...
 
 
 def memory_shares(strategy: Strategy, num_processes: int, num_nodes: int) -> MemoryShares:
-    """Return how a strategy spreads memory; without `SharesMemory`, each process holds everything."""
+    """Return how a strategy distributes memory; without `SharesMemory`, each process holds everything."""
     if isinstance(strategy, SharesMemory):
         return strategy.memory_shares(num_processes, num_nodes)
     return MemoryShares()
@@ -132,7 +132,7 @@ class TakesTrainerConfig(Protocol):
 
 @runtime_checkable
 class HasTimeouts(Protocol):
-    """Limits the time in which ranks wait."""
+    """Limits the time that ranks wait."""
 
     @property
     def timeout(self) -> timedelta | float | None:
@@ -141,7 +141,7 @@ class HasTimeouts(Protocol):
 
     @property
     def stall_timeout(self) -> timedelta | float | None:
-        """Time without progress after which every rank reports where it is; None: chosen from `timeout`."""
+        """Time without progress after which every rank reports its position; None: chosen from `timeout`."""
         ...
 
 
@@ -185,18 +185,18 @@ class ConfiguresOptimizers(Protocol):
     """Has a configuration that may name optimizers, so that the module need not configure any."""
 
     def default_optimizers(self, module: nn.Module) -> Any:
-        """Return optimizers for a module that configures none, as `configure_optimizers` does; None: there are none."""
+        """Return optimizers for a module that configures none, in a form of `configure_optimizers`; None for none."""
         ...
 
 
 @runtime_checkable
 class SetsUpTogether(Protocol):
-    """Makes one engine of a module and its optimizers."""
+    """Creates one engine from a module and its optimizers."""
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[Optimizer]
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Set up a module and its optimizers in one call; Fabric calls it in place of `setup_module`."""
+        """Set up a module and its optimizers in one call; Fabric calls it instead of `setup_module`."""
         ...
 
 
@@ -204,7 +204,7 @@ class SetsUpTogether(Protocol):
 
 
 def strategy_state(strategy: Strategy) -> StateDict:
-    """Return what a resume needs beside model and optimizers; {} if nothing. On every rank: it may communicate."""
+    """Return the strategy's state for a resume; {} without one. Call it on every rank: it may communicate."""
     return strategy.state_dict() if isinstance(strategy, Stateful) else {}
 
 
@@ -216,7 +216,7 @@ def load_strategy_state(strategy: Strategy, state: StateDict) -> None:
 
 @runtime_checkable
 class SavesShards(Protocol):
-    """Can let every rank write its shards of a checkpoint."""
+    """Supports checkpoints in which every rank writes its shards."""
 
     def saves_shards(self, default: str) -> bool:
         """Return whether the checkpoint IO is called on every rank, with the local shards of tensors.
@@ -227,9 +227,9 @@ class SavesShards(Protocol):
         ...
 
     def arrange_shards(self, state: object) -> AnyTree:
-        """Return what this rank passes to the checkpoint IO where all ranks write, of the same structure on all ranks.
+        """Return this rank's state for the checkpoint IO if all ranks write; its structure is equal on all ranks.
 
-        On every rank: it may communicate. What another rank has alone is `RemoteShards`.
+        Call it on every rank: it may communicate. Tensors that only other ranks have are `RemoteShards`.
         """
         ...
 
@@ -240,7 +240,7 @@ def saves_shards(strategy: Strategy, default: str) -> bool:
 
 
 def written_state(strategy: Strategy, state: object, default: str) -> AnyTree:
-    """Return what this rank writes of a checkpoint: its shards, or on rank 0 full tensors. On every rank."""
+    """Return the state that this rank writes: its shards, or on rank 0 full tensors. Call it on every rank."""
     if isinstance(strategy, SavesShards) and strategy.saves_shards(default):
         return strategy.arrange_shards(state)
     return strategy.gather_state(state)
@@ -248,7 +248,7 @@ def written_state(strategy: Strategy, state: object, default: str) -> AnyTree:
 
 @runtime_checkable
 class ChecksStates(Protocol):
-    """Looks in the first step whether the states of optimizers can be saved."""
+    """Checks in the first step that the states of optimizers can be saved."""
 
     saves_optimizers: bool
     """Whether the run saves them: what cannot be saved is an error then, else a warning. The Trainer sets it."""
@@ -256,7 +256,7 @@ class ChecksStates(Protocol):
 
 @runtime_checkable
 class HasEveryWeight(Protocol):
-    """Leaves something out of `module_state_dict`."""
+    """Omits entries from `module_state_dict`."""
 
     def every_weight(self, module: nn.Module) -> StateDict:
         """Return the state of a module as `module_state_dict` does, with what checkpoints may leave out."""
@@ -264,7 +264,7 @@ class HasEveryWeight(Protocol):
 
 
 def every_weight(strategy: Strategy, module: nn.Module) -> StateDict:
-    """Return the state of a module as `module_state_dict` does, with what checkpoints may leave out."""
+    """Return the state of a module as `module_state_dict` does, including entries that checkpoints may omit."""
     if isinstance(strategy, HasEveryWeight):
         return strategy.every_weight(module)
     return strategy.module_state_dict(module)
@@ -275,7 +275,7 @@ def every_weight(strategy: Strategy, module: nn.Module) -> StateDict:
 
 @runtime_checkable
 class PlacesBatches(Protocol):
-    """Moves batches to devices by itself."""
+    """Moves batches to devices itself."""
 
     def place_batch(self, batch: AnyBatch) -> Any:
         """Return a batch whose tensors are on their devices already; Fabric moves the others."""
@@ -284,10 +284,10 @@ class PlacesBatches(Protocol):
 
 @runtime_checkable
 class RunsWindows(Protocol):
-    """Takes over the inside of accumulation windows, as a pipeline does."""
+    """Runs the micro-batches of accumulation windows itself, as a pipeline does."""
 
     def run_window(self, batches: Sequence[Batch], step: StepFunction, share: Callable[[Any], Tensor]) -> Sequence[Any]:
-        """Run forward and backward of all micro-batches of an accumulation window.
+        """Run the forward and backward passes of all micro-batches of an accumulation window.
 
         The Trainer zeroes gradients before the call, and scales, clips and steps after it.
 
@@ -308,23 +308,23 @@ class RunsWindows(Protocol):
 
 @runtime_checkable
 class RejoinsPasses(Protocol):
-    """Communicates within forward and backward passes, and can rejoin one that an error interrupted on this rank."""
+    """Communicates within forward and backward passes, and can rejoin a pass that an error interrupted on this rank."""
 
     def count_collectives(self) -> dict[str, int]:
-        """Return how many collectives this rank has begun, by process group."""
+        """Return the number of collectives that this rank has begun, by process group."""
         ...
 
     def skip_collectives(self, counts: Mapping[str, int]) -> AbstractContextManager[object]:
-        """Return a context that leaves out the next collectives of each process group: this rank was in them before."""
+        """Return a context that skips the next collectives of each process group: this rank took part before."""
         ...
 
     def break_off(self, module: nn.Module) -> None:
-        """Free what a broken-off pass has left, and its gradients, so that another pass can begin.
+        """Free the state and the gradients of an interrupted pass, so that another pass can begin.
 
         Does not communicate.
 
         Args:
-            module: What `setup_module` returned.
+            module: The result of `setup_module`.
         """
         ...
 
@@ -335,9 +335,9 @@ class HasStages(Protocol):
 
     @property
     def has_last_stage(self) -> bool:
-        """Whether steps run to their end on this rank.
+        """Whether steps run to the end on this rank.
 
-        They do not on stages before the last: there they return nothing, and what they log does not count.
+        On stages before the last, they do not: they return nothing, and values that they log do not count.
         """
         ...
 
@@ -345,14 +345,14 @@ class HasStages(Protocol):
         """Return the last stage's tensor, on every rank of its pipeline.
 
         Args:
-            tensor: The same shape and dtype on all stages.
+            tensor: A tensor of the same shape and dtype on all stages.
         """
         ...
 
     def of_stages(self, module: nn.Module, facts: dict[str, T]) -> dict[str, T]:
-        """Return facts about a module, its submodules and parameters, each from the ranks that have these.
+        """Return facts about a module, its submodules and parameters, each from the ranks that hold them.
 
-        On every rank: it communicates.
+        Call it on every rank: it communicates.
 
         Args:
             module: The module as it was set up.
@@ -362,13 +362,13 @@ class HasStages(Protocol):
 
 
 def stages_of(strategy: Strategy) -> HasStages | None:
-    """Return what knows the pipeline stages of a strategy; None where each rank has all layers."""
+    """Return the strategy if it has pipeline stages; None if each rank has all layers."""
     return strategy if strategy.traits.has_stages and isinstance(strategy, HasStages) else None
 
 
 @runtime_checkable
 class NotesAbsence(Protocol):
-    """Knows without a collective how many ranks had no loss in a window."""
+    """Counts, without a collective, the ranks that had no loss in a window."""
 
     def note_absence(self, window: str) -> Callable[[], int] | None:
         """Notify the other ranks that this rank had no loss in a window.
@@ -376,33 +376,33 @@ class NotesAbsence(Protocol):
         Called on such ranks only, before the backward pass that reduces the window's gradients.
 
         Args:
-            window: A name that no other window has had, the same on all ranks.
+            window: A unique name of the window, the same on all ranks.
 
         Returns:
-            What returns after that pass, when it has waited for the device, the number of ranks that had no loss. None
-            where that cannot be found out.
+            A function that returns the number of ranks without a loss, called after that pass when the device has been
+            waited for. None if the number is unavailable.
         """
         ...
 
 
 @runtime_checkable
 class EvaluatesWithoutData(Protocol):
-    """Communicates in evaluation steps, in which ranks without a batch must take part: where parameters are sharded."""
+    """Communicates in evaluation steps, as with sharded parameters, so that ranks without a batch must take part."""
 
     @property
     def helps_in_evaluation(self) -> bool:
-        """Whether this rank can call `evaluate_without_data` now; else it needs a batch first."""
+        """Whether this rank can call `evaluate_without_data` now; otherwise it must evaluate a batch first."""
         ...
 
     def evaluate_without_data(self, module: nn.Module | None) -> None:
-        """Take part in an evaluation step for which this rank has no batch, where others have one.
+        """Take part in an evaluation step for which other ranks have a batch and this rank has none.
 
         Args:
-            module: What `setup_module` or `place_module` returned; None for all that are evaluated.
+            module: The result of `setup_module` or `place_module`; None for all evaluated modules.
         """
         ...
 
 
 def evaluation_of(strategy: Strategy) -> EvaluatesWithoutData | None:
-    """Return what lets ranks without a batch take part in evaluation steps; None where they need not."""
+    """Return the strategy if ranks without a batch must take part in evaluation steps; else None."""
     return strategy if strategy.traits.shards_parameters and isinstance(strategy, EvaluatesWithoutData) else None

@@ -1,4 +1,4 @@
-"""The base class of strategies with several processes."""
+"""`ParallelStrategy`: the base class of strategies with several processes."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class ParallelStrategy(Strategy):
         cluster_environment: Provides ranks and addresses; None lets Fabric choose.
         checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
         precision_plugin: The precision; None lets Fabric choose.
-        process_group_backend: "gloo", "nccl", "mpi", ...; None: gloo on the CPU, nccl and gloo on CUDA devices.
-        timeout: Time after which a rank that waits for another one fails; a timedelta or seconds. None: 30 minutes.
+        process_group_backend: "gloo", "nccl", "mpi", ...; None is gloo on the CPU, nccl and gloo on CUDA devices.
+        timeout: Time after which a rank that waits for another one fails: a timedelta or seconds. None is 30 minutes.
         start_method: How processes are started if no other launcher starts them: "popen" (runs the command again),
             "spawn", "fork", "forkserver".
         precision: Another name for `precision_plugin`.
         uneven: Behavior if the numbers of training batches differ between ranks.
-        stall_timeout: Time without progress after which every rank reports its stack traces; None: 5 minutes, or
+        stall_timeout: Time without progress after which every rank reports its stack traces; None is 5 minutes, or
             `timeout` if that is shorter.
         problems: Pairs (problem, fix) that the subclass found in its arguments.
 
@@ -176,7 +176,7 @@ class ParallelStrategy(Strategy):
 
     @property
     def device(self) -> torch.device:
-        """The device of this process: that of its local rank.
+        """The device of this process, selected by its local rank.
 
         Raises:
             ConfigError: There are fewer devices than processes on this node.
@@ -204,7 +204,7 @@ class ParallelStrategy(Strategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """`num_replicas` and `rank` for a sampler; None where there is one process."""
+        """`num_replicas` and `rank` for a sampler; None with one process."""
         topology = self.topology
         return None if self.start_method is None else {"num_replicas": topology.data_size, "rank": topology.data_rank}
 
@@ -303,8 +303,9 @@ class ParallelStrategy(Strategy):
         """Return a tensor, number, or structure of them, reduced over ranks; nothing is changed in place.
 
         Args:
-            tensor: The same structure, shapes and dtypes on all ranks; numbers become tensors.
-            group: Ranks that take part; None: all that read different data.
+            tensor: A tensor, number or structure of them, equal in structure, shapes and dtypes on all ranks. Numbers
+                become tensors.
+            group: Ranks that take part; None for all ranks that read different data.
             reduce_op: "mean" ("avg"), "sum", "min", "max", "product", or torch's own. Integers have a float64 mean.
 
         Raises:
@@ -341,8 +342,9 @@ class ParallelStrategy(Strategy):
         """Return a tensor, number, or structure of them, of all ranks, stacked along a new first dimension.
 
         Args:
-            tensor: The same structure, shapes and dtypes on all ranks; numbers become tensors.
-            group: Ranks that take part; None: all that read different data.
+            tensor: A tensor, number or structure of them, equal in structure, shapes and dtypes on all ranks. Numbers
+                become tensors.
+            group: Ranks that take part; None for all ranks that read different data.
             sync_grads: Whether gradients flow back to the ranks' tensors.
 
         Raises:

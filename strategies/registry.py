@@ -1,4 +1,4 @@
-"""The names of strategies."""
+"""`StrategyRegistry`: the names of strategies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StrategyRegistry(Registry[Strategy]):
 
         Args:
             name: The name, in any case; options follow a colon, in the form of the class's `read_options`.
-            init_params: Further arguments; they win over the options and the registered ones.
+            init_params: Further arguments; they take precedence over the options and the registered ones.
 
         Raises:
             ConfigError: The name is unknown; the message lists the known ones. Or the class cannot read the options.

@@ -59,13 +59,13 @@ class ShardedStrategy(ParallelStrategy):
     Args:
         axes: Sizes of the axes.
         arguments: Arguments of FSDPStrategy, by name.
-        tensor: Splits layers over the axis tp; None: they are left whole.
-        stages: Splits the module over the axis pp; None: there is one stage.
-        context: How sequences are split over the axis cp; None: the defaults.
-        verify: Whether the first batch of a run is compared with the module that is not split.
+        tensor: Splits layers over the axis tp; None does not split them.
+        stages: Splits the module over the axis pp; None is one stage.
+        context: How sequences are split over the axis cp; None is the defaults.
+        verify: Whether the first batch of a run is compared with the unsplit module.
 
     Raises:
-        ConfigError: An argument is unknown or cannot be honored; every problem is named.
+        ConfigError: An argument is unknown or unsupported; every problem is named.
     """
 
     traits = replace(
@@ -109,7 +109,7 @@ class ShardedStrategy(ParallelStrategy):
     # -- processes -----------------------------------------------------------------------------------------------
 
     def check_processes(self, num_processes: int, num_nodes: int) -> None:
-        """Compare the sizes of the axes with the number of processes; see `Strategy.check_processes`."""
+        """Compare the sizes of the axes with the number of processes; see `ChecksProcesses.check_processes`."""
         axes = self.axes.resolve(num_processes)
         self._lw_expect(axes)
         self._lw_split.check_processes(axes)
@@ -153,7 +153,7 @@ class ShardedStrategy(ParallelStrategy):
 
     @property
     def groups(self) -> MeshGroups:
-        """The meshes and process groups. On every rank: the first access communicates."""
+        """The meshes and process groups. Read it on every rank: the first access communicates."""
         if self._lw_groups is None:
             self._lw_groups = self._lw_make_groups()
         return self._lw_groups
@@ -163,7 +163,7 @@ class ShardedStrategy(ParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The processes as a mesh with all axes, also those of size 1: `device_mesh["tp"]` is one of them.
+        """The mesh of processes with all axes, including axes of size 1, such as `device_mesh["tp"]`.
 
         None before the processes are connected.
         """
@@ -171,7 +171,7 @@ class ShardedStrategy(ParallelStrategy):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh over which parameters are sharded: the axes dp, where there are copies, and fsdp with cp."""
+        """The mesh over which parameters are sharded: the axis dp, if there are copies, and fsdp with cp."""
         return self.groups.shards
 
     def setup_environment(self) -> None:
@@ -195,7 +195,7 @@ class ShardedStrategy(ParallelStrategy):
 
     @property
     def batch_norm_group(self) -> ProcessGroup | None:
-        """The ranks over which batch norms are synchronized: those with the same layers that read different data."""
+        """The ranks over which batch norms are synchronized: ranks with the same layers that read different data."""
         return self.groups.reduce if self.is_connected else None
 
     @property
@@ -212,14 +212,14 @@ class ShardedStrategy(ParallelStrategy):
     # -- before the launch ---------------------------------------------------------------------------------------
 
     def configure_fsdp_auto_wrap_policy(self, module: nn.Module) -> Any:
-        """Return which modules are to be units: `auto_wrap_policy`. For overriding, where the model decides.
+        """Return the policy that selects units, `auto_wrap_policy` by default; override it for a policy by model.
 
         Called once, on every rank, before the module is sharded.
         """
         return self.plan.auto_wrap_policy
 
     def check_layers(self, module: nn.Module) -> None:
-        """Refuse a module that cannot be sharded or split along these axes; see `Strategy.check_layers`."""
+        """Refuse a module that cannot be sharded or split along these axes; see `ChecksLayers.check_layers`."""
         if root_of(module) is not None:  # of an earlier run: its layers are those of a rank
             return
         is_own = type(self).configure_fsdp_auto_wrap_policy is ShardedStrategy.configure_fsdp_auto_wrap_policy
@@ -234,7 +234,7 @@ class ShardedStrategy(ParallelStrategy):
         """Return a context in which a module is built without memory; `setup_module` initializes it unit by unit.
 
         Args:
-            empty_init: True: values will be loaded from a checkpoint, nothing is initialized. None: they will be those
+            empty_init: True initializes nothing, for values that are loaded from a checkpoint. None gives the values
                 that the module's constructors set, bit for bit. False builds the full module on the CPU.
         """
         if empty_init is False:
@@ -244,7 +244,7 @@ class ShardedStrategy(ParallelStrategy):
             yield
 
     def change_context(self, module: nn.Module) -> AbstractContextManager[object]:
-        """Return a context in which changes of a module without values are made when it gets them."""
+        """Return a context that defers changes of a module without values until it is initialized."""
         if not any(one.is_meta for one in [*module.parameters(), *module.buffers()]):
             return nullcontext()
         return DeferredInit()
@@ -252,12 +252,12 @@ class ShardedStrategy(ParallelStrategy):
     # -- the model -----------------------------------------------------------------------------------------------
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Leave the module where it is: `setup_module` moves it unit by unit."""
+        """Do nothing: `setup_module` moves the module unit by unit."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Split and shard the module's parameters, in place, and return what runs it. On every rank: it communicates.
+        """Split and shard the module's parameters in place, and return its wrapper. On every rank: it communicates.
 
-        A module that is sharded already is run as it is.
+        A module that is sharded already is not sharded again.
 
         Raises:
             ModuleError: The ranks built different modules, or the module cannot be sharded; the message has the reason.
@@ -321,7 +321,7 @@ class ShardedStrategy(ParallelStrategy):
         self._lw_sharder.average_gradients(parameters)
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """Return the module that the user wrote."""
+        """Return the user's module."""
         return module.module if isinstance(module, ShardedRoot) else module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -333,10 +333,10 @@ class ShardedStrategy(ParallelStrategy):
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def bind_step(self, module: nn.Module, name: str) -> StepFunction:
-        """Return what runs `module.<name>` while parameters are gathered, on every rank at the same time.
+        """Return a function that runs `module.<name>` with gathered parameters, on every rank at the same time.
 
-        A pass without gradients leaves no parameter gathered. A rank runs its stages, its parts of layers and of
-        sequences, where these are split.
+        A pass without gradients leaves no parameter gathered. A rank runs its stages, and its parts of split layers
+        and sequences.
         """
         original = self.unwrap(module)
         step: StepFunction = original if name == "forward" else getattr(original, name)
@@ -347,7 +347,7 @@ class ShardedStrategy(ParallelStrategy):
         return self._lw_split.bind_sequences(step, original, name)
 
     def without_data(self, module: nn.Module) -> NoLoss | None:
-        """Refuse: a rank without a batch cannot take part in a training step.
+        """Raise an error: a rank without a batch cannot take part in a training step.
 
         Raises:
             ModuleError: Always.
@@ -358,7 +358,7 @@ class ShardedStrategy(ParallelStrategy):
         )
 
     def evaluate_without_data(self, module: nn.Module | None) -> None:
-        """Take part in an evaluation step for which this rank has no batch, where others have one.
+        """Take part in an evaluation step for which other ranks have a batch and this rank has none.
 
         The units are gathered in the order of this rank's last evaluation step, before its first in the order in which
         the module has them.
@@ -390,11 +390,11 @@ class ShardedStrategy(ParallelStrategy):
         return broken_pass.count_collectives()
 
     def skip_collectives(self, counts: Mapping[str, int]) -> AbstractContextManager[object]:
-        """Return a context that leaves out the next collectives of this rank; see `RejoinsPasses`."""
+        """Return a context that skips the next collectives of this rank; see `RejoinsPasses`."""
         return broken_pass.SkippedCollectives(counts)
 
     def break_off(self, module: nn.Module) -> None:
-        """Free what a broken-off pass has left, and its gradients; see `RejoinsPasses`."""
+        """Free the state and the gradients of an interrupted pass; see `RejoinsPasses`."""
         if isinstance(module, ShardedRoot):
             broken_pass.break_off(module)
 
@@ -456,7 +456,7 @@ class ShardedStrategy(ParallelStrategy):
 
     @property
     def has_last_stage(self) -> bool:
-        """Whether steps run to their end on this rank."""
+        """Whether steps run to the end on this rank: on the last stage."""
         has_stages = self.is_connected and self.traits.has_stages
         return not has_stages or self._lw_last_stage(self.resolved_axes) == self.topology.stage
 
@@ -466,38 +466,38 @@ class ShardedStrategy(ParallelStrategy):
         return 0 if stages is None else stages.last_rank(axes.pp)
 
     def run_window(self, batches: Sequence[Batch], step: StepFunction, share: Callable[[Any], Tensor]) -> Sequence[Any]:
-        """Run forward and backward passes of a window's micro-batches through all stages; see `Strategy.run_window`."""
+        """Run the passes of a window's micro-batches through all stages; see `RunsWindows.run_window`."""
         return self._lw_split.run_window(batches, step, share, has_full_sequences=self.resolved_axes.cp == 1)
 
     def from_last_stage(self, tensor: Tensor) -> Tensor:
-        """Return the last stage's tensor, on every rank of its pipeline; see `Strategy.from_last_stage`."""
+        """Return the last stage's tensor, on every rank of its pipeline; see `HasStages.from_last_stage`."""
         if self.traits.has_stages and self.is_connected:
             dist.broadcast(tensor, group=self.groups.pipeline, group_src=self._lw_last_stage(self.resolved_axes))
         return tensor
 
     def of_stages(self, module: nn.Module, facts: dict[str, T]) -> dict[str, T]:
-        """Return facts about modules and parameters from the ranks that have these; see `Strategy.of_stages`."""
+        """Return facts about modules and parameters from the ranks that have these; see `HasStages.of_stages`."""
         runner = self._lw_split.runner(self.unwrap(module))
         return facts if runner is None else runner.joined(facts)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
-        """Return the shapes that stages exchange, with which a resumed run begins. On every rank: it communicates."""
+        """Return the shapes that stages exchange, for a resumed run. On every rank: it communicates."""
         stages = self._lw_split.stages
         return {} if stages is None else stages.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Load what `state_dict` returned, now or when the module is set up."""
+        """Load a state returned by `state_dict`, now or when the module is set up."""
         if self._lw_split.stages is not None:
             self._lw_split.stages.load_state_dict(state_dict)
 
     def saves_shards(self, default: str) -> bool:
-        """Return whether all ranks write checkpoints, each its local shards; `default` without a choice of the user."""
+        """Return whether all ranks write their shards of checkpoints; `default` decides if the user did not."""
         return (self.plan.state_dict_type or default) == "sharded"
 
     def arrange_shards(self, state: object) -> AnyTree:
-        """Return the state under the names of all stages, with this rank's shards; see `Strategy.arrange_shards`."""
+        """Return the state under the names of all stages, with this rank's shards; see `SavesShards.arrange_shards`."""
         if self._lw_split.stages is None:
             return state
         axes = self.resolved_axes
@@ -512,7 +512,7 @@ class ShardedStrategy(ParallelStrategy):
     def module_state_dict(self, module: nn.Module) -> StateDict:
         """Return the state of a module, under the user's names; sharded tensors share memory with the parameters.
 
-        What other stages have is gathered by `gather_state`.
+        `gather_state` gathers the states of other stages.
         """
         original = self.unwrap(module)
         with self._lw_split.in_parts(original):

@@ -1,4 +1,4 @@
-"""`Traits`, the facts in which strategies differ, and the records that go between a strategy and its callers."""
+"""`Traits`, the properties in which strategies differ, and the records that a strategy and its callers exchange."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Launcher(Protocol):
-    """How the processes of a strategy start."""
+    """Starts the processes of a strategy."""
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -25,7 +25,7 @@ class Launcher(Protocol):
         ...
 
     def launch(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
-        """Run the function in all processes and return what it returned on rank 0."""
+        """Run the function in all processes and return rank 0's result."""
         ...
 
 
@@ -33,7 +33,7 @@ class TrainerConfig(TypedDict, total=False):
     """Trainer arguments that matter to an engine with its own configuration.
 
     Attributes:
-        accumulate_grad_batches: Micro-batches per optimizer step; None where that is not known before the launch.
+        accumulate_grad_batches: Micro-batches per optimizer step; None if unknown before the launch.
         global_batch_size: Samples per optimizer step over all ranks; None if the user did not set it.
         gradient_clip_val: Threshold; None or 0 does not clip.
         gradient_clip_algorithm: "norm" or "value"; None is "norm".
@@ -53,7 +53,7 @@ class TrainerConfig(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Parts that the user passed to a strategy, which win over the choices of Fabric. None: Fabric chooses.
+    """Objects that the user passed to a strategy, which take precedence over Fabric's choices. None: Fabric chooses.
 
     Attributes:
         accelerator: The kind of device.
@@ -74,7 +74,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class MemoryShares:
-    """How the memory of a training is spread over processes: what `Strategy.memory_shares` returns.
+    """The distribution of a training's memory over processes: the result of `SharesMemory.memory_shares`.
 
     Attributes:
         weights: Number of processes that share the parameters.
@@ -101,14 +101,14 @@ Refusal = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """Facts about a strategy that Trainer, Fabric, callbacks, recipes and tuner read; by default of one device.
+    """Properties of a strategy that Trainer, Fabric, callbacks, recipes and tuner read; by default of one device.
 
-    A class has its own in the attribute `traits`; an instance sets others where they follow from arguments.
+    A class defines them in the attribute `traits`. An instance sets others if they depend on arguments.
 
     Attributes:
-        accelerator_kind: Name of the only accelerator that the strategy runs on, such as "xla"; None: any.
+        accelerator_kind: Name of the only accelerator that the strategy runs on, such as "xla"; None for any.
         has_several_devices: Whether all devices of `devices=` are used; if False, `devices="auto"` is one device.
-        uneven_choices: Values of `uneven` that the strategy can follow; empty if it has no ranks.
+        uneven_choices: Values of `uneven` that the strategy supports; empty if it has one rank.
         copies_draw_alike: Whether ranks that read the same data draw the same random numbers.
         has_stages: Whether ranks hold different layers (pipeline stages), so that parameters and their groups differ.
         runs_windows: Whether `run_window`, where it is defined, takes over the inside of accumulation windows.
@@ -117,20 +117,20 @@ class Traits:
             ranks must run equally many of them, and checkpoints are read in shards.
         holds_parameters: Whether an engine owns the parameters, so that their tensors must not be replaced or averaged
             in place.
-        keeps_packed_weights: Whether weights that are packed to fewer bits than their dtype says stay as they are.
-        model_axes: Sizes of the axes of a mesh that split one copy of a module ("pp", "cp", "tp", "ep"), without those
-            of size 1; -1: known when the number of processes is.
-        owns_optimizers: Whether an engine steps: it holds gradients, in place of the `grad` of parameters, takes no
-            further parameter groups, and is made again by each fit, so that optimizer states start from zero.
-        traces_lazily: Whether operations are traced into graphs (lazy tensors) in which the gradients of a window lie.
+        keeps_packed_weights: Whether weights that are packed into fewer bits than their dtype has are not changed.
+        model_axes: Sizes of the axes of a mesh that split one copy of a module ("pp", "cp", "tp", "ep"), without axes
+            of size 1. -1 is resolved when the number of processes is known.
+        owns_optimizers: Whether an engine steps. It then holds gradients instead of the `grad` of parameters, accepts
+            no further parameter groups, and is created again by each fit, so that optimizer states start from zero.
+        traces_lazily: Whether operations are traced into graphs (lazy tensors) that include the gradients of a window.
             Evaluation then runs under `torch.no_grad` instead of `torch.inference_mode`.
         reduces_every_step: Whether each window ends with a reduction of gradients over all ranks, in which they wait
             for each other.
         sums_gradients_itself: Whether the engine sums gradients in `accumulate_dtype`; else the training loop does.
         averages_after_backward: Whether gradients can be averaged over ranks after all backward passes of a window.
-        accumulation_refusal: Why gradients cannot be summed in float32; None where they can.
+        accumulation_refusal: Reason why gradients cannot be summed in float32; None if they can.
         has_module_hooks: Whether hooks of submodules communicate: `compile=` then compiles submodules instead of steps.
-        compile_refusal: Why `compile=` cannot be used; None where it can.
+        compile_refusal: Reason why `compile=` cannot be used; None if it can.
     """
 
     accelerator_kind: str | None = None

@@ -11,7 +11,7 @@ from ..distributed.rendezvous import store
 
 
 def note_absence(window: str, device: torch.device) -> Callable[[], int] | None:
-    """Note in the store of all ranks that this one had no loss; see `Strategy.note_absence`.
+    """Note in the store of all ranks that this one had no loss; see `NotesAbsence.note_absence`.
 
     Each rank that has none notes it before the backward pass that reduces gradients. Once this rank has been through
     the reduction, all others have entered it: the number is final. Ranks that had a loss do nothing.

@@ -58,23 +58,23 @@ _EVALUATION = ("validation_step", "test_step", "predict_step")
 
 
 class DDPStrategy(ParallelStrategy):
-    """Several processes with a copy of the model each, on any kind of device.
+    """Data parallel training: several processes, each with a copy of the model, on any kind of device.
 
-    Every process computes gradients of its own batches; torch's DistributedDataParallel averages them over the
-    processes while backward still runs, so that all copies make the same step.
+    Every process computes gradients of its batches. torch's DistributedDataParallel averages them over the processes
+    during the backward pass, so that all copies make the same step.
 
     Args:
-        ddp_comm_state: State for `ddp_comm_hook`: an object of torch, the keyword arguments of one as a dict, a number
-            (rank of "powersgd", first local step of "post_local_sgd"), or a function without arguments that is called
-            once the processes are connected. None: the hook's default.
+        ddp_comm_state: State for `ddp_comm_hook`: one of torch's state objects, its keyword arguments as a dict, a
+            number (rank of "powersgd", first local step of "post_local_sgd"), or a function without arguments that is
+            called once the processes are connected. None is the hook's default.
         ddp_comm_hook: How gradients are communicated: "fp16", "bf16", "powersgd", "post_local_sgd", "allreduce",
-            "noop", a member of torch's DDPCommHookType, or a function (state, bucket) -> Future. None: averaged as
-            they are.
+            "noop", a member of torch's DDPCommHookType, or a function (state, bucket) -> Future. None averages them in
+            their dtype.
         ddp_comm_wrapper: Compression around the hook: "fp16", "bf16", or a function hook -> hook.
         model_averaging_period: Steps between two averagings of the weights, for "post_local_sgd".
-        uneven: What happens where ranks have unequally many training batches: "stop_all" ends the epoch for all,
-            "cycle" lets the shorter ones begin again, "zero_weight" lets them take part with weight 0.
-        kwargs: For DistributedDataParallel: find_unused_parameters, static_graph, gradient_as_bucket_view,
+        uneven: Behavior if ranks have different numbers of training batches: "stop_all" ends the epoch on all ranks,
+            "cycle" restarts the shorter loaders, "zero_weight" lets ranks without data take part with weight 0.
+        kwargs: Arguments of DistributedDataParallel: find_unused_parameters, static_graph, gradient_as_bucket_view,
             bucket_cap_mb, broadcast_buffers, ...
 
     Raises:
@@ -140,14 +140,14 @@ class DDPStrategy(ParallelStrategy):
     # -- the model -----------------------------------------------------------------------------------------------
 
     def memory_shares(self, num_processes: int, num_nodes: int) -> MemoryShares:
-        """Return that each process holds everything, and buckets of gradients; see `Strategy.memory_shares`."""
+        """Return shares of 1, because each process holds everything, and buckets of gradients; see `SharesMemory`."""
         return MemoryShares(buckets=1, formula="20 P") if num_processes > 1 else MemoryShares()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Return the module wrapped so that backward averages gradients; parameters and buffers become rank 0's.
+        """Return the module in a wrapper that averages gradients; parameters and buffers become rank 0's.
 
-        A single process has nothing to average, and a module without trainable parameters neither: it is returned as
-        it is. On every rank: it communicates.
+        With a single process, or without trainable parameters, the module itself is returned. Called on every rank: it
+        communicates.
 
         Raises:
             ModuleError: The ranks built different modules, or parameters have no shape yet; names them.
@@ -171,7 +171,7 @@ class DDPStrategy(ParallelStrategy):
         return replica
 
     def configure_ddp(self) -> None:
-        """Register the communication hook on modules that have none yet; an override can do more of that kind."""
+        """Register the communication hook on modules that do not have one yet; may be overridden."""
         if self.ddp_comm_hook is None:
             return
         for replica in self._lw_replicas:
@@ -195,7 +195,7 @@ class DDPStrategy(ParallelStrategy):
         return module
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Let all ranks have rank 0's buffers, unless broadcast_buffers=False keeps them apart."""
+        """Copy rank 0's buffers to all ranks, unless `broadcast_buffers=False`."""
         if self.is_connected and self.world_size > 1 and self.ddp_kwargs.get("broadcast_buffers") is not False:
             broadcast_tensors(list(self.unwrap(module).buffers()))
 
@@ -205,14 +205,14 @@ class DDPStrategy(ParallelStrategy):
             gradients.average_gradients(parameters)
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """Return the module that the user wrote."""
+        """Return the user's module."""
         return module.original if isinstance(module, Replica) else module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer.
 
         Raises:
-            ConfigError: It holds shards, or the precision skips steps by rank, and weights are to be averaged.
+            ConfigError: Weights are averaged, and the optimizer holds shards, or the precision skips steps by rank.
         """
         self._lw_stepped.pop(id(optimizer), None)
         if self.model_averaging_period is not None:
@@ -233,11 +233,11 @@ class DDPStrategy(ParallelStrategy):
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def bind_step(self, module: nn.Module, name: str) -> StepFunction:
-        """Return what runs `module.<name>` so that the backward pass after it averages gradients.
+        """Return a function that runs `module.<name>` so that the backward pass after it averages gradients.
 
-        Evaluation steps run on the user's module itself and never communicate, so ranks may have unequally many
-        batches; so does every other method while gradients are off. "training_step" returns `NoLoss` where the user's
-        returned None.
+        Evaluation steps run on the user's module and never communicate, so that ranks may have different numbers of
+        batches. The same holds for every other method while gradients are disabled. If the user's "training_step"
+        returns None, the function returns `NoLoss`.
         """
         original = self.unwrap(module)
         step = original if name == "forward" else getattr(original, name)
@@ -299,21 +299,21 @@ class DDPStrategy(ParallelStrategy):
         return run
 
     def without_data(self, module: nn.Module) -> NoLoss | None:
-        """Run an empty training step, with a loss of 0 that every parameter is connected to."""
+        """Return a zero loss whose graph contains every parameter, instead of running a training step."""
         if not isinstance(module, Replica):
             return None
         empty: NoLoss = self._lw_bound_training(module, _no_step)()
         return empty
 
     def note_absence(self, window: str) -> Callable[[], int] | None:
-        """Note in the store that this rank had no loss; see `Strategy.note_absence`."""
+        """Note in the store that this rank had no loss; see `NotesAbsence.note_absence`."""
         return absence.note_absence(window, self.device)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[object]:
         """Return a context in which backward passes add to the gradients of this rank only, if enabled.
 
         Run the forward pass in it as well. The first pass outside averages the accumulated gradients. With a static
-        graph the very first pass averages too, which affects only its cost.
+        graph, the very first pass also averages, which affects only its cost.
         """
         if enabled and isinstance(module, Replica) and not module.is_recording:
             context: AbstractContextManager[object] = module.no_sync()
@@ -324,8 +324,8 @@ class DDPStrategy(ParallelStrategy):
         """Compute gradients of a loss (shape (), already scaled by the precision), and average them.
 
         Raises:
-            ModuleError: A parameter got no gradient although it can (named); or backward runs within a step whose
-                gradients are averaged after it.
+            ModuleError: A trainable parameter did not get a gradient; the message names it. Or backward runs within a
+                step whose gradients are averaged after it.
         """
         replica = self._lw_forwarded
         if replica is None:
@@ -345,10 +345,10 @@ class DDPStrategy(ParallelStrategy):
             raise
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> bool:
-        """Step the optimizer; where weights are averaged from time to time, do that when it is due.
+        """Step the optimizer; with local SGD, average weights when it is due.
 
         Raises:
-            ModuleError: It steps parameters whose gradients are not averaged.
+            ModuleError: The optimizer has parameters whose gradients are not averaged.
         """
         if self._lw_stepped.get(id(optimizer)) != [*map(len, map(params_of_group, optimizer.param_groups))]:
             # A loop that calls the module itself, and not its training_step, may average other gradients itself.
@@ -361,9 +361,9 @@ class DDPStrategy(ParallelStrategy):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
-        """Return what a resume needs beside model and optimizers; {} without a communication hook that has a state.
+        """Return the state of the communication hook for a resume; {} without one.
 
-        On every rank: it communicates. The content is equal on all ranks and fits any number of them.
+        Call it on every rank: it communicates. The content is equal on all ranks and fits any number of ranks.
         """
         state: StateDict = {}
         replicas = [] if self.ddp_comm_hook is None else self._lw_replicas.in_use()
@@ -387,7 +387,7 @@ class DDPStrategy(ParallelStrategy):
             self._lw_averaging.load_state_dict(state_dict["averaging"])
 
     def module_state_dict(self, module: nn.Module) -> StateDict:
-        """Return the full state of a module, under the names of the module as the user wrote it."""
+        """Return the full state of a module, under the names in the user's module."""
         return super().module_state_dict(self.unwrap(module))
 
     def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> LoadedKeys:

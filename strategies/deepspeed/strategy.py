@@ -53,7 +53,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         zero_optimization: Whether ZeRO is used; False is stage 0.
         stage: ZeRO stage, 0 to 3.
         remote_device: Device of the parameters that `configure_model` and `init_module` build in stage 3: "cpu" or
-            "nvme". None: the device of `offload_parameters`.
+            "nvme". None is the device of `offload_parameters`.
         offload_optimizer: Whether optimizer state and masters are in host memory, where the optimizer then steps.
         offload_parameters: Whether parameters are in host memory between their uses; stage 3.
         offload_params_device: Device for `offload_parameters`: "cpu" or "nvme".
@@ -76,10 +76,10 @@ class DeepSpeedStrategy(ParallelStrategy):
         reduce_scatter: Whether gradients are reduced by reduce_scatter, else by all_reduce.
         allgather_bucket_size: Number of elements gathered at a time.
         reduce_bucket_size: Number of elements reduced at a time.
-        zero_allow_untested_optimizer: Whether optimizers are accepted that DeepSpeed does not list as tested.
-        logging_batch_size_per_gpu: Samples in one micro-batch of one process, for DeepSpeed's log. "auto" or None: the
-            training loader's, else 1.
-        config: DeepSpeed's configuration: a dict, or the path of a JSON file. None: the file in
+        zero_allow_untested_optimizer: Whether to accept optimizers that DeepSpeed does not list as tested.
+        logging_batch_size_per_gpu: Samples in one micro-batch of one process, for DeepSpeed's log. "auto" and None are
+            the training loader's batch size, else 1.
+        config: DeepSpeed's configuration: a dict, or the path of a JSON file. None is the file in
             LT_DEEPSPEED_CONFIG_PATH or PL_DEEPSPEED_CONFIG_PATH, else the arguments above.
         logging_level: Level of DeepSpeed's logger.
         loss_scale: Loss scale of float16; 0 is dynamic.
@@ -91,8 +91,8 @@ class DeepSpeedStrategy(ParallelStrategy):
         cpu_checkpointing: Whether checkpointed activations are kept in host memory.
         contiguous_memory_optimization: Whether checkpointed activations are copied into one buffer.
         synchronize_checkpoint_boundary: Whether the device is synchronized at each checkpointed part.
-        load_full_weights: Accepted for compatibility; checkpoints always hold full tensors.
-        exclude_frozen_parameters: Whether checkpoints leave out parameters that are not trained.
+        load_full_weights: Accepted for compatibility; checkpoints always contain full tensors.
+        exclude_frozen_parameters: Whether checkpoints omit parameters that are not trained.
         uneven: Behavior for unequal numbers of training batches on ranks: "stop_all" or "cycle".
 
     Raises:
@@ -213,7 +213,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         return {**self.__dict__, "last_root": None}
 
     def memory_shares(self, num_processes: int, num_nodes: int) -> MemoryShares:
-        """Return what the stage of ZeRO shards; see `Strategy.memory_shares`."""
+        """Return the number of processes over which the ZeRO stage shards; see `SharesMemory.memory_shares`."""
         if self.stage == 0:
             return MemoryShares()
         shared = num_processes if self.stage == 3 else 1
@@ -222,7 +222,7 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     @property
     def helps_in_evaluation(self) -> bool:
-        """Whether `evaluate_without_data` knows what is gathered: once this rank has evaluated a batch."""
+        """Whether this rank can call `evaluate_without_data`: only after it has evaluated a batch."""
         return any(root.evaluated is not None for root in self._lw_roots)
 
     @property
@@ -253,9 +253,9 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     @property
     def deepspeed_engine(self) -> Engine | None:
-        """The DeepSpeedEngine of the module that was set up last; None before its optimizer was.
+        """The DeepSpeedEngine of the module that was set up last; None before its optimizer is set up.
 
-        For features of DeepSpeed alone: `engine.save_checkpoint` writes its own format, for example.
+        Use it for features that only DeepSpeed has, such as `engine.save_checkpoint`, which writes DeepSpeed's format.
         """
         root = self._lw_newest
         return None if root is None else root.engine
@@ -264,7 +264,7 @@ class DeepSpeedStrategy(ParallelStrategy):
     def global_grad_norm(self) -> Tensor | None:
         """The 2-norm of the last step's gradients, before clipping; None if neither clipping nor ZeRO computed it.
 
-        Shape (), on the engine's device, equal on all ranks; of the order of the norm where gradients were clipped.
+        Shape (), on the engine's device, equal on all ranks. If gradients were clipped, it has the order of that norm.
         """
         root = self._lw_newest
         return None if root is None else root.grad_norm

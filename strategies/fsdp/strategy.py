@@ -33,40 +33,40 @@ if TYPE_CHECKING:
 
 
 class FSDPStrategy(ShardedStrategy):
-    """Several processes with one sharded copy of the model, on any kind of device.
+    """Fully sharded training: several processes share one sharded copy of the model, on any kind of device.
 
-    Before a unit of the model (a block, say) runs, its parameters are gathered; afterwards they are freed. The
-    backward pass leaves each process with its share of the averaged gradients, and the optimizer steps that share. For
-    models and optimizers that do not fit one device; also for saving memory with those that do.
+    The parameters of a unit of the model (such as a block) are gathered before it runs and freed afterwards. After the
+    backward pass, each process has its shard of the averaged gradients, and the optimizer steps that shard. It is for
+    models and optimizers that do not fit one device, and saves memory with smaller ones.
 
     Args:
-        cpu_offload: Keep parameters, gradients and optimizer state in the host's memory; True, False, or torch's
+        cpu_offload: Whether parameters, gradients and optimizer state are in host memory: True, False, or torch's
             CPUOffload or CPUOffloadPolicy.
-        mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; replaces the dtypes that follow from
-            `precision=`.
-        auto_wrap_policy: Which modules are separate units: a set of classes (or of their names), a function of a
-            module, or one of torch's policies. None: repeated blocks and very large modules.
-        activation_checkpointing: Modules whose activations are computed again in the backward pass: True for all units,
-            the fraction of them that keep theirs (0.5), classes, or a function of a module.
-        activation_checkpointing_policy: Another name for it.
+        mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; replaces the dtypes of `precision=`.
+        auto_wrap_policy: Modules that are separate units: a set of classes (or of their names), a function of a module,
+            or one of torch's policies. None selects repeated blocks and very large modules.
+        activation_checkpointing: Modules whose activations are recomputed in the backward pass: True for all units, the
+            fraction of units that store theirs (0.5), classes, or a function of a module.
+        activation_checkpointing_policy: Another name for `activation_checkpointing`.
         sharding_strategy: "FULL_SHARD"; "SHARD_GRAD_OP" keeps parameters gathered between forward and backward pass;
             "HYBRID_SHARD" shards within a group and has copies over the groups (by default a node is a group);
             "NO_SHARD" has a copy on every process.
         state_dict_type: "full": one file, written by rank 0; "sharded": a folder, written by all ranks. None: "full" in
             the Trainer, "sharded" in `Fabric.save`. Both load everywhere.
         device_mesh: (copies, shards) for "HYBRID_SHARD", or a DeviceMesh.
-        backward_prefetch: Accepted; the next unit is gathered during the backward pass of the present one.
-        forward_prefetch: Gather the next unit of the forward pass ahead, on the CPU's side.
-        limit_all_gathers: Accepted; it is always so.
-        use_orig_params: Accepted; parameters are always the user's own.
-        param_init_fn: Fills the parameters of a module that was built on the meta device.
-        sync_module_states: Begin with rank 0's values on all ranks. None is True.
-        uneven: What happens where ranks have unequally many training batches: "stop_all" ends the epoch for all,
-            "cycle" lets the shorter ones begin again.
+        backward_prefetch: Accepted for compatibility; the next unit is always gathered during the backward pass of the
+            current one.
+        forward_prefetch: Whether the host requests the next unit of the forward pass ahead of time.
+        limit_all_gathers: Accepted for compatibility; gathers are always limited.
+        use_orig_params: Accepted for compatibility; optimizers always get the user's parameters.
+        param_init_fn: Function that initializes the parameters of a module that was built on the meta device.
+        sync_module_states: Whether all ranks start with rank 0's values; None is True.
+        uneven: Behavior if ranks have different numbers of training batches: "stop_all" ends the epoch on all ranks,
+            "cycle" restarts the shorter loaders.
         kwargs: Further arguments of torch's fully_shard and FullyShardedDataParallel: ignored_modules, ...
 
     Raises:
-        ConfigError: An argument is unknown or cannot be honored; every problem is named.
+        ConfigError: An argument is unknown or unsupported; every problem is named.
     """
 
     strategy_name = "fsdp"
@@ -115,7 +115,7 @@ class FSDPStrategy(ShardedStrategy):
         super().__init__(MeshAxes(fsdp=REST), arguments)
 
     def memory_shares(self, num_processes: int, num_nodes: int) -> MemoryShares:
-        """Return how a copy is sharded; see `Strategy.memory_shares`."""
+        """Return how a copy is sharded; see `SharesMemory.memory_shares`."""
         sizes = check_mesh(self.plan, num_processes, num_nodes)
         shards = num_processes if sizes is None else sizes[1]
         is_held = self.plan.reshard_after_forward is False  # from the first forward to the end of the backward pass

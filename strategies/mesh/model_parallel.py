@@ -44,13 +44,13 @@ class ModelParallelStrategy(ShardedStrategy):
             what the other size leaves.
         save_distributed_checkpoint: Whether all ranks write checkpoints, each its local shards, into a folder; else
             rank 0 writes one file. Both load everywhere.
-        process_group_backend: "gloo", "nccl", ...; None: gloo on the CPU, nccl and gloo on CUDA devices.
-        timeout: Time after which a rank that waits for another one fails; a timedelta or seconds. None: 30 minutes.
+        process_group_backend: "gloo", "nccl", ...; None is gloo on the CPU, nccl and gloo on CUDA devices.
+        timeout: Time after which a rank that waits for another one fails: a timedelta or seconds. None is 30 minutes.
         parallelize_fn: Called with the module and the mesh when Fabric sets the module up; returns the module.
         arguments: Further arguments of FSDPStrategy.
 
     Raises:
-        ConfigError: A size or another argument cannot be honored; names it.
+        ConfigError: A size or another argument is unsupported; the message names it.
     """
 
     strategy_name = "model_parallel"

@@ -195,7 +195,7 @@ class ModuleSplit:
         *,
         has_full_sequences: bool,
     ) -> Sequence[Any]:
-        """Run a window through all stages; see `Strategy.run_window`."""
+        """Run a window through all stages; see `RunsWindows.run_window`."""
         assert self.stages is not None, "called only where there are stages"
         verifies = self._take_verification() and has_full_sequences
         return self.stages.run_window(batches, step, share, in_backward=self.in_backward(), verifies=verifies)

@@ -1,4 +1,4 @@
-"""`MeshStrategy`: a model spread over the axes of a mesh of processes."""
+"""`MeshStrategy`: a model distributed over the axes of a mesh of processes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from .pipeline.stages import Stages
 
 
 class MeshStrategy(ShardedStrategy):
-    """Processes as a mesh: pipeline stages, copies, shards, context and tensors, each along its own axis.
+    """Processes as a mesh: pipeline stages, copies, shards, context and tensors, each along a separate axis.
 
-    The axes are, outside in: `pp`, `dp`, `fsdp`, `cp`, `tp`; ranks that follow each other are neighbors on the last
-    one. Ranks that differ on `pp`, `cp` or `tp` only read the same batches, draw the same random numbers, and count
-    once in metrics, sums and numbers of samples. `topology.data_rank` is the position on `dp` and `fsdp`.
+    From the outermost to the innermost, the axes are `pp`, `dp`, `fsdp`, `cp` and `tp`: consecutive ranks are neighbors
+    on the innermost one. Ranks that differ only on `pp`, `cp` or `tp` read the same batches, draw the same random
+    numbers, and count once in metrics, sums and numbers of samples. `topology.data_rank` is the position on `dp` and
+    `fsdp`.
 
-    Collectives on tensors (`all_reduce`, `reduce_scatter`, `all_gather`, `start_sum`) are over the ranks that read
-    different data: those with the same coordinates on `pp`, `cp` and `tp`. Objects, decisions, `broadcast` and
-    `barrier` are over all ranks.
+    Collectives on tensors (`all_reduce`, `reduce_scatter`, `all_gather`, `start_sum`) involve the ranks that read
+    different data and have the same coordinates on `pp`, `cp` and `tp`. Objects, decisions, `broadcast` and `barrier`
+    involve all ranks.
 
     Args:
         dp: Number of copies of the model, each with its own data.
-        fsdp: Number of processes that share a copy as shards, each with its own data; -1: those that the other axes
-            leave. None: -1, or 1 where another axis is -1.
+        fsdp: Number of processes that share a copy as shards, each with its own data; -1 for all that the other axes
+            leave. None is -1, or 1 if another axis is -1.
         tp: Number of processes that share the matrices of a layer.
         pp: Number of pipeline stages.
         cp: Number of processes that share a sequence.
@@ -40,13 +41,13 @@ class MeshStrategy(ShardedStrategy):
         tensor_plan: How matrices are split over `tp`.
         sequence_parallel: Whether norms and dropouts between split layers run on parts of the sequence.
         loss_parallel: Whether the cross entropy is computed on parts of the vocabulary.
-        pipeline: A `Pipeline`; None: its defaults.
-        context: A `Context`; None: its defaults.
-        verify: Whether the first batch of a run is compared with the model that is not split.
-        fsdp_arguments: Arguments of FSDPStrategy, but for `device_mesh`, which follows from the axes.
+        pipeline: A `Pipeline`; None is its defaults.
+        context: A `Context`; None is its defaults.
+        verify: Whether the first batch of a run is compared with the unsplit model.
+        fsdp_arguments: Arguments of FSDPStrategy, except `device_mesh`, which the axes define.
 
     Raises:
-        ConfigError: A size or another argument cannot be honored; names it.
+        ConfigError: A size or another argument is unsupported; the message names it.
     """
 
     strategy_name = "mesh"
@@ -88,7 +89,7 @@ class MeshStrategy(ShardedStrategy):
         return {**read_axes(text)}
 
     def memory_shares(self, num_processes: int, num_nodes: int) -> MemoryShares:
-        """Return over which axes parameters and activations are split; see `Strategy.memory_shares`."""
+        """Return the numbers of processes that share parameters and activations; see `SharesMemory.memory_shares`."""
         axes = self.axes.resolve(num_processes)
         shards = axes.fsdp * axes.tp * axes.pp * axes.cp
         formula = f"16 P / {shards}" if shards > 1 else "16 P"

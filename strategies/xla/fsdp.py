@@ -40,16 +40,16 @@ _MARK = "_loopwright_xla_unit"
 
 
 class XLAFSDPStrategy(XLAProcessStrategy):
-    """One process that trains on all XLA devices of this host, which share one copy of the parameters.
+    """One process that trains on all XLA devices of this host, which share one sharded copy of the parameters.
 
     Each parameter, its gradient and its optimizer state are sharded over the devices along the longest dimension; one
     that is shorter than the number of devices is replicated. The rest is as with `XLAStrategy`.
 
     Args:
-        parallel_devices: The devices; None: those of `devices=`.
+        parallel_devices: The devices; None is the devices of `devices=`.
         auto_wrap_policy: Modules that are units, whose parameters are gathered and freed together: as for
             FSDPStrategy, a set of classes (or of their names), a function of a module, or one of torch's policies.
-            None: repeated blocks and very large modules.
+            None selects repeated blocks and very large modules.
         activation_checkpointing_policy: Modules whose activations are recomputed in the backward pass: True for all
             units, classes, or a function of a module.
         state_dict_type: "full" or None: one file with full tensors. "sharded" is refused: one process has all shards.
@@ -109,7 +109,7 @@ class XLAFSDPStrategy(XLAProcessStrategy):
         self.sync_module_states = sync_module_states
 
     def check_layers(self, module: nn.Module) -> None:
-        """Refuse a module in which a policy chooses nothing; see `Strategy.check_layers`."""
+        """Raise an error for a module in which a policy selects nothing; see `ChecksLayers.check_layers`."""
         units = [one for _, one in choose_units(module, self.auto_wrap_policy).units]
         if self.activation_checkpointing_policy is not None:
             choose_checkpointed(module, self.activation_checkpointing_policy, units=units)

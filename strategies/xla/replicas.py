@@ -49,7 +49,7 @@ class XLAReplicasStrategy(XLAProcessStrategy):
     A CPU's runtime connects no processes. There gradients go through the host, to try a program without a TPU.
 
     Args:
-        sync_module_states: Whether all ranks begin with rank 0's parameters and buffers. False: they are equal already.
+        sync_module_states: Whether all ranks start with rank 0's parameters and buffers. False: they are equal already.
         one_graph: Whether a step is one graph, which XLA can schedule better. Then all ranks must have batches of the
             same shapes in every step, a loss in each, and gradients of the same parameters: pass drop_last=True.
         uneven: Behavior for unequal numbers of training batches on ranks: see DDPStrategy.

@@ -19,7 +19,7 @@ class SingleDeviceXLAStrategy(XLAProcessStrategy):
     """One process on one device of XLA's runtime; every collective returns its argument.
 
     Args:
-        device: The device, such as "xla:0"; an int is its index. None: the first one in `devices=`.
+        device: The device, such as "xla:0"; an int is its index. None is the first one in `devices=`.
 
     Raises:
         ConfigError: The device is not an XLA device.

@@ -29,9 +29,9 @@ class XLAStrategy(XLAProcessStrategy):
     computed by every device, with the same result.
 
     Args:
-        parallel_devices: The devices, all of the runtime's; None: those of `devices=`.
+        parallel_devices: The devices, all devices of the runtime; None is the devices of `devices=`.
         sync_module_states: Accepted; one process has one state, which every device gets.
-        cluster_environment: None; there is one process.
+        cluster_environment: Accepted as None only, because there is one process.
 
     Raises:
         ConfigError: `cluster_environment` was given.

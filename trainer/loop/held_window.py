@@ -1,6 +1,6 @@
 """Micro-batches that are held until the window is complete: then the strategy runs them, or the optimizer does.
 
-A pipeline runs them through its stages (`Strategy.run_window`), and may split each batch into several micro-batches.
+A pipeline runs them through its stages (`RunsWindows.run_window`), and may split each batch into several micro-batches.
 LBFGS and others evaluate them several times: each time with the same random numbers and buffers.
 """
 
@@ -268,7 +268,7 @@ class HeldWindow:
         self._run.window_loss.synchronize_form(loss)
 
     def _forward(self, batch: object, number: int, *, counts: bool = True) -> Any:
-        """Run training_step on a micro-batch and return its loss; see `Strategy.run_window`."""
+        """Run training_step on a micro-batch and return its loss; see `RunsWindows.run_window`."""
         run, plan, metrics = self._run, self._plan, self._run.metrics
         one = self._micro_batches[number]
         if not counts:
@@ -316,7 +316,7 @@ class HeldWindow:
         return share
 
     def _take_share(self, loss: Tensor | Loss) -> Tensor:
-        """Return what backward is called on, scaled where the precision scales; see `Strategy.run_window`."""
+        """Return what backward is called on, scaled where the precision scales; see `RunsWindows.run_window`."""
         share = self._share_of(loss)
         self._run.lifecycle.on_before_backward(share)
         return self._run.fabric.precision.scale_loss(share)

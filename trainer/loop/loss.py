@@ -21,8 +21,8 @@ rank skips by returning None then counts with a loss of 0. Data with a length an
 ensure it. Elsewhere the counts are added up as above.
 
 A window without a loss on any rank makes no step. A rank with a loss needs no communication to know this. Ranks without
-one record it before the reduction of gradients, and read the number of such ranks after it (`Strategy.note_absence`),
-so that windows with losses have no extra cost.
+one record it before the reduction of gradients, and read the number of such ranks after it
+(`NotesAbsence.note_absence`), so that windows with losses have no extra cost.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class Stages:
         """Run a window through all stages, and reduce its gradients.
 
         Args:
-            batches: See `Strategy.run_window`.
+            batches: See `RunsWindows.run_window`.
             step: See there.
             share: See there.
             in_backward: A context for backward passes, which are among the forward passes.

@@ -245,7 +245,7 @@ class PipelineRunner:
     def run_window(
         self, batches: Sequence[AnyBatch], step: StepFunction, share: Callable[[Any], Tensor], *, verifies: bool
     ) -> Sequence[Any]:
-        """Run forward and backward passes of all micro-batches; see `Strategy.run_window`.
+        """Run forward and backward passes of all micro-batches; see `RunsWindows.run_window`.
 
         Args:
             batches: See there.

@@ -1,4 +1,4 @@
-"""`Strategy.memory_shares` of each engine, and the axes of a mesh that split a module."""
+"""`SharesMemory.memory_shares` of each engine, and the axes of a mesh that split a module."""
 
 from __future__ import annotations
 

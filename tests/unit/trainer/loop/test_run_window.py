@@ -1,4 +1,4 @@
-"""`Strategy.run_window`: a strategy takes over the inside of accumulation windows."""
+"""`RunsWindows.run_window`: a strategy takes over the inside of accumulation windows."""
 
 from __future__ import annotations
 
