@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..accelerators.usage import process_peak_bytes
@@ -204,7 +205,8 @@ def _saved(tensors: Iterable[Tensor], names: dict[int, str]) -> Iterator[tuple[s
     owners: dict[Any, str] = {}
     # Children first: a node without parameters belongs to the module of the node whose output it reads.
     stack: list[tuple[Any, bool]]
-    stack = [(one.grad_fn, False) for one in tensors if not one.is_inference() and one.grad_fn is not None]
+    usual = (one for one in tensors if not is_lazy(one) and not one.is_inference())
+    stack = [(one.grad_fn, False) for one in usual if one.grad_fn is not None]
     seen: set[Any] = set()
     while stack:
         node, is_ready = stack.pop()

@@ -101,3 +101,9 @@ def test_on_a_device_of_known_size_the_plan_says_what_fits(monkeypatch: pytest.M
 
     assert peak(int(found)) <= 0.9 * memory < peak(512)
     assert int(found) > 256
+
+
+def test_parameters_that_have_no_shape_yet_are_left_out() -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.LazyLinear(2))
+    report = memory_report(module)
+    assert report.owners["parameters"] == 4 * (4 * 8 + 8)
