@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 
 def bucket_sizes(lengths: Sequence[int] | Tensor, count: int, *, multiple_of: int = 8) -> list[int]:
-    """Return the sizes of buckets with which samples of these lengths need the least padding.
+    """Return the bucket sizes with which samples of these lengths need the least padding.
 
     Args:
-        lengths: Of all samples, or of some that are like them.
+        lengths: Lengths of all samples, or of a representative part.
         count: Number of buckets; fewer are returned if lengths differ less.
         multiple_of: Divisor of each size: kernels are faster for multiples of 8, or of 64.
 
@@ -69,20 +69,20 @@ def bucket_sizes(lengths: Sequence[int] | Tensor, count: int, *, multiple_of: in
 
 
 class BucketBatchSampler(Sampler[list[int]]):
-    """Batches of samples whose lengths fall into one bucket, in an order that depends on seed and epoch only.
+    """Batches of samples whose lengths are in one bucket, in an order that depends only on seed and epoch.
 
-    For `DataLoader(batch_sampler=...)`. Several ranks take turns with the batches; if `group` is their number, all have
-    batches of one bucket at a time, and none waits for a longer one.
+    For `DataLoader(batch_sampler=...)`. Batches are distributed over ranks; if `group` is their number, all ranks have
+    batches of the same bucket at a time, and none waits for a longer one.
 
     Args:
-        lengths: Of each sample of the data set.
+        lengths: Length of each sample of the data set.
         batch_size: Samples per batch; or one number for each bucket, such as `[tokens // size for size in sizes]`.
         sizes: Greatest length of each bucket, ascending.
-        shuffle: Whether samples and batches come in another order in each epoch.
+        shuffle: Whether samples and batches have another order in each epoch.
         seed: Seed of the order.
-        drop_last: Whether to leave out the samples at a bucket's end that do not fill a batch. A short batch is another
-            shape, for which a compiled step is compiled again.
-        group: Batches of one bucket that come after each other. Those that do not fill a group come last.
+        drop_last: Whether to drop samples at a bucket's end that do not fill a batch. A short batch has another shape,
+            for which a compiled step is compiled again.
+        group: Number of consecutive batches from one bucket. Batches that do not fill a group come last.
 
     Raises:
         ConfigError: A sample is longer than the largest bucket, or an argument is out of range.
@@ -166,19 +166,19 @@ def pad_to_buckets(
     keys: Sequence[Hashable] | None = None,
     collate: Callable[[Samples], AnyBatch] | None = None,
 ) -> Callable[[Samples], AnyBatch]:
-    """Return a `collate_fn` whose batches are padded to the smallest of some sizes.
+    """Return a `collate_fn` that pads each batch to the smallest size that holds it.
 
-    A batch is a tensor, or a mapping, tuple or list of tensors. Padded are those that have the dimension `dim`; all of
-    a batch get one size.
+    A batch is a tensor, or a mapping, tuple or list of tensors. All tensors that have the dimension `dim` are padded to
+    the same size.
 
     Args:
         sizes: Lengths that batches may have, ascending.
-        dim: The dimension that is padded, of a batch: 1 for (batch, length) and (batch, length, features).
-        value: What is filled in: a number, or a mapping from keys (of tuples: positions) to numbers, 0 where it has
-            none: `{"labels": -100}`.
-        keys: Keys, or positions, of what is padded; None: everything that has the dimension.
-        collate: Makes a batch of samples of different lengths, such as a collator of transformers; None: each sample's
-            tensors (or lists of numbers) are padded, then torch's `default_collate` is called.
+        dim: The dimension of a batch that is padded: 1 for (batch, length) and (batch, length, features).
+        value: The padding value: a number, or a mapping from keys (positions in tuples) to numbers, 0 for missing keys:
+            `{"labels": -100}`.
+        keys: Keys, or positions, of the tensors that are padded; None: all tensors that have the dimension.
+        collate: Function that collates samples of different lengths, such as a collator of transformers; None: each
+            sample's tensors (or lists of numbers) are padded, then torch's `default_collate` is called.
 
     Raises:
         ConfigError: The sizes are not ascending numbers from 1, or `dim` is below 1.

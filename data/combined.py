@@ -59,7 +59,7 @@ class CombinedLoader:
 
     @property
     def iterables(self) -> AnyLoaders:
-        """The collection, in the shape it was given in."""
+        """The collection, in its original structure."""
         return self._iterables
 
     @property
@@ -209,7 +209,7 @@ class CombinedLoader:
         return [loader.state_dict() for loader in self._stateful()]
 
     def load_state_dict(self, states: list[StateDict]) -> None:
-        """Put the loaders' states back.
+        """Restore the loaders' states.
 
         Raises:
             DataError: There are more or fewer states than loaders that take one.

@@ -9,10 +9,10 @@ from .base import DummyExperiment, Logger, Metrics, Params
 
 
 class DummyLogger(Logger):
-    """Take every call, record nothing, and write no file.
+    """Accept every call, record nothing, and write no file.
 
-    Methods that other loggers have (`watch`, `log_image`, ...) exist too and do nothing, so that a trial run of a
-    program does not stop at them.
+    Methods of other loggers (`watch`, `log_image`, ...) exist too and do nothing, so a trial run of a program does not
+    fail there.
     """
 
     @property

@@ -329,7 +329,7 @@ class FolderLogger(RunLogger):
 
 
 def share_version(loggers: Iterable[Logger]) -> None:
-    """Let file loggers of different kinds that have the same root directory write into one version folder.
+    """Make file loggers of different kinds with the same root directory write into one version folder.
 
     Loggers keep their own folder if a version was passed or already taken, or if the shared folder has one of their
     kind. A second call changes nothing.

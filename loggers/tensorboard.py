@@ -167,7 +167,7 @@ class TensorBoardLogger(FolderLogger):
         """Write the model's graph, if the logger was made with `log_graph=True`; once per run.
 
         The model runs once on the input, in eval mode and without gradients; its modes and the random generators are
-        put back.
+        restored.
 
         Args:
             model: The module.

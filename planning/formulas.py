@@ -45,9 +45,9 @@ class ParameterBytes:
     """Bytes that each trained parameter needs.
 
     Attributes:
-        weight: Of its value.
-        gradient: Of its gradient.
-        optimizer: Of the optimizer's state, with a float32 copy of the value if it keeps one.
+        weight: Bytes of its value.
+        gradient: Bytes of its gradient.
+        optimizer: Bytes of the optimizer's state, with a float32 copy of the value if the optimizer keeps one.
     """
 
     weight: float
@@ -107,9 +107,8 @@ def state_bytes(
 
     Args:
         parameters: Number of trained parameters.
-        devices: Number of devices that share what is sharded.
-        stage: What is sharded, by ZeRO's stages: 0 nothing (DDP), 1 optimizer state, 2 gradients as well, 3 parameters
-            as well (FSDP).
+        devices: Number of devices over which state is sharded.
+        stage: ZeRO stage: 0 shards nothing (DDP), 1 optimizer state, 2 gradients as well, 3 parameters as well (FSDP).
         each: Bytes of one parameter.
 
     >>> [state_bytes(7e9, 4, stage=stage) / 1e9 for stage in range(4)]
@@ -130,14 +129,14 @@ def transformer_activation_bytes(
     """Return the bytes of the activations that a transformer keeps for its backward pass.
 
     34 bytes per token, channel and layer at 16 bits, and twice as many at 32, without attention scores, which fused
-    attention does not keep. With checkpointing, the input of each layer, and one layer that is computed again.
+    attention does not keep. With checkpointing, the input of each layer and one recomputed layer.
 
     Args:
-        tokens: Of a micro-batch: sequences times their length.
-        width: Of the hidden states.
+        tokens: Tokens of a micro-batch: sequences times their length.
+        width: Width of the hidden states.
         layers: Number of blocks.
         element_bytes: Bytes of an activation.
-        is_checkpointed: Whether each block is computed again in the backward pass.
+        is_checkpointed: Whether each block is recomputed in the backward pass.
 
     >>> transformer_activation_bytes(2048, 4096, 32) / 2**30
     8.5
@@ -157,7 +156,7 @@ def ring_bytes(size_bytes: float, devices: int, operation: str = "all_reduce") -
     """Return the bytes that each device sends in a ring: (N-1)/N of the data for each half of an all-reduce.
 
     Args:
-        size_bytes: Of the data that is reduced, or of the data as gathered.
+        size_bytes: Bytes of the data that is reduced, or of the gathered data.
         devices: Number of devices in the ring.
         operation: "all_reduce", or one of its halves, "reduce_scatter" and "all_gather".
 
@@ -173,7 +172,7 @@ def ring_all_reduce_s(size_bytes: float, devices: int, bytes_per_s: float) -> fl
     """Return the seconds of an all-reduce in a ring: 2 (N-1)/N x D/B, without latencies.
 
     Args:
-        size_bytes: Of the data, D.
+        size_bytes: Bytes of the data, D.
         devices: Number of devices, N.
         bytes_per_s: Bandwidth of one device's link in one direction, B.
 
@@ -186,7 +185,7 @@ def ring_all_reduce_s(size_bytes: float, devices: int, bytes_per_s: float) -> fl
 
 
 def bubble_fraction(stages: int, micro_batches: int, stages_per_rank: int = 1) -> float:
-    """Return the part of a pipeline's time in which a rank waits: (P-1)/(V M + P-1).
+    """Return the fraction of a pipeline's time in which a rank waits: (P-1)/(V M + P-1).
 
     Args:
         stages: Number of ranks in the pipeline, P.
@@ -221,7 +220,7 @@ def dense_flops_per_token(parameters: int) -> int:
 
 
 def training_flops(parameters: int, tokens: int) -> int:
-    """Return the FLOPs of a training of a dense model on so many tokens: 6 N D.
+    """Return the FLOPs of training a dense model on a number of tokens: 6 N D.
 
     >>> training_flops(7_000_000_000, 140_000_000_000) / 1e15  # in petaFLOPs
     5880000.0
@@ -249,7 +248,7 @@ def training_hours(flops: float, devices: int, peak_flops: float, mfu: float = 0
         flops: As from `training_flops`.
         devices: Number of devices.
         peak_flops: FLOP/s of one device at the training's precision.
-        mfu: Share of the peak that is reached.
+        mfu: Fraction of the peak that the training reaches.
 
     >>> round(training_hours(training_flops(7_000_000_000, 140_000_000_000), 64, 989e12), 1)
     64.5
@@ -261,10 +260,10 @@ def training_cost(hours: float, devices: int, price_per_hour: float, *, discount
     """Return the cost of a training in the currency of the price.
 
     Args:
-        hours: Of wall clock.
+        hours: Wall-clock hours.
         devices: Number of devices.
-        price_per_hour: Of one device.
-        discount: Of spot or preemptible devices, as a share; they are often 0.6 to 0.9 cheaper.
+        price_per_hour: Price of one device.
+        discount: Discount of spot or preemptible devices, as a fraction; often 0.6 to 0.9.
 
     >>> training_cost(64.5, 64, 2.5), training_cost(64.5, 64, 2.5, discount=0.75)
     (10320.0, 2580.0)

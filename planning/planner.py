@@ -70,10 +70,10 @@ def plan(
     loss: Callable[[nn.Module, Any], Any] | None = None,
     bandwidth: str | float = "50GB",
 ) -> Plan:
-    """Return what a training would need with each strategy and mesh. Nothing is launched, and nothing allocated.
+    """Return the memory and communication of a training with each strategy and mesh. Launches and allocates nothing.
 
-    Each row is a simulation: the strategy itself trains two steps of the module without memory, in a world of so many
-    ranks that is one process. Repeated blocks are extrapolated from two short models.
+    Each row is a simulation: the strategy trains the module for two steps without memory, in one process that simulates
+    all ranks. Repeated blocks are extrapolated from two short models.
 
     Args:
         build: Returns the module, a `lw.Module` or any whose loss `loss` computes. It is called on the meta device.

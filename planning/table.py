@@ -17,19 +17,19 @@ _WIDE = ("parameters", "gradients", "optimizer", "activations", "gathered")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A strategy, and what a device needs with it.
+    """A strategy, with the memory and communication of one device.
 
     Attributes:
         name: Name of the strategy.
         line: The Trainer's arguments to write.
         devices: Number of devices that it uses.
-        held: Bytes by kind, at the moment of a step with the most: "parameters", "gradients", "optimizer",
-            "activations", and "gathered" (full parameters of sharded units, and buffers that are exchanged).
+        held: Bytes by kind, at the peak of a step: "parameters", "gradients", "optimizer", "activations", and
+            "gathered" (full parameters of sharded units, and communication buffers).
         sent: Bytes that a device sends in a step.
-        bubble: Part of the time in which a pipeline stage waits.
+        bubble: Fraction of the time in which a pipeline stage waits.
         memory: Bytes of a device; None if unknown.
         bandwidth: Bytes per second from a device to the next.
-        note: What is not exact; else "".
+        note: Values that are not exact; "" if there are none.
     """
 
     name: str
@@ -49,30 +49,30 @@ class Row:
 
     @property
     def spare(self) -> float | None:
-        """Bytes of the device that are left at the peak; negative: that lack. None if its memory is unknown."""
+        """Free bytes of the device at the peak; negative if memory is missing. None if its memory is unknown."""
         return None if self.memory is None else self.memory - self.peak
 
     @property
     def fits(self) -> bool | None:
-        """Whether a tenth of the memory is left, for what kernels allocate and for gaps; None if it is unknown."""
+        """Whether a tenth of the memory stays free, for kernels and fragmentation; None if the memory is unknown."""
         return None if self.memory is None else self.peak <= (1 - SPARE) * self.memory
 
     @property
     def seconds(self) -> float:
-        """Seconds that sending takes in a step, if nothing is computed meanwhile."""
+        """Seconds of communication in a step, without overlap with computation."""
         return self.sent / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a training would need; `str()` gives a table.
+    """Memory and communication of a training with each strategy; `str()` returns a table.
 
     Attributes:
-        rows: One for each strategy that can be used, in the order in which they are preferred.
+        rows: One for each strategy that can be used, in order of preference.
         devices: Number of devices.
         memory: Bytes of a device; None if unknown.
         bandwidth: Bytes per second from a device to the next.
-        left_out: Strategies that cannot be used, and why.
+        left_out: Strategies that cannot be used, with the reasons.
     """
 
     rows: tuple[Row, ...]
@@ -83,9 +83,9 @@ class Plan:
 
     @property
     def best(self) -> Row | None:
-        """The row to use: the first that fits, of those with the most devices; None if nothing fits.
+        """The row to use: the first row that fits, among rows with the most devices; None if nothing fits.
 
-        Without a known memory it is the first one.
+        If the memory is unknown, this is the first row.
         """
         fitting = [row for row in self.rows if row.fits is not False and not (self.memory and row.note)]
         several = [row for row in fitting if row.devices > 1]

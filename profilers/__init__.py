@@ -31,7 +31,7 @@ _BY_NAME = {home: name for name, home in _HOME.items()}
 
 
 def resolve_profiler(value: Profiler | str | None) -> Profiler | None:
-    """Return the profiler that the Trainer's `profiler=` argument means; None for none.
+    """Return the profiler for the Trainer's `profiler=` argument; None for None.
 
     Args:
         value: A profiler, "simple", "advanced", "pytorch" or "xla" in any case, or None.

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Hear the start and the stop of every activity, and report at the end of the run.
+    """Receive the start and the stop of every activity, and report at the end of the run.
 
     A subclass defines `start` and `stop`, and `summary` for the report. Activities nest, and an activity may start
     again inside itself. All calls come from the thread that trains.
@@ -33,7 +33,7 @@ class Profiler:
         ranks: Ranks to profile; None: all.
 
     Raises:
-        ConfigError: `steps` or `ranks` cannot be, or `dirpath` is a URL.
+        ConfigError: `steps` or `ranks` is invalid, or `dirpath` is a URL.
     """
 
     STEP_ACTION = "run_training_step"
@@ -74,7 +74,7 @@ class Profiler:
 
     @property
     def stage(self) -> str | None:
-        """The present or last run, as given to `setup`; None before."""
+        """The stage of the current or last run, as passed to `setup`; None before."""
         return self._stage
 
     @property
@@ -84,7 +84,7 @@ class Profiler:
 
     @property
     def local_rank(self) -> int:
-        """Rank on this machine, as given to `setup`; 0 before."""
+        """Rank on this machine, as passed to `setup`; 0 before."""
         return self._local_rank or 0
 
     def start(self, action_name: str) -> None:
@@ -104,10 +104,10 @@ class Profiler:
         raise NotImplementedError(f"{type(self).__name__} does not define stop(action_name)")
 
     def profile(self, action_name: str) -> AbstractContextManager[str]:
-        """Return a context that is the activity: it starts at entry and stops at exit, also by an exception.
+        """Return a context for an activity, which starts at entry and stops at exit, also after an exception.
 
         Args:
-            action_name: Name of the activity; also what `with ... as` gives.
+            action_name: Name of the activity; also the value of `with ... as`.
         """
         if self._lw_is_choosing and not self._lw_is_chosen(action_name):
             return nullcontext(action_name)
@@ -125,7 +125,7 @@ class Profiler:
         return self.steps[0] <= now <= self.steps[1]
 
     def is_step(self, action_name: str) -> bool:
-        """Whether the activity is one step of the present stage: an optimizer step in fit, else a batch.
+        """Whether the activity is one step of the current stage: an optimizer step in fit, otherwise a batch.
 
         Args:
             action_name: Name of the activity.
@@ -135,7 +135,7 @@ class Profiler:
         return action_name.endswith((".validation_step", ".test_step", ".predict_step"))
 
     def watch(self, module: nn.Module) -> None:
-        """Know the module of the run. Called before `setup`.
+        """Receive the module of the run. Called before `setup`.
 
         Args:
             module: The user's module.
@@ -143,7 +143,7 @@ class Profiler:
         return
 
     def summary(self) -> str:
-        """Return the report as text; empty if there is nothing to say."""
+        """Return the report as text; empty if nothing was recorded."""
         return ""
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
@@ -168,9 +168,9 @@ class Profiler:
         return
 
     def describe(self) -> None:
-        """Write the report: to the file if there is a `filename` and a directory, else to the log, on local rank 0.
+        """Write the report on local rank 0: to the file if there is a `filename` and a directory, otherwise to the log.
 
-        A file that is there already is added to. Ends the run (`teardown`).
+        The report is appended to an existing file. Ends the run (`teardown`).
         """
         report = self.summary()
         path = self._lw_report_path()

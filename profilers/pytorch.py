@@ -36,11 +36,11 @@ _RESERVED = ("schedule", "on_trace_ready", "use_cuda")
 
 
 class PyTorchProfiler(Profiler):
-    """Record a window of steps with torch.profiler, of training and of each kind of evaluation by itself.
+    """Record a window of steps with torch.profiler, separately for training and for each kind of evaluation.
 
     A window costs nothing before it begins and after it ends: its profile is closed, and only its table is kept.
-    A window of training continues through a validation; one of validation ends with it, at the latest.
-    Without `steps` and `schedule`, a window leaves out one step, warms up for one, and records three.
+    A training window continues through a validation; a validation window ends at the latest with the validation.
+    Without `steps` and `schedule`, a window skips one step, warms up for one, and records three.
 
     Args:
         dirpath: Directory of the files; None: the run's log directory.
@@ -54,11 +54,11 @@ class PyTorchProfiler(Profiler):
             CPU without one.
         record_module_names: Whether the trace names the submodule that each operator belongs to.
         table_kwargs: Further arguments for torch's `table()`.
-        memory_timeline: Whether to write, for each trace, `....memory.json` too: for each device the microseconds and
-            the bytes allocated then.
+        memory_timeline: Whether to write `....memory.json` for each trace, with times in microseconds and the bytes
+            allocated on each device.
         export_to_flame_graph: Whether to write a `.stack` file of each window; needs with_stack=True.
         metric: What the flame graph counts: "self_cpu_time_total" or "self_cuda_time_total".
-        schedule: Step number -> torch.profiler.ProfilerAction; counted for each kind of step by itself, from 0.
+        schedule: Step number -> torch.profiler.ProfilerAction; counted separately for each kind of step, from 0.
         on_trace_ready: Function called with each finished profile, after the files have been written.
         steps: First and last step to record, both included, as (10, 15) or "10-15"; the step before warms up. Replaces
             `schedule`.
@@ -145,7 +145,7 @@ class PyTorchProfiler(Profiler):
         self._lw_nvtx: AbstractContextManager[object] | None = None
 
     def watch(self, module: nn.Module) -> None:
-        """Know the module whose parts the trace names.
+        """Receive the module whose submodules the trace names.
 
         Args:
             module: The user's module.

@@ -38,12 +38,12 @@ class _Activity:
 class SimpleProfiler(Profiler):
     """Measure the wall time of every activity, and report it as a table in which nested activities are indented.
 
-    Percentages are of the time between the first start and the last stop. `Self %` is the time in which nothing else
-    was open inside, so that this column sums to 100 %. Times are those of the host: a GPU that still computes is
-    counted where the host waits for it.
+    Percentages refer to the time between the first start and the last stop. `Self %` is the time without nested
+    activities, so this column sums to 100 %. Times are measured on the host: GPU time counts where the host waits for
+    the GPU.
 
-    An activity is kept per place in the nesting as counts and sums; of single durations only the last
-    `MAX_DURATIONS` per name are kept.
+    Counts and sums are kept for each activity and each position in the nesting; single durations only for the last
+    `MAX_DURATIONS` per name.
 
     Args:
         dirpath: Directory of the report file; None: the run's log directory.

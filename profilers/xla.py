@@ -11,7 +11,7 @@ from .base import Profiler
 
 
 class XLAProfiler(Profiler):
-    """Serve traces of this process, in which steps and backward passes have names.
+    """Serve traces of this process with named steps and backward passes.
 
     The server starts with the first activity that is recorded. Capture with TensorBoard's profile plugin, or with
     `torch_xla.debug.profiler.trace(f"localhost:{port}", folder)`. There is no report.

@@ -34,10 +34,10 @@ _SHOWN_RECORDS = 8
 
 
 class RecipeData(DataModule):
-    """Tokenizes data once into a cache, plans rows, and gives batches of them.
+    """Tokenizes data once into a cache, plans rows, and returns loaders of row batches.
 
     A batch is a dict of int64 tensors of shape (rows, length): `input_ids`; `labels`, at each position the token that
-    follows it if it is trained, else -100; and `position_ids`, which begin again at 0 for each sample in a row. Of
+    follows it if it is trained, else -100; and `position_ids`, which restart at 0 for each sample in a row. Of
     shape (rows) are `lengths`, the tokens of each row, and `rows`, its number for `describe_rows`. There is no
     attention mask: attention is causal, and padding is on the right.
 
