@@ -11,7 +11,7 @@ from ..errors import ArgumentTypeError, ConfigError, MissingDependency
 
 
 class Accelerator:
-    """A kind of device: which devices exist, and how one is set up.
+    """A kind of device: finds devices and sets them up.
 
     Methods of the kind are static; methods of one device take it as an argument. Subclasses implement the static
     methods, and register themselves in `ACCELERATOR_REGISTRY`.
@@ -25,7 +25,7 @@ class Accelerator:
 
     @staticmethod
     def name() -> str:
-        """Return the name that users type, which is also the device type of torch."""
+        """Return the name for `accelerator=`, which is also the device type of torch."""
         raise NotImplementedError
 
     @staticmethod
@@ -43,7 +43,7 @@ class Accelerator:
         """Return (what, fix) for the error where `is_available` is False; None: this machine has no such device.
 
         Args:
-            needed_for: The user's request as typed: "accelerator='xla'".
+            needed_for: The user's argument: "accelerator='xla'".
         """
         return None
 

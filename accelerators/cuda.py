@@ -50,7 +50,7 @@ class CUDAAccelerator(Accelerator):
         return [torch.device("cuda", index) for index in devices]
 
     def setup_device(self, device: torch.device) -> None:
-        """Make the card current, and say (once) where tensor cores lie idle in float32 products.
+        """Make the card current, and report once if float32 products do not use tensor cores.
 
         Raises:
             ConfigError: The device is not a CUDA device.
@@ -93,13 +93,13 @@ def _card_stats(device: torch.device) -> dict[str, float]:
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """Return the indices of cards on which a tensor can be made now.
+    """Return the indices of cards on which a tensor can currently be created.
 
     Args:
-        num_devices: How many are wanted; -1 for all that are usable, 0 for an empty list.
+        num_devices: Number of cards; -1 for all usable cards, 0 for an empty list.
 
     Raises:
-        ConfigError: No card is usable, or fewer are usable than wanted.
+        ConfigError: No card is usable, or fewer cards are usable than requested.
     """
     if num_devices == 0:
         return []

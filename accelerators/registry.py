@@ -196,7 +196,7 @@ class Registry(Generic[T]):
 
 
 class AcceleratorRegistry(Registry[Accelerator]):
-    """The accelerators that `Trainer(accelerator="name")` knows.
+    """The accelerators for `Trainer(accelerator="name")`.
 
     A new kind of device is one class with `auto_priority` and, if it is a graphics card, `is_gpu`, and one call of
     `register`: "auto" and "gpu" find it.

@@ -88,7 +88,7 @@ def is_runtime_started() -> bool:
 class XLAAccelerator(Accelerator):
     """The devices of XLA's runtime (PJRT), which PJRT_DEVICE chooses: "TPU", or "CPU" for tests.
 
-    `accelerator="auto"` takes it only where the runtime is a TPU's.
+    `accelerator="auto"` selects it only if the runtime is a TPU's.
     """
 
     auto_priority = 30

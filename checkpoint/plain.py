@@ -278,7 +278,7 @@ def untrust(value: Tree, allow: bool, where: str = "checkpoint") -> Tree:
         where: Prefix of the paths in messages.
 
     Raises:
-        CheckpointError: An object cannot be unpickled, because its class is gone, for instance.
+        CheckpointError: An object cannot be unpickled, for example because its class does not exist.
     """
 
     def unpickle(pickled: bytes, path: str) -> object:

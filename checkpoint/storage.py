@@ -55,7 +55,7 @@ def reached(stage: str) -> None:
 def save(checkpoint: StateDict, path: str | Path, storage_options: StorageOptions | None = None) -> None:
     """Write a checkpoint atomically; when this returns, it is complete and survives a power cut.
 
-    An existing file stays intact until the new one replaces it, so there must be room for both. The state is not
+    An existing file stays intact until the new one replaces it, so the disk needs space for both. The state is not
     copied in memory, except one tensor at a time that is on a device. A remote checkpoint is first written to a local
     temporary folder (TMPDIR).
 

@@ -19,9 +19,9 @@ class StoredTensor(ABC):
     """A tensor of a checkpoint that has not been read yet. Each format has a subclass that defines `_read`.
 
     Attributes:
-        path: Where it is in the checkpoint, such as "state_dict/layer.weight".
-        shape: Of the full tensor.
-        dtype: Of its elements.
+        path: Path in the checkpoint, such as "state_dict/layer.weight".
+        shape: Shape of the full tensor.
+        dtype: Dtype of its elements.
     """
 
     def __init__(self, path: str, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -48,7 +48,7 @@ class StoredTensor(ABC):
     def view_slice(self, offsets: Offsets, sizes: Offsets) -> Tensor | None:
         """Return a slice in the memory that its file is mapped to, which saves a copy; None if that is not possible.
 
-        What is written to the result does not reach the file.
+        Writes to the result do not change the file.
 
         Raises:
             CheckpointError: The file is damaged.

@@ -42,7 +42,7 @@ class ShardedIterable(IterableDataset[AnyBatch]):
     everywhere: a random order may depend on `set_epoch`, the global generators, or generators in attributes. The data
     set must not split itself by rank, and `get_worker_info` returns None in it.
 
-    It has no length, because a shard's length depends on its reader; the Trainer uses that of the data set.
+    It has no length, because a shard's length depends on its reader; the Trainer uses the length of the data set.
 
     Elsewhere (a handwritten loop, torchdata's StatefulDataLoader, `torchdata.nodes`) iteration yields every n-th sample
     for n readers, by the rank in torch.distributed and by worker.

@@ -99,7 +99,7 @@ class BatchStream:
         return self._loaded_epoch
 
     def open(self, epoch: int, shared_rng: StateDict | None = None, *, may_be_empty: bool = False) -> None:
-        """Begin an epoch: tell samplers and data sets its number, and begin to iterate.
+        """Begin an epoch: pass its number to samplers and data sets, and begin to iterate.
 
         Args:
             epoch: Its number.
@@ -182,11 +182,11 @@ class BatchStream:
         return self._source.describe_order()
 
     def pin_batches(self) -> None:
-        """Let loaders make batches in pinned memory where that costs the main thread nothing. For CUDA devices."""
+        """Make loaders create batches in pinned memory where this costs the main thread nothing. For CUDA devices."""
         self._source.pin_batches()
 
     def close(self) -> None:
-        """End the epoch: let go of workers that do not persist and of what was read ahead."""
+        """End the epoch: release workers that do not persist, and prefetched batches."""
         self._source.close()
 
     def shut_down(self) -> None:

@@ -18,7 +18,7 @@ from .rng import find_generators
 
 
 class ThreadDataLoader(DataLoader[AnyBatch]):
-    """Make batches ahead in threads, in the order of the sampler, for a map-style data set.
+    """Prefetch batches in threads, in the order of the sampler, for a map-style data set.
 
     Threads need no pickling, no copies between processes and no start-up time. They help where reading a sample
     releases Python's lock (files, image decoders, NumPy, torch), and on builds of Python and torch without that lock. A

@@ -480,7 +480,7 @@ class Fabric:
     ) -> Any:  # Any: one, or a list if several were given
         """Prepare loaders: each process reads its share, with batches on the device.
 
-        The loader is not recreated; its sampler, batch sampler, collation and workers are used as they are. Batches are
+        The loader is not recreated; its sampler, batch sampler, collation and workers stay unchanged. Batches are
         distributed: of every `world_size` batches each process gets one, so `batch_size` counts the samples of one
         process. Loaders with a rank-aware sampler, and iterables that cannot be distributed, are unchanged. `set_epoch`
         is called with the number of started passes.
@@ -687,7 +687,7 @@ class Fabric:
             With `max_norm`, the norm before clipping: shape (), on the device. With `clip_val`, None.
 
         Raises:
-            ConfigError: Not exactly one of `clip_val` and `max_norm` is given and positive.
+            ConfigError: Not exactly one of `clip_val` and `max_norm` is set and positive.
             NonFiniteError: The norm is not finite; see `error_if_nonfinite`.
         """
         limit = clip_val if max_norm is None else max_norm

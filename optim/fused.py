@@ -26,9 +26,9 @@ def adamw(params: Iterable[Any], lr: float | Tensor = 1e-3, **options: Any) -> A
     """Return a `torch.optim.AdamW`, fused if `can_fuse` says so for its parameters.
 
     Args:
-        params: Parameters, or groups of them, as torch's class takes them.
+        params: Parameters, or groups of them, as for torch's class.
         lr: Learning rate.
-        options: Further arguments of the class. With `fused`, `foreach` or `differentiable` nothing is chosen.
+        options: Further arguments of the class. If `fused`, `foreach` or `differentiable` is among them, it decides.
     """
     return _make(AdamW, params, lr, options)
 

@@ -37,7 +37,7 @@ _is_transformed = getattr(torch._C, "_are_functorch_transforms_active", None)
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """The dtypes of one precision, for strategies that cast by themselves (sharding, engines)."""
+    """The dtypes of one precision, for strategies that cast themselves (sharding, engines)."""
 
     param_dtype: torch.dtype = torch.float32
     """Of parameters as the optimizer holds them."""
@@ -54,7 +54,7 @@ class PrecisionPolicy:
 class Precision:
     """Full precision ("32-true"): nothing is cast, scaled or entered. The base class of the others.
 
-    The flags say which of the methods do something, so that the hot path calls no others.
+    Flags mark the methods that have an effect, so that the hot path calls no others.
     """
 
     precision: str = "32-true"
@@ -81,11 +81,11 @@ class Precision:
         return module
 
     def tensor_init_context(self) -> AbstractContextManager[object]:
-        """Return a context in which tensors made without a dtype get this precision's."""
+        """Return a context in which tensors created without a dtype get this precision's dtype."""
         return nullcontext()
 
     def module_init_context(self) -> AbstractContextManager[object]:
-        """Return a context in which parameters are made in this precision's dtype."""
+        """Return a context in which parameters are created in this precision's dtype."""
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager[object]:
@@ -112,7 +112,7 @@ class Precision:
         return loss
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Bring the gradients of an optimizer's parameters to their true size, before they are clipped or read."""
+        """Divide the gradients of an optimizer's parameters by the loss scale, before they are clipped or read."""
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:  # Any: a loss
         """Step the optimizer.

@@ -37,7 +37,7 @@ class MixedPrecision(Precision):
             gradients of several uses add up in float32.
 
     Raises:
-        ConfigError: Another precision, or a scaler for bfloat16, which needs none.
+        ConfigError: Another precision, or a scaler for bfloat16, which does not need one.
     """
 
     has_forward_context = True
@@ -83,7 +83,7 @@ class MixedPrecision(Precision):
         return torch.autocast(self.device, dtype=self._dtype, cache_enabled=self.caches_weights)
 
     def convert_input(self, data: AnyBatch) -> AnyBatch:
-        """Return the data as they are; where `converts_input` is set to True, floating point tensors in 16 bits."""
+        """Return the data unchanged; if `converts_input` is True, with floating point tensors in 16 bits."""
         return cast_floats(data, self._dtype) if self.converts_input else data
 
     def convert_output(self, data: Batch) -> Batch:
@@ -104,7 +104,7 @@ class MixedPrecision(Precision):
         The second call for one step does nothing.
 
         Raises:
-            ConfigError: The optimizer divides by itself, inside its step, so that its gradients cannot be clipped.
+            ConfigError: The optimizer divides gradients itself, inside its step, so they cannot be clipped.
         """
         if self.scaler is None or id(optimizer) in self._unscaled or id(optimizer) in self._stepped:
             return
@@ -192,7 +192,7 @@ class MixedPrecision(Precision):
         return dict(self.scaler.state_dict())
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Put back the scaler's state.
+        """Restore the scaler's state.
 
         Raises:
             CheckpointError: The checkpoint holds a loss scale and this precision has none, or the reverse.
@@ -210,7 +210,7 @@ class MixedPrecision(Precision):
             self._stepped.clear()
 
     def teardown(self) -> None:
-        """Make the change of the scale that is still due."""
+        """Apply the pending change of the scale."""
         self._update_scale()
 
     def _update_scale(self) -> None:

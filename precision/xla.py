@@ -16,7 +16,7 @@ _NAMES = ("32-true", "16-true", "bf16-true", "bf16-mixed")
 
 
 class XLAPrecision(Precision):
-    """What `precision=` of the same name is on an XLA device; nothing is read from or written to the environment.
+    """The precision of the same name on an XLA device; nothing is read from or written to the environment.
 
     Args:
         precision: "32-true", "bf16-true", "bf16-mixed" (autocast), or "16-true", which TPUs do not have.

@@ -35,11 +35,11 @@ _LOADER = {"fit": "train", "validate": "val", "test": "test", "predict": "predic
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """A batch size, and how many of them make a step.
+    """A batch size, and the number of micro-batches in a step.
 
     Attributes:
         size: Samples of a micro-batch on one device.
-        accumulate_grad_batches: Micro-batches per step that keep the global batch; None where it was not to be kept.
+        accumulate_grad_batches: Micro-batches per step that keep the global batch; None if it was not to be kept.
     """
 
     size: int

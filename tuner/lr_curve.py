@@ -32,7 +32,7 @@ class LearningRateCurve:
         lr_max: Last rate, reached if the loss does not explode before.
         num_training: Steps planned.
         results: "lr" and "loss": one value per step taken; the losses are smoothed, NaN for a step without a loss.
-        raw_losses: The losses as they were.
+        raw_losses: The losses without smoothing.
         num_without_loss: Steps in which every training_step returned None.
     """
 
@@ -59,7 +59,7 @@ class LearningRateCurve:
         A subclass may smooth losses, choose rates (`lr_at`) and end the search by other rules.
 
         Args:
-            loss: The loss as it is.
+            loss: The loss without smoothing.
             threshold: End the search when the smoothed loss is above this factor times the lowest; None: never.
         """
         self.results["lr"].append(self.lr_at(len(self.raw_losses)))
@@ -91,12 +91,12 @@ class LearningRateCurve:
         """Return the learning rate to train with.
 
         Args:
-            skip_begin: Steps at the beginning that do not count.
-            skip_end: Steps at the end that do not count.
-            method: "steepest" is where the loss falls fastest; "minimum" a tenth of the rate with the lowest loss.
+            skip_begin: Steps at the beginning that are ignored.
+            skip_end: Steps at the end that are ignored.
+            method: "steepest": where the loss decreases fastest; "minimum": a tenth of the rate with the lowest loss.
 
         Returns:
-            The rate; None where fewer than two finite losses are left (the log says so).
+            The rate; None, with a warning in the log, if fewer than two finite losses are left.
 
         Source: Smith 2017, section 3.3 (the range test); both rules are common practice in reading its curve.
         """
@@ -109,7 +109,7 @@ class LearningRateCurve:
         return self.results["lr"][index] / (10.0 if method == "minimum" else 1.0)
 
     def index_of_rate(self, skip_begin: int, skip_end: int, method: str) -> int | None:
-        """Return the step whose rate `suggestion` is about; None with fewer than two finite losses."""
+        """Return the step whose rate `suggestion` uses; None with fewer than two finite losses."""
         losses = self.results["loss"]
         kept = [i for i in range(skip_begin, len(losses) - skip_end) if math.isfinite(losses[i])]
         if len(kept) < 2:

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SchedulePreview:
-    """The learning rates of a training that has not happened.
+    """The learning rates that a training would have.
 
     Attributes:
         lrs: Name of a parameter group -> the rate of each optimizer step.
         epoch_starts: The steps at which epochs begin.
-        left_out: Schedules that depend on a metric; they are taken as never reducing the rate.
+        left_out: Schedules that depend on a metric; the preview assumes that they never reduce the rate.
     """
 
     lrs: dict[str, list[float]] = field(default_factory=dict)
@@ -157,7 +157,7 @@ def preview_schedule(
 ) -> SchedulePreview:
     """Return the learning rate of each optimizer step of a training from the start, without training.
 
-    A copy of the module makes its optimizers and schedules, which are stepped as the Trainer steps them. With several
+    Optimizers and schedules are created from a copy of the module and stepped as the Trainer steps them. With several
     ranks it is called on all of them, and all get the same result.
 
     Args:

@@ -9,16 +9,17 @@ from ..trainer.timeline.report import readable_time
 
 @dataclass(frozen=True, slots=True)
 class SpeedRow:
-    """One setting, and how fast steps were with it.
+    """One setting, and the speed of steps with it.
 
     Attributes:
         setting: Its name, such as "num_workers=2"; "as it is" for the run without changes.
-        step_s: Median seconds of a step, including the waiting for data; None if it was not measured.
+        step_s: Median seconds of a step, including waiting for data; None if it was not measured.
         spread: Distance between the quartiles of the measured times, divided by their median.
-        ratio: Time of a step as it is, divided by the time with this setting: above 1 is faster. None as `step_s`.
+        ratio: Time of a step without changes, divided by the time with this setting: above 1 is faster. None as for
+            `step_s`.
         num_steps: Number of measured steps.
         keeps_bits: Whether training computes the same bits with it as without.
-        note: Why it was not measured, or what else there is to know; else "".
+        note: Why it was not measured, or other remarks; otherwise "".
     """
 
     setting: str
@@ -37,13 +38,13 @@ class SpeedRow:
 
 @dataclass(frozen=True, slots=True)
 class SpeedTable:
-    """Result of `Tuner.speed`; `str()` gives a table for people.
+    """Result of `Tuner.speed`; `str()` returns a readable table.
 
     Attributes:
-        rows: What was tried; the first is the run as it is.
+        rows: The measured settings; the first is the run without changes.
         best: The settings that are the fastest together, by name; empty if nothing is faster.
-        applied: Those that `apply=True` has set.
-        left: What `apply=True` could not set, and where to set it.
+        applied: Settings that `apply=True` has set.
+        left: Settings that `apply=True` could not set, and where to set them.
     """
 
     rows: tuple[SpeedRow, ...]

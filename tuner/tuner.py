@@ -32,9 +32,9 @@ _METHODS = ("fit", "validate", "test", "predict")
 class Tuner:
     """Find hyperparameters by short trials.
 
-    Trials train copies: weights, counts, random numbers, the order of data and files are afterwards as if there had
-    been none. Only the value that was searched for is set, on the module, the data module and their hyperparameters,
-    wherever there is one of its name. With several ranks it is called on all of them, and all get the same result.
+    Trials train copies and do not change weights, counts, random numbers, the order of data or files. Only the value
+    that was searched for is set, on the module, the data module and their hyperparameters, wherever one of its name
+    exists. With several ranks it is called on all of them, and all get the same result.
 
     Args:
         trainer: Trials run on its devices and follow its arguments.
@@ -59,7 +59,7 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> LearningRateCurve | None:
-        """Train a copy while the learning rate rises; set the module's to the suggestion.
+        """Train a copy with a rising learning rate; set the module's learning rate to the suggestion.
 
         Args:
             model: The module.
@@ -178,11 +178,11 @@ class Tuner:
         apply: bool = False,
         show: bool = True,
     ) -> SpeedTable | None:
-        """Try settings that change how fast a step is, each for a few seconds; set the fastest ones with `apply=True`.
+        """Try settings that affect the speed of a step, each for a few seconds; `apply=True` sets the fastest ones.
 
         Each trial trains a copy as `fit` does, without logging, validation and checkpoints. The time of a step includes
-        waiting for its batch. The run as it is is measured first and last. A setting counts as faster from 3 % on, and
-        only if the measured times spread less than that; the winners are then measured together.
+        waiting for its batch. The run without changes is measured first and last. A setting counts as faster from 3 %
+        on, and only if the measured times spread less than that; the faster settings are then measured together.
 
         Args:
             model: The module.
@@ -190,7 +190,7 @@ class Tuner:
             datamodule: Brings the loaders instead.
             settings: Which to try: "fused" (optimizer), "compile", "channels_last", "matmul_precision", "pin_memory",
                 "num_workers", "prefetch_factor"; None: all of them.
-            seconds: Seconds of measured steps per trial; starting workers and compiling come on top.
+            seconds: Seconds of measured steps per trial, without starting workers and compiling.
             apply: Whether to set the fastest: on the trainer, the module, and the loader, or the attribute of module or
                 data module that has the setting's name. What cannot be set is named in the table.
             show: Whether to print the table, on rank 0.
@@ -229,7 +229,7 @@ class Tuner:
         datamodule: DataModule | None = None,
         num_steps: int | None = None,
     ) -> SchedulePreview:
-        """Return the learning rates that training will have, without training; see `preview_schedule`."""
+        """Return the learning rates of a training, without training; see `preview_schedule`."""
         return preview_schedule(self._trainer, model, train_dataloaders, datamodule, num_steps)
 
     def _adopt(self, subject: Subject) -> None:

@@ -36,8 +36,8 @@ _WORTH_SAYING_S = 1.0
 class AsyncCheckpointIO(CheckpointIO):
     """Saves in the background: `save_checkpoint` returns as soon as the state is safe, and a thread writes it.
 
-    Weights and buffers are copied. The state of optimizers on the CPU is copied by the thread; the next optimizer step
-    waits for that, and whatever writes to it earlier leaves what is saved as it was.
+    Weights and buffers are copied. The thread copies the state of optimizers on the CPU; the next optimizer step waits
+    for this, and earlier writes to the state do not change the saved values.
 
     At most one save is pending: the next one waits for it. The copy takes as much host memory as the state, from the
     first save to the end of the run.
@@ -152,7 +152,7 @@ class AsyncCheckpointIO(CheckpointIO):
         lazy: bool = False,
         verify: bool = True,
     ) -> StateDict:
-        """Return the checkpoint at the path, after waiting for what is on its way.
+        """Return the checkpoint at the path, after waiting for pending saves.
 
         Args:
             path: File, folder or URL.
@@ -172,7 +172,7 @@ class AsyncCheckpointIO(CheckpointIO):
         return loaded
 
     def wait_for(self, path: str | Path) -> None:
-        """Return when nothing is on its way any more, before a checkpoint is read.
+        """Return when no save is pending, before a checkpoint is read.
 
         Raises:
             CheckpointError: The save to this very path failed.
@@ -194,16 +194,16 @@ class AsyncCheckpointIO(CheckpointIO):
         return None if identify is None else identify(path)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove the checkpoint at the path, after waiting for what is on its way."""
+        """Remove the checkpoint at the path, after waiting for pending saves."""
         if self._write is not None:
             self._write.join()
         self.checkpoint_io.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Wait for what is on its way, and give memory back; called when a run ends.
+        """Wait for pending saves, and release memory; called when a run ends.
 
         Raises:
-            CheckpointError: The save failed. While another error is on its way, this one is logged instead.
+            CheckpointError: The save failed. While another error propagates, this one is logged instead.
         """
         outer = sys.exc_info()[1]
         try:

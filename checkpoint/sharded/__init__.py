@@ -46,18 +46,18 @@ def save(
 ) -> None:
     """Write a checkpoint as a folder, each rank its local shards; it is complete when this returns.
 
-    Called on every rank of the group with the same structure: it communicates. What is not sharded is taken from rank
-    0. `RemoteShards` represent sharded tensors that other ranks have alone. A replicated shard is written once. No copy
-    is made in memory, except of one tensor at a time that is on a device or not contiguous.
+    Called on every rank of the group with the same structure: it communicates. Values that are not sharded come from
+    rank 0. `RemoteShards` represent sharded tensors that only other ranks have. A replicated shard is written once. No
+    copy is made in memory, except of one tensor at a time that is on a device or not contiguous.
 
-    A checkpoint folder at the path stays intact until the new manifest replaces the old one, in one step; so there must
-    be room for both. A link is replaced, not followed. A single-file checkpoint at the path, and a folder
-    with other files in it, are refused before anything is written: no system call could replace them in one step.
+    A checkpoint folder at the path stays intact until the new manifest replaces the old one in one step, so the disk
+    needs space for both. A link is replaced, not followed. A single-file checkpoint at the path, and a folder with
+    other files, are refused before anything is written: no system call could replace them in one step.
 
-    If a rank is killed, the path has the old checkpoint or the new one. What the killed save has left is removed by the
-    next sharded save into the same parent folder (temporary folders) or over the same folder (files), once no process
-    holds its lock. At a URL there are no locks: the next save over the folder removes every file of ours that
-    its manifest does not name, so that only one program may save to an address at a time.
+    If a rank is killed, the path has the old checkpoint or the new one. The next sharded save into the same parent
+    folder (temporary folders) or over the same folder (files) removes the remains, once no process holds their lock. At
+    a URL there are no locks: the next save over the folder removes all files of Loopwright that its manifest does not
+    name, so only one program may save to an address at a time.
 
     Args:
         checkpoint: Tensors, DTensors and plain values, and `Trusted` objects.

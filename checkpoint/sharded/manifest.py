@@ -101,9 +101,9 @@ class Manifest:
     """The content of a checkpoint folder.
 
     Attributes:
-        format_version: Of the folder's layout.
-        loopwright_version: Which wrote it.
-        torch_version: Which wrote it.
+        format_version: Version of the folder's layout.
+        loopwright_version: Version of Loopwright that wrote it.
+        torch_version: Version of torch that wrote it.
         world_size: Number of ranks that saved.
         mesh: Device mesh of the first sharded tensor; None without sharded tensors.
         state: Name of the state file.
