@@ -222,21 +222,25 @@ def _run_twice(
 
 
 class _Again:
-    """A context for a module's second forward pass, which discards changes to its buffers; in those of `replay_in`.
+    """A context for a module's second forward pass: in the modes of the first, and in the contexts of `replay_in`.
+
+    It discards changes to the module's buffers.
 
     Args:
         module: A module whose forward may change buffers, such as running statistics and counters. Its first pass is
             about to begin.
     """
 
-    __slots__ = ("_before", "_changed", "_entered", "_kept", "_replays")
+    __slots__ = ("_before", "_changed", "_entered", "_kept", "_modes", "_replays", "_switched")
 
     def __init__(self, module: nn.Module) -> None:
+        self._modes = [(one, one.training) for one in module.modules()]
         self._before = [
             (one, [(name, buffer, _version(buffer)) for name, buffer in one.named_buffers(recurse=False)])
-            for one in module.modules()
+            for one, _ in self._modes
             if one._buffers
         ]
+        self._switched: list[nn.Module] = []
         self._changed: list[nn.Module] = []
         self._kept: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
         replays: Iterable[Replay] = module.__dict__.get(_REPLAYS, ())
@@ -255,6 +259,9 @@ class _Again:
     def __enter__(self) -> None:
         for make in self._replays:
             self._entered.enter_context(make())
+        self._switched = [one for one, was_training in self._modes if one.training is not was_training]
+        for one in self._switched:
+            one.training = not one.training
         self._kept = [(one, dict(one._buffers)) for one in self._changed]
         for one, buffers in self._kept:
             one._buffers.update({name: old if old is None else old.clone() for name, old in buffers.items()})
@@ -264,6 +271,8 @@ class _Again:
             one._buffers.clear()
             one._buffers.update(buffers)
         self._kept = []
+        for one in self._switched:
+            one.training = not one.training
         self._entered.close()
 
 

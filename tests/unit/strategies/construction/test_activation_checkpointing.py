@@ -84,6 +84,31 @@ def test_gradients_statistics_and_random_numbers_are_those_without() -> None:
     assert len(train(plain)) == 3 * 6 + 2 + 3 * 6 + 1
 
 
+def test_the_second_pass_is_in_the_mode_of_the_first() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer(x)
+            return self.drop(2 * x if self.training else x).tanh()
+
+    gradients = []
+    for policy in ([], [Noisy]):
+        torch.manual_seed(0)
+        model = nn.Sequential(Noisy(), nn.Linear(4, 1))
+        if policy:
+            apply_activation_checkpointing(model, policy)
+        x = torch.randn(8, 4)
+        loss = model.eval()(x).sum() + model.train()(x).sum()
+        model[0].drop.eval()
+        loss.backward()
+        gradients.append([one.grad for one in model.parameters()])
+        assert [one.training for one in model.modules()] == [True, True, True, False, True]
+    assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
+
+
 def test_hooks_of_the_user_run_once() -> None:
     plain, model = make(), make()
     seen: list[Any] = []
