@@ -87,7 +87,8 @@ def memory_report(
         device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
     others = list(_others(error))
     names = {id(one): name for name, one in [*parameters.items(), *gathered]}
-    saved = list(_saved([one for _, one in others], names))
+    frozen = {_storage_of(one)[0]: n for n, one in parameters.items() if not one.requires_grad}
+    saved = list(_saved([one for _, one in others], names, frozen))
     gradients = [(f"{name}.grad", p.grad) for name, p in parameters.items() if p.grad is not None]
     groups: dict[str, Named] = {
         _PARAMETERS: parameters.items(),
@@ -200,8 +201,14 @@ def _others(error: BaseException | None) -> Iterator[tuple[str, Tensor]]:
 # --- activations -----------------------------------------------------------------------------------------------------
 
 
-def _saved(tensors: Iterable[Tensor], names: dict[int, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield what the graphs of these tensors keep for the backward pass, each with the name of its module."""
+def _saved(tensors: Iterable[Tensor], names: dict[int, str], frozen: dict[int, str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield what the graphs of these tensors keep for the backward pass, each with the name of its module.
+
+    Args:
+        tensors: Tensors with a graph, or without.
+        names: Names of parameters by their ids.
+        frozen: Those of parameters without a gradient by their addresses: a graph has no node for them, and keeps them.
+    """
     owners: dict[Any, str] = {}
     # Children first: a node without parameters belongs to the module of the node whose output it reads.
     stack: list[tuple[Any, bool]]
@@ -219,8 +226,10 @@ def _saved(tensors: Iterable[Tensor], names: dict[int, str]) -> Iterator[tuple[s
             continue
         owner = next((owners[one] for one, _ in node.next_functions if owners.get(one)), "")
         own = next(filter(None, (_parameter_behind(one, names) for one, _ in node.next_functions)), "")
+        parts = list(_parts_of(node))
+        own = own or next(filter(None, (frozen.get(_storage_of(part)[0]) for part in parts)), "")
         owners[node] = own.rpartition(".")[0] or own or owner
-        yield from ((owners[node], part) for part in _parts_of(node))
+        yield from ((owners[node], part) for part in parts)
 
 
 def _parameter_behind(node: Any, names: dict[int, str]) -> str:
@@ -266,15 +275,20 @@ def _new_bytes(tensor: Tensor, device: torch.device, seen: set[int]) -> int:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if local.device.type != device.type or (device.index is not None and local.device.index != device.index):
         return 0
-    try:
-        storage = local.untyped_storage()
-        where, size = storage.data_ptr(), storage.nbytes()
-    except (RuntimeError, NotImplementedError, ValueError):  # sparse, fake, lazy and functional tensors have none
-        return 0
+    where, size = _storage_of(local)
     if not where or where in seen:
         return 0
     seen.add(where)
     return size
+
+
+def _storage_of(tensor: Tensor) -> tuple[int, int]:
+    """Return address and size of a tensor's storage; zeros where it has none."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    except (RuntimeError, NotImplementedError, ValueError):  # sparse, fake, lazy and functional tensors
+        return 0, 0
 
 
 def _device_stats(device: torch.device) -> dict[str, int]:

@@ -80,6 +80,17 @@ def test_activations_belong_to_the_blocks_that_keep_them() -> None:
     del loss
 
 
+def test_activations_of_frozen_layers_belong_to_them() -> None:
+    module = Blocks("nowhere")
+    module.blocks.requires_grad_(False)  # as LoRA does with a base: a graph has no nodes for these parameters
+    loss = module.training_step([torch.randn(ROWS, WIDTH)], 0)
+    size = 4 * ROWS * WIDTH
+    found = memory_report(module).activations
+    found.pop("outside of modules with parameters", None)
+    assert found == dict.fromkeys(["blocks.0", "blocks.1", "blocks.2", "head", "embed"], size)
+    del loss
+
+
 def test_what_a_backward_pass_has_freed_is_not_reported() -> None:
     note = fail("backward")
     found = sizes(note)
