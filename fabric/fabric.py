@@ -77,8 +77,8 @@ class Fabric:
         accelerator: Name of the accelerator ("auto", "gpu", "cpu", "cuda", "mps", "tpu") or an Accelerator.
         strategy: "auto", name of a registered strategy, or a Strategy.
         devices: Number of devices per node, -1 for all, indices as a list or string, or "auto".
-        num_nodes: Number of nodes.
-        precision: Numeric precision: "32-true", "64-true", "16-true", "16-mixed", "bf16-true" or "bf16-mixed"; None for
+        num_nodes: Number of nodes (machines).
+        precision: Numeric precision: "32-true", "64-true", "16-true", "16-mixed", "bf16-true" or "bf16-mixed". None is
             the precision of a plugin or the strategy, else "32-true".
         plugins: Instances of Precision, CheckpointIO, ClusterEnvironment or LayerSync, at most one of each.
         callbacks: Objects whose methods `call` invokes. Installed packages may add more: the entry point group
@@ -308,7 +308,7 @@ class Fabric:
 
         Args:
             args: Positional arguments of the subclass.
-            kwargs: Positional arguments of the subclass.
+            kwargs: Keyword arguments of the subclass.
         """
 
     def _run_launched(self, function: Callable[..., object], *args: object, **kwargs: object) -> object:
@@ -359,7 +359,7 @@ class Fabric:
         return {**self.__dict__, "launcher": InProcessLauncher(), "_reader": None, "_evaluation": None}
 
     def teardown(self) -> None:
-        """Release the resources of strategy and accelerator; the next use acquires them again."""
+        """Release the resources of the strategy and the accelerator; the next use acquires them again."""
         self.strategy.teardown()
         self._is_set_up = False
         if self._matmul_before is not None:
@@ -637,7 +637,7 @@ class Fabric:
             self._is_in_backward = False
 
     def bind_backward(self) -> Callable[[Tensor], None]:
-        """Return what `backward` does with a loss outside `accumulate`; a Trainer binds it once, for all steps."""
+        """Return a function that does what `backward` does outside `accumulate`; a Trainer binds it once."""
         if self._scales:
             return self.backward
         backward = self.strategy.backward
@@ -845,7 +845,7 @@ class Fabric:
     reduce = all_reduce
 
     def reduce_scatter(self, data: T, group: ProcessGroup | str | None = None, reduce_op: ReduceOp = "mean") -> T:
-        """Return this rank's part of data reduced over ranks: of `n` ranks, rank `i` has the i-th n-th of dimension 0.
+        """Return this rank's chunk of data reduced over ranks: rank `i` gets chunk `i` of dimension 0.
 
         No gradient flows back. On a single device the data itself is returned.
 
@@ -911,9 +911,9 @@ class Fabric:
     ) -> None:
         """Write a checkpoint and wait for it on all ranks. Called on all ranks.
 
-        Rank 0 writes one file. If the strategy shards, unless with `state_dict_type="full"`, all ranks write a folder.
-        Of plain values, those of rank 0 are written; of what `rng_state` returned, those of all ranks. An error on one
-        rank is raised on all.
+        Rank 0 writes one file. If the strategy shards, all ranks write a folder, except with `state_dict_type="full"`.
+        Plain values are written from rank 0, results of `rng_state` from all ranks. An error on one rank is raised on
+        all.
 
         With `AsyncCheckpointIO` this returns when the state is copied. The checkpoint is complete when the next `save`,
         `load` or `teardown` returns. A failed save is logged at once, and raised by these.
@@ -948,7 +948,7 @@ class Fabric:
         self._run_on_all_ranks(write)
 
     def write_content(self, content: StateDict, path: str | Path) -> None:
-        """Write what `save` has collected; a subclass may change it first.
+        """Write the content that `save` has collected; a subclass may change it first.
 
         Args:
             content: Tensors and plain values.
@@ -972,8 +972,8 @@ class Fabric:
 
         Args:
             path: File or folder.
-            state: Modules, optimizers and `Stateful` objects to load in place; other entries are replaced. None returns
-                the full content.
+            state: Modules, optimizers and `Stateful` objects to load in place; other values are replaced by the loaded
+                ones. None returns the full content.
             strict: Whether a key of `state` that is missing in the file is an error; also passed to modules.
             weights_only: Whether to refuse pickled objects, which can run code; False only for trusted files. None
                 means True.

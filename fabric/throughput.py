@@ -1,4 +1,4 @@
-"""Samples, tokens and FLOPs per second: what is counted, the time meanwhile, and rates over a moving window."""
+"""Samples, tokens and FLOPs per second: counts, elapsed time, and rates over a moving window."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Clock:
         self._paused_at_s: float | None = None
 
     def start(self, elapsed_s: float = 0.0) -> None:
-        """Start, as if this many seconds had passed already."""
+        """Start the clock at this number of elapsed seconds."""
         self._began_s, self._paused_s, self._paused_at_s = time.perf_counter() - elapsed_s, 0.0, None
 
     def pause(self) -> None:
@@ -53,7 +53,7 @@ class Clock:
 
 
 class Counts:
-    """Batches, samples and items that this rank has read since a start, and the time meanwhile.
+    """Batches, samples and items that this rank has read since a start, and the elapsed time.
 
     Args:
         samples_of: Function that returns the number of samples of a batch; None is taken as 0.
@@ -76,7 +76,7 @@ class Counts:
         self._samples_of, self._items_of = samples_of, items_of
 
     def start(self) -> None:
-        """Count from 0, from now on."""
+        """Reset the counts to 0 and start the clock."""
         self.batches = self.samples = self.items = 0
         self.clock.start()
 

@@ -70,22 +70,22 @@ class Logger(ABC):
 
     @property
     def is_silent(self) -> bool:
-        """Whether this process has a rank above zero, where nothing is recorded."""
+        """Whether this process has a rank above zero, on which nothing is recorded."""
         return (current_rank() if self.known_rank is None else self.known_rank) > 0
 
     def set_rank(self, rank: int) -> None:
-        """Set the rank of this process; above zero, nothing is recorded."""
+        """Set the rank of this process. On ranks above zero, nothing is recorded."""
         self.known_rank = rank
 
     @property
     @abstractmethod
     def name(self) -> str | None:
-        """Name of the experiment: the folder, or the project, that groups runs. None if there is no such level."""
+        """Name of the experiment, the folder or project that groups runs; None if the logger has no such level."""
 
     @property
     @abstractmethod
     def version(self) -> int | str | None:
-        """Identity of this run in the experiment; None before it has one."""
+        """Name, number or id of this run in the experiment; None before it has one."""
 
     @property
     def save_dir(self) -> str | None:
@@ -109,7 +109,7 @@ class Logger(ABC):
 
     @property
     def experiment(self) -> Any:  # Any: each logger returns an object of its library
-        """The object of the underlying library, for features that this interface does not cover."""
+        """The object of the underlying library, for features that this interface does not provide."""
         return DummyExperiment()
 
     @abstractmethod
@@ -117,13 +117,13 @@ class Logger(ABC):
         """Record numbers for one step.
 
         Args:
-            metrics: Name to number (or a tensor of one element, which is copied to the host).
-            step: Training steps done, the x-axis. None takes the last recorded step plus one.
+            metrics: Name -> number (or a tensor of one element, which is copied to the host).
+            step: The x value: number of training steps. None is the last recorded step plus one.
         """
 
     @abstractmethod
     def log_hyperparams(self, params: Params, *args: Any, **kwargs: Any) -> None:  # Any: options of the logger
-        """Record what the run was configured with.
+        """Record the hyperparameters of the run.
 
         Args:
             params: A mapping, an `argparse.Namespace`, a dataclass, or None.
@@ -135,45 +135,45 @@ class Logger(ABC):
         """Record one row of the Trainer; by default by `log_metrics`, at the x value of `x_axis`.
 
         Args:
-            metrics: Name to host number.
-            step: Training steps done.
+            metrics: Name -> host number.
+            step: Number of training steps.
             axes: Other x values: "samples", and the latest value of every metric.
         """
         self.log_metrics(metrics, step=self._lw_place(step, axes))
 
     def log_image(self, key: str, images: Pictures, step: int | None = None, **kwargs: EachOption) -> None:
-        """Record pictures; by default nothing is done.
+        """Record images; does nothing by default.
 
         Args:
-            key: Name.
-            images: One picture or a list of them: a tensor of shape (C, H, W) or (H, W), an array of shape (H, W, C) or
-                (H, W), floats from 0 to 1 or bytes, or a PIL image.
-            step: Training steps done; None takes the last recorded step.
-            kwargs: Options of the logger; `caption` is a list with one text per picture.
+            key: Name of the images.
+            images: One image or a list of images: a tensor of shape (C, H, W) or (H, W), or an array of shape (H, W, C)
+                or (H, W), with floats from 0 to 1 or bytes; or a PIL image.
+            step: Number of training steps; None is the last recorded step.
+            kwargs: Options of the logger; `caption` is a list with one text per image.
         """
         return
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
-        """Record text; by default nothing is done.
+        """Record text; does nothing by default.
 
         Args:
-            key: Name.
-            text: The text; where the logger can show it, in Markdown.
-            step: Training steps done; None takes the last recorded step.
+            key: Name of the text.
+            text: The text, in Markdown if the logger can show it.
+            step: Number of training steps; None is the last recorded step.
         """
         return
 
     def log_graph(self, model: nn.Module, input_array: AnyBatch = None) -> None:
-        """Record the model's graph; by default nothing is done.
+        """Record the model's graph; does nothing by default.
 
         Args:
             model: The module.
-            input_array: One input of the model; None takes the module's `example_input_array`.
+            input_array: One input of the model; None is the module's `example_input_array`.
         """
         return
 
     def save(self) -> None:
-        """Write logged values to disk; by default nothing is done."""
+        """Write logged values to disk; does nothing by default."""
         return
 
     def finalize(self, status: str) -> None:
@@ -185,10 +185,10 @@ class Logger(ABC):
         self.save()
 
     def after_save_checkpoint(self, checkpoint_callback: Owner) -> None:
-        """React to a saved checkpoint; by default nothing is done.
+        """React to a saved checkpoint; does nothing by default.
 
         Args:
-            checkpoint_callback: The callback that saved it.
+            checkpoint_callback: The callback that saved the checkpoint.
         """
         return
 
@@ -199,8 +199,8 @@ class Logger(ABC):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue from the state that `state_dict` returned.
 
-        Called only when a fit is resumed, before its first log call. Nothing is dropped from disk until the resumed
-        run writes something.
+        Called only when a fit is resumed, before its first log call. Nothing is removed from disk before the resumed
+        run writes.
         """
         return
 
@@ -227,7 +227,7 @@ class Logger(ABC):
 
 
 class RunLogger(Logger):
-    """A logger of one run: base of those that write files and of those that send to a service.
+    """A logger of one run: the base of loggers that write files, and of loggers that send to a service.
 
     Args:
         prefix: Text before each metric's name, joined by "-".
@@ -329,15 +329,15 @@ def rank_zero_experiment(function: Callable[[L], E]) -> Callable[[L], E]:
 
 
 def scalars(metrics: Metrics, *, prefix: str = "", group_separator: str = "/") -> dict[str, int | float]:
-    """Return metrics as host numbers, nested mappings flattened and the prefix put before each name.
+    """Return metrics as host numbers, with flattened nested mappings, and the prefix before each name.
 
     Args:
-        metrics: Name to number, to a tensor or array of one element, or to a mapping of these.
+        metrics: Name -> number, tensor or array of one element, or mapping of these.
         prefix: Joined to each name by "-"; empty for none.
         group_separator: Joins the names of nested mappings.
 
     Raises:
-        ConfigError: A value is not a number; the message names its key. Nothing was recorded then.
+        ConfigError: A value is not a number; the message names its key. Nothing is recorded.
     """
     found: dict[str, int | float] = {}
     start = f"{prefix}{Logger.LOGGER_JOIN_CHAR}" if prefix else ""

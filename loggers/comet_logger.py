@@ -30,22 +30,22 @@ _OPTIONS = (
 
 
 class CometLogger(ServiceLogger):
-    """Record metrics, hyperparameters, pictures and texts in a Comet experiment.
+    """Record metrics, hyperparameters, images and texts in a Comet experiment.
 
     The experiment begins with the first record, on rank zero, and ends with fit, validate, test or predict; a later
     record reopens it. A resumed fit continues the checkpoint's experiment and sends no point twice; to branch off an
     old checkpoint, pass another `experiment_key`.
 
     Args:
-        api_key: API key; None: that of comet_ml's configuration.
-        workspace: Name of the workspace; None: the default one.
-        project: Name of the project; None: that of comet_ml's configuration.
-        experiment_key: Key of the experiment, 32 to 50 letters and digits; None: a new one.
+        api_key: API key; None is the key in comet_ml's configuration.
+        workspace: Name of the workspace; None is the default one.
+        project: Name of the project; None is the project in comet_ml's configuration.
+        experiment_key: Key of the experiment, 32 to 50 letters and digits; None creates a new experiment.
         mode: How the experiment is opened: "get_or_create" (the default), "get" or "create".
         online: Whether points are sent; otherwise local files are written, for `comet upload`. An experiment that was
-            reopened has several archives of one key. None: True.
+            reopened has several archives with one key. None is True.
         prefix: Text before each metric's name, joined by "-".
-        log_model: Whether the kept checkpoints are uploaded when fit ends; "all": each when it is saved.
+        log_model: Whether the kept checkpoints are uploaded when fit ends; "all" uploads each when it is saved.
         x_axis: Unit of the x axis: "step", "samples", "time" (seconds of training) or the name of a logged metric.
         kwargs: Arguments of `comet_ml.ExperimentConfig`: offline_directory, name, tags, log_code, ...
 
@@ -106,16 +106,16 @@ class CometLogger(ServiceLogger):
         return self._lw_opened(self._lw_begin)
 
     def log_image(self, key: str, images: Pictures, step: int | None = None, **kwargs: EachOption) -> None:
-        """Record pictures: one as `key`, several as `key/0`, `key/1`, ...
+        """Record images: one as `key`, several as `key/0`, `key/1`, ...
 
         Args:
-            key: Name.
-            images: One picture or a list, in a form that `Logger.log_image` lists.
-            step: The x value; None: the last recorded step.
-            kwargs: For comet_ml's log_image, each a list with one entry per picture; `caption` becomes metadata.
+            key: Name of the images.
+            images: One image or a list, in a form that `Logger.log_image` lists.
+            step: The x value; None is the last recorded step.
+            kwargs: Arguments of comet_ml's log_image, each a list with one entry per image; `caption` becomes metadata.
 
         Raises:
-            ConfigError: An item is not a picture, or a list has another length.
+            ConfigError: An item is not an image, or a list has another length.
         """
         if self.is_silent:
             return

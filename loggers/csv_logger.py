@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 class CSVLogger(FolderLogger):
     """Write metrics to `save_dir/name/version_N/metrics.csv` and hyperparameters to `hparams.yaml` beside it.
 
-    One row per `log_metrics` call; columns sorted, `step` among them; numbers with every digit they have (`nan` and
-    `inf` as such); missing values are empty cells. Rows are appended. A new name makes the logger rewrite the file,
-    in one atomic exchange.
+    Each `log_metrics` call writes one row. Columns are sorted, including `step`. Numbers have all digits (and `nan` and
+    `inf`); missing values are empty cells. Rows are appended. For a metric with a new name, the file is rewritten
+    atomically.
 
     Args:
-        save_dir: Directory of all runs, or URL that fsspec understands.
-        name: Name of the experiment; None or "": no directory for it.
-        version: Number N for `version_N`, or a text that is used as it is; None: the next free number.
+        save_dir: Directory of all runs, or a URL that fsspec supports.
+        name: Name of the experiment; None or "" for no directory of the experiment.
+        version: Number N for `version_N`, or a text that is used unchanged; None is the next free number.
         prefix: Text before each metric's name, joined by "-".
         flush_logs_every_n_steps: Number of steps, or rows, between writes; rows wait in memory until then.
         root_dir: Alias of `save_dir`.
@@ -57,15 +57,15 @@ class CSVLogger(FolderLogger):
 
     @property
     def experiment(self) -> ExperimentWriter:
-        """The writer of the file, which holds the rows that are not written yet."""
+        """The writer of the file, which holds the rows that were not written yet."""
         return self._lw_opened(lambda: ExperimentWriter(self.files_dir))
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Add one row; it reaches the disk at the next write.
 
         Args:
-            metrics: Name to number (or a tensor of one element, which is copied to the host).
-            step: The row's step. None takes `metrics["step"]` if there is one, else the last row's plus one.
+            metrics: Name -> number (or a tensor of one element, which is copied to the host).
+            step: The row's step. None is `metrics["step"]` if present, else the last row's step plus one.
 
         Raises:
             ConfigError: A value is not a number; the message names its key. No row is added.
@@ -102,7 +102,7 @@ class CSVLogger(FolderLogger):
             self._lw_end_session()
 
     def state_dict(self) -> StateDict:
-        """Write the pending rows durably and return where the file stands, so that a resumed run continues there."""
+        """Write the pending rows durably, and return the end of the file, from which a resumed run continues."""
         if self.is_silent:
             return {}
         self.save()
@@ -154,7 +154,7 @@ class ExperimentWriter:
         """Append the pending rows; on a failure the file keeps complete rows, and the pending ones stay pending.
 
         Raises:
-            OSError: The disk is full, or the file is not writable or gone.
+            OSError: The disk is full, or the file is missing or not writable.
         """
         with self._lock:
             if not self.metrics:
@@ -174,7 +174,7 @@ class ExperimentWriter:
             self.metrics.clear()
 
     def position(self) -> StateDict:
-        """Return where the file ends: rows, columns and the last row, by which the file is known again."""
+        """Return the end of the file: rows, columns, and the last row, which identifies the file."""
         if self._rows and not self._has_rows_to_drop:
             with open(self.metrics_file_path, "r+b") as file:
                 os.fsync(file.fileno())  # the checkpoint that holds this position must not outlive the rows

@@ -29,13 +29,13 @@ E = TypeVar("E")
 class FolderLogger(RunLogger):
     """Base of loggers that write files: on this machine, or through a copy on this machine to a URL.
 
-    At a URL, what is new is sent every 15 seconds, or less often if that takes more than 5 % of the time; and at once
-    with hyperparameters, before each checkpoint, and when the run ends.
+    New data are sent to a URL every 15 seconds, or less often if that takes more than 5 % of the time; and at once with
+    hyperparameters, before each checkpoint, and when the run ends.
 
     Args:
-        save_dir: Directory of all runs, or URL that fsspec understands; this or its alias `root_dir` is required.
-        name: Name of the experiment; None or "": no directory for it.
-        version: Number N for `version_N`, or a text that is used as it is; None: the next free number.
+        save_dir: Directory of all runs, or a URL that fsspec supports; this or its alias `root_dir` is required.
+        name: Name of the experiment; None or "" for no directory of the experiment.
+        version: Number N for `version_N`, or a text that is used unchanged; None is the next free number.
         prefix: Text before each metric's name, joined by "-".
         root_dir: Alias of `save_dir`.
     """
@@ -91,7 +91,7 @@ class FolderLogger(RunLogger):
 
     @property
     def name(self) -> str:
-        """Name of the experiment, the folder over the versions; "" if there is none."""
+        """Name of the experiment, the folder that contains the versions; "" without one."""
         return self._lw_folder.name
 
     @property
@@ -101,15 +101,15 @@ class FolderLogger(RunLogger):
 
     @property
     def taken_version(self) -> int | str | None:
-        """The run's version; None as long as none was taken."""
+        """The run's version; None before one is taken."""
         return self._lw_folder.version if self._lw_folder.is_resolved else None
 
     def join_version(self, version: int | str) -> None:
-        """Use the folder of this version: another process, rank zero or one that ended, has taken it."""
+        """Use the folder of this version, which another process (rank zero, or an earlier one) has taken."""
         self._lw_folder.continue_in(version)
 
     def move_to(self, version: int | str | None) -> None:
-        """Finish the files so far, and start a new run: in the folder of this version, or of the next free number."""
+        """Finish the current files, and start a new run in the folder of this version, or of the next free number."""
         self._lw_close()
         self.send_files()
         self._lw_folder.release()
@@ -118,10 +118,10 @@ class FolderLogger(RunLogger):
         self._lw_step = -1
 
     def check_folder(self) -> None:
-        """Refuse a folder that cannot be made or written to, before a training whose results it is for.
+        """Raise an error for a folder that cannot be created or written to, before training starts.
 
         Raises:
-            ConfigError: Its place is a file, there is no permission, or another process is logging there.
+            ConfigError: The path is a file, permission is denied, or another process is logging there.
         """
         if self._lw_folder.is_resolved and self._lw_folder.is_in_use(self._lw_folder.version):
             raise self._lw_in_use()
@@ -160,13 +160,13 @@ class FolderLogger(RunLogger):
         return self._lw_folder.new_local(folder) if self.is_silent else self._lw_folder.local(folder)
 
     def send_files(self, *, is_end: bool = False) -> None:
-        """Send what is new in `files_dir` if `log_dir` is a URL; nothing happens otherwise.
+        """Send new data in `files_dir` if `log_dir` is a URL; otherwise do nothing.
 
         Args:
-            is_end: Whether the run ends: a file that was sent in parts is put together.
+            is_end: Whether the run ends: files that were sent in parts are joined.
 
         Raises:
-            OSError: The store did not take it; a later call sends it.
+            OSError: The store did not accept the data; a later call sends them.
         """
         if self._lw_folder.remote is not None:
             self._lw_folder.remote.send(is_end=is_end)
@@ -185,11 +185,11 @@ class FolderLogger(RunLogger):
         return self._lw_folder
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue in the folder of `state_dict`, dropping what was logged after it.
+        """Continue in the folder of `state_dict`, and remove rows that were logged after it.
 
-        The folder is searched under this logger's own `save_dir/name`, so a moved run is found, too. It is used only if
-        its files are those of the checkpoint; otherwise a new run starts, with a message. Nothing on disk changes
-        before the resumed run writes.
+        The folder is searched under this logger's `save_dir/name`, so that a moved run is found, too. It is used only
+        if its files match the checkpoint; otherwise a new run starts, with a message. Nothing on disk changes before
+        the resumed run writes.
         """
         if not state_dict or self.is_silent:
             return
@@ -241,16 +241,16 @@ class FolderLogger(RunLogger):
             self._lw_write_hparams()
 
     def log_image(self, key: str, images: Pictures, step: int | None = None, **kwargs: EachOption) -> None:
-        """Write pictures as `media/<key>/<step>-<number>.png` in the run's folder; captions as `.txt` beside them.
+        """Write images as `media/<key>/<step>-<number>.png` in the run's folder, and captions as `.txt` files.
 
         Args:
-            key: Name; "/" makes folders.
-            images: One picture or a list, in a form that `Logger.log_image` lists.
-            step: The x value; None: the last recorded step.
-            kwargs: `caption` is a list with one text per picture.
+            key: Name of the images; "/" creates folders.
+            images: One image or a list, in a form that `Logger.log_image` lists.
+            step: The x value; None is the last recorded step.
+            kwargs: `caption` is a list with one text per image.
 
         Raises:
-            ConfigError: An item is not a picture, the number of captions differs, or `key` leaves the folder.
+            ConfigError: An item is not an image, the number of captions differs, or `key` leaves the folder.
             MissingDependency: Pillow is not installed.
         """
         if self.is_silent:
@@ -262,12 +262,12 @@ class FolderLogger(RunLogger):
         self._lw_send_if_due()
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
-        """Write text as `media/<key>/<step>.txt` in the run's folder; a second one of a step replaces the first.
+        """Write text as `media/<key>/<step>.txt` in the run's folder; a second text of a step replaces the first.
 
         Args:
-            key: Name; "/" makes folders.
+            key: Name of the text; "/" creates folders.
             text: The text.
-            step: The x value; None: the last recorded step.
+            step: The x value; None is the last recorded step.
 
         Raises:
             ConfigError: `key` leaves the folder.
@@ -331,8 +331,8 @@ class FolderLogger(RunLogger):
 def share_version(loggers: Iterable[Logger]) -> None:
     """Make file loggers of different kinds with the same root directory write into one version folder.
 
-    Loggers keep their own folder if a version was passed or already taken, or if the shared folder has one of their
-    kind. A second call changes nothing.
+    A logger keeps a separate folder if a version was passed or already taken, or if the shared folder has a logger of
+    its class. A second call changes nothing.
     """
     shared: dict[str, tuple[RunFolder, set[type]]] = {}
     for logger in loggers:
@@ -356,7 +356,7 @@ def keep_old_file(path: str) -> str:
 
 
 def keep_old_files(folder: str, names: Collection[str]) -> None:
-    """Move files of an earlier run into the first free folder `earlier.N` in theirs, and warn."""
+    """Move files of an earlier run into the first free subfolder `earlier.N`, and warn."""
     if not names:
         return
     kept = _free_name(os.path.join(folder, "earlier"), "")

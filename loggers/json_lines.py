@@ -26,15 +26,15 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class JSONLinesLogger(FolderLogger):
     """Write metrics to `save_dir/name/version_N/metrics.jsonl` and hyperparameters to `hparams.yaml` beside it.
 
-    One line per `log_metrics` call: `{"step": 50, "epoch": 0, "samples": 1600, "wall_s": 3.2, "loss": 0.25}`, that is
-    where training stands, so that a reader chooses the x axis, and then the metrics in the order in which they came.
-    Numbers keep all digits. JSON lacks NaN: non-finite numbers are the texts "NaN", "Infinity" and "-Infinity", which
-    `read_json_lines` converts to numbers. A line is passed to the system when `log_metrics` returns.
+    Each `log_metrics` call writes one line: `{"step": 50, "epoch": 0, "samples": 1600, "wall_s": 3.2, "loss": 0.25}`.
+    It contains the progress of training, from which a reader chooses the x axis, and then the metrics in the order of
+    logging. Numbers keep all digits. JSON lacks NaN: non-finite numbers are the texts "NaN", "Infinity" and
+    "-Infinity", which `read_json_lines` converts to numbers. A line is passed to the system when `log_metrics` returns.
 
     Args:
-        save_dir: Directory of all runs, or URL that fsspec understands.
-        name: Name of the experiment; None or "": no directory for it.
-        version: Number N for `version_N`, or a text that is used as it is; None: the next free number.
+        save_dir: Directory of all runs, or a URL that fsspec supports.
+        name: Name of the experiment; None or "" for no directory of the experiment.
+        version: Number N for `version_N`, or a text that is used unchanged; None is the next free number.
         prefix: Text before each metric's name, joined by "-".
         root_dir: Alias of `save_dir`.
     """
@@ -63,13 +63,13 @@ class JSONLinesLogger(FolderLogger):
         """Append one line.
 
         Args:
-            metrics: Name to number (or a tensor of one element, which is copied to the host). `step`, `epoch`,
+            metrics: Name -> number (or a tensor of one element, which is copied to the host). `step`, `epoch`,
                 `samples` and `wall_s` are written under these names, without the prefix.
-            step: The line's step. None for `metrics["step"]` if present, otherwise the last line's step plus one.
+            step: The line's step. None is `metrics["step"]` if present, otherwise the last line's step plus one.
 
         Raises:
             ConfigError: A value is not a number; the message names its key. No line is written.
-            OSError: The disk is full, or the file is gone; it keeps complete lines.
+            OSError: The disk is full, or the file is missing; it keeps complete lines.
         """
         if self.is_silent:
             return
@@ -91,18 +91,18 @@ class JSONLinesLogger(FolderLogger):
         self.log_metrics({"samples": int(axes.get("samples", 0)), "wall_s": round(self.wall_s, 3), **metrics}, step)
 
     def save(self) -> None:
-        """Send what is new to a URL if it is time; a local file has every line already."""
+        """Send new lines to a URL if it is time; a local file already has every line."""
         if not self.is_silent:
             self._lw_send_if_due()
 
     def finalize(self, status: str) -> None:
-        """Send the rest to a URL; a local file has every line already."""
+        """Send the remaining lines to a URL; a local file already has every line."""
         if not self.is_silent:
             self.send_files(is_end=True)
             self._lw_end_session()
 
     def state_dict(self) -> StateDict:
-        """Put the lines on disk durably and return where the file ends, so that a resumed run continues there."""
+        """Write the lines to disk durably, and return the end of the file, from which a resumed run continues."""
         if self.is_silent:
             return {}
         with self._lw_lock:
@@ -156,7 +156,7 @@ class LineWriter:
 
         Raises:
             OSError: The disk is full, or the file is not writable.
-            TypeError: The row holds something that JSON does not know.
+            TypeError: The row contains a value that JSON does not support.
         """
         data = f"{_line(row)}\n".encode()
         if not self._is_begun:
@@ -167,7 +167,7 @@ class LineWriter:
         self._checksum = zlib.crc32(data, self._checksum)
 
     def position(self) -> StateDict:
-        """Return where the file ends, durably, and a checksum by which it is known again."""
+        """Return the end of the file, written durably, and a checksum that identifies the file."""
         if self._is_begun and self._size:
             with open(self.path, "r+b") as file:
                 os.fsync(file.fileno())  # the checkpoint that holds this position must not outlive the lines
@@ -186,14 +186,14 @@ class LineWriter:
 def read_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the rows of a metrics.jsonl; non-finite numbers are converted to floats.
 
-    An incomplete last line, unfinished or truncated by a crash, is left out.
+    An incomplete last line, unfinished or truncated by a crash, is ignored.
 
     Args:
         path: The file.
 
     Raises:
-        DataError: A line before the last is not a JSON object; it is named.
-        OSError: There is no such file.
+        DataError: A line before the last is not a JSON object; the message names it.
+        OSError: The file does not exist.
     """
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):

@@ -31,7 +31,7 @@ _MOST_PARAMS, _MOST_METRICS = 100, 1000  # limits of the service per request
 
 
 class MLFlowLogger(ServiceLogger):
-    """Record metrics, hyperparameters, pictures and texts in an MLflow run.
+    """Record metrics, hyperparameters, images and texts in an MLflow run.
 
     The run begins with the first record, on rank zero, and is marked as finished or failed when fit, validate, test or
     predict ends. A resumed fit continues the checkpoint's run and sends no point that the store has; to branch off an
@@ -39,13 +39,13 @@ class MLFlowLogger(ServiceLogger):
 
     Args:
         experiment_name: Name of the experiment; created if necessary.
-        run_name: Display name of the run; None: chosen by MLflow.
-        tracking_uri: URI of the store; None: the variable MLFLOW_TRACKING_URI, else the directory `save_dir`.
+        run_name: Display name of the run; None lets MLflow choose it.
+        tracking_uri: URI of the store; None is the variable MLFLOW_TRACKING_URI, else the directory `save_dir`.
         tags: Tags of the run.
         save_dir: Directory of the store without `tracking_uri`.
-        log_model: Whether the kept checkpoints are uploaded when fit ends; "all": each when it is saved.
+        log_model: Whether the kept checkpoints are uploaded when fit ends; "all" uploads each when it is saved.
         prefix: Text before each metric's name, joined by "-".
-        artifact_location: Location of artifacts of a new experiment; None: chosen by the store.
+        artifact_location: Location of artifacts of a new experiment; None lets the store choose it.
         run_id: Id of an existing run to continue.
         synchronous: Argument of MLflow's log_batch; None waits for the store, on the writing thread.
         x_axis: Unit of the x axis: "step", "samples", "time" (seconds of training) or the name of a logged metric.
@@ -104,7 +104,7 @@ class MLFlowLogger(ServiceLogger):
 
     @property
     def run_id(self) -> str | None:
-        """Id of the run, which begins now if it never has; None above rank zero. One that has ended stays ended."""
+        """Id of the run, which begins now if it has not begun; None above rank zero. An ended run is not reopened."""
         if not self.is_silent and self._lw_id is None:
             self._lw_run()
         return self._lw_id
@@ -122,16 +122,16 @@ class MLFlowLogger(ServiceLogger):
         return self._lw_store()
 
     def log_image(self, key: str, images: Pictures, step: int | None = None, **kwargs: EachOption) -> None:
-        """Record pictures as artifacts `media/<key>/<step>-<number>.png`; captions as `.txt` beside them.
+        """Record images as artifacts `media/<key>/<step>-<number>.png`, and captions as `.txt` artifacts.
 
         Args:
-            key: Name.
-            images: One picture or a list, in a form that `Logger.log_image` lists.
-            step: The x value; None: the last recorded step.
-            kwargs: `caption` is a list with one text per picture.
+            key: Name of the images.
+            images: One image or a list, in a form that `Logger.log_image` lists.
+            step: The x value; None is the last recorded step.
+            kwargs: `caption` is a list with one text per image.
 
         Raises:
-            ConfigError: An item is not a picture, or the number of captions differs.
+            ConfigError: An item is not an image, or the number of captions differs.
             MissingDependency: Pillow is not installed.
         """
         if self.is_silent:

@@ -37,10 +37,10 @@ class ServiceLogger(RunLogger):
 
     Args:
         save_dir: Directory of local files, on this machine.
-        run_id: Id of the run; None: a new one.
+        run_id: Id of the run; None creates a new run.
         prefix: Text before each metric's name, joined by "-".
         x_axis: Unit of the x axis: "step", "samples", "time" (seconds of training) or the name of a logged metric.
-        log_model: Whether the kept checkpoints are uploaded when fit ends; "all": each when it is saved.
+        log_model: Whether the kept checkpoints are uploaded when fit ends; "all" uploads each when it is saved.
 
     Raises:
         ConfigError: `log_model` or `x_axis` is invalid, or `save_dir` is a URL.
@@ -92,7 +92,7 @@ class ServiceLogger(RunLogger):
     def version(self) -> str | None:
         """The run's id; None before it has one.
 
-        Where the service takes ids of ours (`id_bytes`), one is chosen at the first call on rank zero.
+        If the service accepts ids from clients (`id_bytes`), the first call on rank zero chooses one.
         """
         if self._lw_id is None and self.id_bytes and not self.is_silent:
             self._lw_id = secrets.token_hex(self.id_bytes)  # not from the generators that a training uses
@@ -102,8 +102,8 @@ class ServiceLogger(RunLogger):
         """Record one point per metric.
 
         Args:
-            metrics: Name to number (or a tensor of one element, which is copied to the host).
-            step: The points' x. None takes the last one plus one.
+            metrics: Name -> number (or a tensor of one element, which is copied to the host).
+            step: The x value of the points. None is the last one plus one.
 
         Raises:
             ConfigError: A value is not a number; the message names its key. Nothing is recorded.
@@ -137,7 +137,7 @@ class ServiceLogger(RunLogger):
         """Upload checkpoints, now or at the end, according to `log_model`.
 
         Args:
-            checkpoint_callback: The callback that saved one.
+            checkpoint_callback: The callback that saved a checkpoint.
         """
         if self._log_model and not self.is_silent:
             self._checkpoint_callback = checkpoint_callback

@@ -47,7 +47,7 @@ class ParameterBytes:
     Attributes:
         weight: Bytes of its value.
         gradient: Bytes of its gradient.
-        optimizer: Bytes of the optimizer's state, with a float32 copy of the value if the optimizer keeps one.
+        optimizer: Bytes of the optimizer's state, including a float32 copy of the value if it keeps one.
     """
 
     weight: float
@@ -56,7 +56,7 @@ class ParameterBytes:
 
     @property
     def total(self) -> float:
-        """The sum."""
+        """Sum of all bytes."""
         return self.weight + self.gradient + self.optimizer
 
 
@@ -107,8 +107,8 @@ def state_bytes(
 
     Args:
         parameters: Number of trained parameters.
-        devices: Number of devices over which state is sharded.
-        stage: ZeRO stage: 0 shards nothing (DDP), 1 optimizer state, 2 gradients as well, 3 parameters as well (FSDP).
+        devices: Number of devices to shard over.
+        stage: ZeRO stage: 0 shards nothing (DDP), 1 the optimizer state, 2 also gradients, 3 also parameters (FSDP).
         each: Bytes of one parameter.
 
     >>> [state_bytes(7e9, 4, stage=stage) / 1e9 for stage in range(4)]
@@ -128,14 +128,14 @@ def transformer_activation_bytes(
 ) -> float:
     """Return the bytes of the activations that a transformer keeps for its backward pass.
 
-    34 bytes per token, channel and layer at 16 bits, and twice as many at 32, without attention scores, which fused
-    attention does not keep. With checkpointing, the input of each layer and one recomputed layer.
+    These are 34 bytes per token, channel and layer at 16 bits, and twice as many at 32 bits, without attention scores,
+    which fused attention does not store. With checkpointing, they are the input of each layer and one recomputed layer.
 
     Args:
-        tokens: Tokens of a micro-batch: sequences times their length.
+        tokens: Tokens in a micro-batch: number of sequences times their length.
         width: Width of the hidden states.
         layers: Number of blocks.
-        element_bytes: Bytes of an activation.
+        element_bytes: Bytes of one activation element.
         is_checkpointed: Whether each block is recomputed in the backward pass.
 
     >>> transformer_activation_bytes(2048, 4096, 32) / 2**30
@@ -156,7 +156,7 @@ def ring_bytes(size_bytes: float, devices: int, operation: str = "all_reduce") -
     """Return the bytes that each device sends in a ring: (N-1)/N of the data for each half of an all-reduce.
 
     Args:
-        size_bytes: Bytes of the data that is reduced, or of the gathered data.
+        size_bytes: Bytes of the data to reduce, or of the gathered data.
         devices: Number of devices in the ring.
         operation: "all_reduce", or one of its halves, "reduce_scatter" and "all_gather".
 
@@ -185,7 +185,7 @@ def ring_all_reduce_s(size_bytes: float, devices: int, bytes_per_s: float) -> fl
 
 
 def bubble_fraction(stages: int, micro_batches: int, stages_per_rank: int = 1) -> float:
-    """Return the fraction of a pipeline's time in which a rank waits: (P-1)/(V M + P-1).
+    """Return the fraction of a pipeline's time that a rank waits: (P-1)/(V M + P-1).
 
     Args:
         stages: Number of ranks in the pipeline, P.
@@ -208,8 +208,8 @@ def bubble_fraction(stages: int, micro_batches: int, stages_per_rank: int = 1) -
 def dense_flops_per_token(parameters: int) -> int:
     """Return an estimate of the training FLOPs per token of a dense model: 6 N.
 
-    2 for the multiplication and addition of each weight in the forward pass, twice that in the backward pass. Attention
-    scores are left out.
+    That is 2 for the multiplication and addition of each weight in the forward pass, and 4 in the backward pass.
+    Attention scores are not included.
 
     >>> dense_flops_per_token(7_000_000_000)
     42000000000
@@ -220,7 +220,7 @@ def dense_flops_per_token(parameters: int) -> int:
 
 
 def training_flops(parameters: int, tokens: int) -> int:
-    """Return the FLOPs of training a dense model on a number of tokens: 6 N D.
+    """Return the FLOPs of training a dense model with N parameters on D tokens: 6 N D.
 
     >>> training_flops(7_000_000_000, 140_000_000_000) / 1e15  # in petaFLOPs
     5880000.0
@@ -245,10 +245,10 @@ def training_hours(flops: float, devices: int, peak_flops: float, mfu: float = 0
     """Return the hours of a training.
 
     Args:
-        flops: As from `training_flops`.
+        flops: FLOPs of the training, as from `training_flops`.
         devices: Number of devices.
-        peak_flops: FLOP/s of one device at the training's precision.
-        mfu: Fraction of the peak that the training reaches.
+        peak_flops: Peak FLOP/s of one device in the training's precision.
+        mfu: Model FLOPs utilization: fraction of the peak that is reached.
 
     >>> round(training_hours(training_flops(7_000_000_000, 140_000_000_000), 64, 989e12), 1)
     64.5
@@ -262,7 +262,7 @@ def training_cost(hours: float, devices: int, price_per_hour: float, *, discount
     Args:
         hours: Wall-clock hours.
         devices: Number of devices.
-        price_per_hour: Price of one device.
+        price_per_hour: Price of one device for an hour.
         discount: Discount of spot or preemptible devices, as a fraction; often 0.6 to 0.9.
 
     >>> training_cost(64.5, 64, 2.5), training_cost(64.5, 64, 2.5, discount=0.75)

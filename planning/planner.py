@@ -70,23 +70,25 @@ def plan(
     loss: Callable[[nn.Module, Any], Any] | None = None,
     bandwidth: str | float = "50GB",
 ) -> Plan:
-    """Return the memory and communication of a training with each strategy and mesh. Launches and allocates nothing.
+    """Return the memory and communication that a training needs with each strategy and mesh, without launching it.
 
-    Each row is a simulation: the strategy trains the module for two steps without memory, in one process that simulates
-    all ranks. Repeated blocks are extrapolated from two short models.
+    Each row is a simulation in one process: the strategy trains two steps of the module on tensors without memory, in a
+    simulated process group of the full size. Repeated blocks are extrapolated from two short models.
 
     Args:
-        build: Returns the module, a `lw.Module` or any whose loss `loss` computes. It is called on the meta device.
+        build: Function that returns the module, on the meta device: a `lw.Module`, or any module whose loss `loss`
+            computes.
         batch: A batch of one process, as the loader of a rank returns it.
         devices: Number of devices per node.
         num_nodes: Number of nodes.
-        memory: Of a device: bytes, or a text such as "80GB"; None: unknown.
-        precision: As of the Trainer.
-        optimizer: "adamw", "adam", "sgd", "sgd-momentum", or a function of the module; None: that of the module's
-            `configure_optimizers`, else "adamw".
-        accumulate: Micro-batches per optimizer step; pipelines take at least as many as they have stages.
-        loss: Function of module and batch; None: the module's `training_step`, or what its forward returns.
-        bandwidth: Bytes per second that a device sends to the next one in a ring.
+        memory: Memory of a device: bytes, or a text such as "80GB". None if unknown.
+        precision: Name of the precision, as in the Trainer.
+        optimizer: "adamw", "adam", "sgd", "sgd-momentum", or a function of the module that returns the optimizer. None
+            is the module's `configure_optimizers`, else "adamw".
+        accumulate: Micro-batches per optimizer step; pipelines use at least as many as they have stages.
+        loss: Function of module and batch that returns the loss. None is the module's `training_step`, or the output of
+            its forward.
+        bandwidth: Bytes per second, or a text such as "50GB", that a device sends to the next one in a ring.
 
     Raises:
         ConfigError: An argument is invalid.

@@ -1,4 +1,4 @@
-"""`Plan` and `Row`: what a training would need with each strategy, as values, as JSON and as a table for people."""
+"""`Plan` and `Row`: memory and communication of a training with each strategy, as values, JSON and a table."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _WIDE = ("parameters", "gradients", "optimizer", "activations", "gathered")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A strategy, with the memory and communication of one device.
+    """A strategy, and the memory and communication of a device with it.
 
     Attributes:
         name: Name of the strategy.
-        line: The Trainer's arguments to write.
+        line: The Trainer's arguments for it.
         devices: Number of devices that it uses.
-        held: Bytes by kind, at the peak of a step: "parameters", "gradients", "optimizer", "activations", and
-            "gathered" (full parameters of sharded units, and communication buffers).
+        held: Bytes by kind at the peak of a step: "parameters", "gradients", "optimizer", "activations", and "gathered"
+            (full parameters of sharded units, and communication buffers).
         sent: Bytes that a device sends in a step.
-        bubble: Fraction of the time in which a pipeline stage waits.
-        memory: Bytes of a device; None if unknown.
+        bubble: Fraction of the time that a pipeline stage waits.
+        memory: Memory of a device in bytes; None if unknown.
         bandwidth: Bytes per second from a device to the next.
-        note: Values that are not exact; "" if there are none.
+        note: Limits of the estimate; "" without any.
     """
 
     name: str
@@ -44,22 +44,22 @@ class Row:
 
     @property
     def peak(self) -> float:
-        """The most bytes that a device holds in a step."""
+        """Peak memory of a device in a step, in bytes."""
         return sum(self.held.values())
 
     @property
     def spare(self) -> float | None:
-        """Free bytes of the device at the peak; negative if memory is missing. None if its memory is unknown."""
+        """Bytes of the device that are free at the peak; negative if memory is missing. None if unknown."""
         return None if self.memory is None else self.memory - self.peak
 
     @property
     def fits(self) -> bool | None:
-        """Whether a tenth of the memory stays free, for kernels and fragmentation; None if the memory is unknown."""
+        """Whether a tenth of the memory stays free, for allocations of kernels and fragmentation; None if unknown."""
         return None if self.memory is None else self.peak <= (1 - SPARE) * self.memory
 
     @property
     def seconds(self) -> float:
-        """Seconds of communication in a step, without overlap with computation."""
+        """Seconds that sending takes in a step, without overlap with computation."""
         return self.sent / self.bandwidth
 
 
@@ -68,11 +68,11 @@ class Plan:
     """Memory and communication of a training with each strategy; `str()` returns a table.
 
     Attributes:
-        rows: One for each strategy that can be used, in order of preference.
+        rows: One row for each usable strategy, in order of preference.
         devices: Number of devices.
-        memory: Bytes of a device; None if unknown.
+        memory: Memory of a device in bytes; None if unknown.
         bandwidth: Bytes per second from a device to the next.
-        left_out: Strategies that cannot be used, with the reasons.
+        left_out: Strategies that cannot be used, and the reasons.
     """
 
     rows: tuple[Row, ...]
@@ -83,9 +83,9 @@ class Plan:
 
     @property
     def best(self) -> Row | None:
-        """The row to use: the first row that fits, among rows with the most devices; None if nothing fits.
+        """The recommended row: of the rows that fit, the first with the most devices; None if nothing fits.
 
-        If the memory is unknown, this is the first row.
+        If the memory is unknown, it is the first row.
         """
         fitting = [row for row in self.rows if row.fits is not False and not (self.memory and row.note)]
         several = [row for row in fitting if row.devices > 1]
@@ -108,7 +108,7 @@ class Plan:
         }
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
-        """Return the heading and the rows of the table."""
+        """Return the headings and the rows of the table."""
         heading = ["strategy", *_WIDE, "peak", "sent/step", "time", "bubble"]
         if self.memory is not None:
             heading.append("fits")
@@ -123,7 +123,7 @@ class Plan:
         return found
 
     def advice(self) -> list[str]:
-        """Return the lines below the table: notes, what was left out, and what to write."""
+        """Return the lines below the table: notes, unusable strategies, and the recommended arguments."""
         lines = [f"{row.name}: {row.note}." for row in self.rows if row.note]
         lines += [f"{name} is left out: {why}" for name, why in self.left_out.items()]
         best = self.best
@@ -148,7 +148,7 @@ class Plan:
 
     @property
     def title(self) -> str:
-        """What the table shows."""
+        """Title of the table."""
         count = "1 device" if self.devices == 1 else f"{self.devices} devices"
         of = "" if self.memory is None else f" of {show_size(self.memory)}"
         return f"Per device at the peak of a step, on {count}{of}; time of sending at {show_size(self.bandwidth)}/s:"

@@ -1,4 +1,4 @@
-"""Profilers: where the time of a run goes, by activity."""
+"""Profilers: the time of a run, by activity."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _BY_NAME = {home: name for name, home in _HOME.items()}
 
 
 def resolve_profiler(value: Profiler | str | None) -> Profiler | None:
-    """Return the profiler for the Trainer's `profiler=` argument; None for None.
+    """Return the profiler for a value of the Trainer's `profiler=` argument; None for None.
 
     Args:
         value: A profiler, "simple", "advanced", "pytorch" or "xla" in any case, or None.
 
     Raises:
         ConfigError: The value is none of these.
-        MissingDependency: "xla" without torch_xla.
+        MissingDependency: The value is "xla", and torch_xla is not installed.
     """
     if value is None or isinstance(value, Profiler):
         return value

@@ -1,4 +1,4 @@
-"""AdvancedProfiler: which Python functions take the time of each activity, by the standard library's cProfile."""
+"""AdvancedProfiler: the time of Python functions in each activity, measured by the standard library's cProfile."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from .base import Profiler, not_started
 
 
 class AdvancedProfiler(Profiler):
-    """Keep one cProfile per activity, and report the functions of each by cumulative time.
+    """Run one cProfile per activity, and report the functions of each by cumulative time.
 
-    Python has one profiler at a time: while an activity runs inside another, the outer one's is paused, so that every
-    call belongs to the innermost activity. Every Python call becomes slower: compare functions, not runs.
+    Python allows one profiler at a time. While an activity runs inside another, the outer profiler is paused, so that
+    every call belongs to the innermost activity. Every Python call becomes slower: compare functions, not runs.
 
     Args:
-        dirpath: Directory of the files; None takes the run's log directory.
+        dirpath: Directory of the files; None is the run's log directory.
         filename: Middle of the report file's name, `<stage>-<filename>[-<rank>].txt`; None logs the report instead.
-        line_count_restriction: How many functions to report of each activity: a number of lines, or a fraction of them
-            from 0.0 to 1.0.
-        dump_stats: Whether to write `<stage>-<filename>[-<rank>]-<activity>.prof` for each activity too, which
+        line_count_restriction: Number of functions to report for each activity, or a fraction of them from 0.0 to 1.0.
+        dump_stats: Whether to also write `<stage>-<filename>[-<rank>]-<activity>.prof` for each activity, which
             `python -m pstats`, snakeviz and others open.
-        steps: Training steps to profile, see `Profiler`.
-        ranks: Ranks to profile, see `Profiler`.
+        steps: Training steps to profile; see `Profiler`.
+        ranks: Ranks to profile; see `Profiler`.
 
     Raises:
         ConfigError: `line_count_restriction` is negative or a fraction above 1.
@@ -57,11 +56,11 @@ class AdvancedProfiler(Profiler):
         self._lw_is_over = False
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Begin a run; what an earlier, ended run recorded is forgotten.
+        """Begin a run, and discard the records of an earlier run that has ended.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
-            local_rank: Rank; None if there is one process.
+            local_rank: Rank of this process; None with one process.
             log_dir: The run's log directory.
         """
         super().setup(stage, local_rank, log_dir)
@@ -70,7 +69,7 @@ class AdvancedProfiler(Profiler):
             self._lw_is_over = False
 
     def teardown(self, stage: str | None = None) -> None:
-        """End a run: no profile is active any more; what was recorded stays readable until the next `setup`.
+        """End a run and its profiles; the records stay readable until the next `setup`.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
@@ -81,7 +80,7 @@ class AdvancedProfiler(Profiler):
         self._lw_is_over = True
 
     def start(self, action_name: str) -> None:
-        """Note that an activity begins, inside the one that is open.
+        """Record the start of an activity, inside the open one.
 
         Args:
             action_name: Name of the activity.
@@ -96,7 +95,7 @@ class AdvancedProfiler(Profiler):
         self._lw_enable(profile)
 
     def stop(self, action_name: str) -> None:
-        """Note that the activity that began last under this name ends.
+        """Record the end of the activity of this name that began last.
 
         Args:
             action_name: Name of the activity.
@@ -113,7 +112,7 @@ class AdvancedProfiler(Profiler):
             self._lw_enable(self.profiled_actions[self._lw_open[-1]])
 
     def summary(self) -> str:
-        """Return the functions of each activity by cumulative time, activities in the order of their first start."""
+        """Return the functions of each activity by cumulative time, in the order of their first start."""
         parts = []
         for name, profile in self.profiled_actions.items():
             out = io.StringIO()

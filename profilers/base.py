@@ -1,4 +1,4 @@
-"""`Profiler`, the base class of profilers: it is notified when an activity of the run starts and stops."""
+"""`Profiler`, the base class of profilers, which is notified when an activity of the run starts and stops."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ class Profiler:
     again inside itself. All calls come from the thread that trains.
 
     Args:
-        dirpath: Directory of the report file; None takes the run's log directory.
+        dirpath: Directory of the report file; None is the run's log directory.
         filename: Middle of the report file's name, `<stage>-<filename>[-<rank>].txt`; None logs the report instead.
         steps: First and last training step of a fit to profile, as (10, 15) or "10-15", both included and counted from
-            0 at the beginning of the fit; steps of evaluation outside of fit are counted alike. None: everything.
-        ranks: Ranks to profile; None: all.
+            0 at the beginning of the fit. Steps of an evaluation outside fit are counted in the same way. None profiles
+            everything.
+        ranks: Ranks to profile; None for all.
 
     Raises:
         ConfigError: `steps` or `ranks` is invalid, or `dirpath` is a URL.
@@ -65,7 +66,7 @@ class Profiler:
 
     @property
     def dirpath(self) -> str | os.PathLike[str] | None:
-        """Directory of the report file: the one given, else the run's log directory; None without either."""
+        """Directory of the report file: the argument, else the run's log directory; None without either."""
         return self._lw_dirpath if self._lw_dirpath is not None else self._lw_log_dir
 
     @dirpath.setter
@@ -74,21 +75,21 @@ class Profiler:
 
     @property
     def stage(self) -> str | None:
-        """The stage of the current or last run, as passed to `setup`; None before."""
+        """The stage that was passed to the last `setup`; None before."""
         return self._stage
 
     @property
     def rank_in_names(self) -> int | None:
-        """Rank that names of files have; None for one process, whose names have none."""
+        """Rank in file names; None with one process, whose file names contain none."""
         return self._local_rank
 
     @property
     def local_rank(self) -> int:
-        """Rank on this machine, as passed to `setup`; 0 before."""
+        """Rank among the processes of this node, as passed to `setup`; 0 before."""
         return self._local_rank or 0
 
     def start(self, action_name: str) -> None:
-        """Note that an activity begins.
+        """Record the start of an activity.
 
         Args:
             action_name: Name of the activity.
@@ -96,7 +97,7 @@ class Profiler:
         raise NotImplementedError(f"{type(self).__name__} does not define start(action_name)")
 
     def stop(self, action_name: str) -> None:
-        """Note that the activity that began last under this name ends.
+        """Record the end of the activity of this name that began last.
 
         Args:
             action_name: Name of the activity.
@@ -104,7 +105,7 @@ class Profiler:
         raise NotImplementedError(f"{type(self).__name__} does not define stop(action_name)")
 
     def profile(self, action_name: str) -> AbstractContextManager[str]:
-        """Return a context for an activity, which starts at entry and stops at exit, also after an exception.
+        """Return a context that starts the activity at entry and stops it at exit, also after an exception.
 
         Args:
             action_name: Name of the activity; also the value of `with ... as`.
@@ -125,7 +126,7 @@ class Profiler:
         return self.steps[0] <= now <= self.steps[1]
 
     def is_step(self, action_name: str) -> bool:
-        """Whether the activity is one step of the current stage: an optimizer step in fit, otherwise a batch.
+        """Whether the activity is one step of the current stage: an optimizer step in fit, else a batch.
 
         Args:
             action_name: Name of the activity.
@@ -143,7 +144,7 @@ class Profiler:
         return
 
     def summary(self) -> str:
-        """Return the report as text; empty if nothing was recorded."""
+        """Return the report as text; empty without a report."""
         return ""
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
@@ -151,8 +152,8 @@ class Profiler:
 
         Args:
             stage: "fit", "validate", "test" or "predict".
-            local_rank: Rank on this machine; None if there is one process, whose report has no rank in its name.
-            log_dir: The run's log directory, where the report goes without a `dirpath`.
+            local_rank: Rank among the processes of this node; None with one process, whose file names have no rank.
+            log_dir: The run's log directory, used for the report without a `dirpath`.
         """
         self._stage = stage
         self._local_rank = local_rank
@@ -160,7 +161,7 @@ class Profiler:
         self._lw_steps_seen = 0
 
     def teardown(self, stage: str | None = None) -> None:
-        """End a run; what was recorded stays readable until the next `setup`.
+        """End a run; the records stay readable until the next `setup`.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
@@ -168,7 +169,7 @@ class Profiler:
         return
 
     def describe(self) -> None:
-        """Write the report on local rank 0: to the file if there is a `filename` and a directory, otherwise to the log.
+        """Write the report to the file if there is a `filename` and a directory, else to the log on local rank 0.
 
         The report is appended to an existing file. Ends the run (`teardown`).
         """
@@ -189,10 +190,10 @@ class Profiler:
         return None if self.filename is None else self.path_of("txt")
 
     def path_of(self, extension: str, *names: str) -> str | None:
-        """Return the path of a file of this rank; None where no directory is known.
+        """Return the path of a file of this rank; None if no directory is known.
 
         Args:
-            extension: Of the file.
+            extension: Extension of the file.
             names: Further parts of the file's name: `<stage>-<filename>[-<rank>][-<name>].<extension>`.
         """
         directory = self.dirpath

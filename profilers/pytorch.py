@@ -1,4 +1,4 @@
-"""PyTorchProfiler: what operators and kernels of some steps cost, by torch.profiler, with traces for Chrome."""
+"""PyTorchProfiler: the time of operators and kernels in some steps, by torch.profiler, with traces for Chrome."""
 
 from __future__ import annotations
 
@@ -36,40 +36,40 @@ _RESERVED = ("schedule", "on_trace_ready", "use_cuda")
 
 
 class PyTorchProfiler(Profiler):
-    """Record a window of steps with torch.profiler, separately for training and for each kind of evaluation.
+    """Record a window of steps with torch.profiler, separately for training and each kind of evaluation.
 
-    A window costs nothing before it begins and after it ends: its profile is closed, and only its table is kept.
-    A training window continues through a validation; a validation window ends at the latest with the validation.
-    Without `steps` and `schedule`, a window skips one step, warms up for one, and records three.
+    A window has no cost before it begins and after it ends: its profile is closed, and only its table is kept. A window
+    of training continues through a validation; a window of validation ends with the validation at the latest. Without
+    `steps` and `schedule`, a window skips one step, warms up for one, and records three.
 
     Args:
-        dirpath: Directory of the files; None: the run's log directory.
-        filename: Middle of the files' names, `<stage>-<filename>[-<rank>].txt`; None: the table is logged.
+        dirpath: Directory of the files; None is the run's log directory.
+        filename: Middle of the files' names, `<stage>-<filename>[-<rank>].txt`; None logs the table.
         group_by_input_shapes: Whether the table has a row for each combination of input shapes.
-        emit_nvtx: Whether to mark operators for `nsys profile` instead of recording; needs CUDA. There is no table.
+        emit_nvtx: Whether to mark operators for `nsys profile` instead of recording; requires CUDA. There is no table.
         export_to_chrome: Whether to write `<stage>[-<filename>][-<rank>]-<kind>.<step>.pt.trace.json` for each window,
             which chrome://tracing, Perfetto and TensorBoard open.
-        row_limit: Rows of the table; -1 for all.
-        sort_by_key: Column to sort the table by, one of AVAILABLE_SORT_KEYS; None: the time on the device, or on the
+        row_limit: Maximum number of rows in the table; -1 for all.
+        sort_by_key: Column to sort the table by, one of AVAILABLE_SORT_KEYS; None is the time on the device, or on the
             CPU without one.
         record_module_names: Whether the trace names the submodule that each operator belongs to.
-        table_kwargs: Further arguments for torch's `table()`.
-        memory_timeline: Whether to write `....memory.json` for each trace, with times in microseconds and the bytes
-            allocated on each device.
-        export_to_flame_graph: Whether to write a `.stack` file of each window; needs with_stack=True.
-        metric: What the flame graph counts: "self_cpu_time_total" or "self_cuda_time_total".
-        schedule: Step number -> torch.profiler.ProfilerAction; counted separately for each kind of step, from 0.
-        on_trace_ready: Function called with each finished profile, after the files have been written.
-        steps: First and last step to record, both included, as (10, 15) or "10-15"; the step before warms up. Replaces
-            `schedule`.
-        ranks: Ranks to profile; None: all ranks.
+        table_kwargs: Further arguments of torch's `table()`.
+        memory_timeline: Whether to also write `....memory.json` for each trace: for each device, times in microseconds
+            and the bytes allocated at these times.
+        export_to_flame_graph: Whether to write a `.stack` file for each window; requires with_stack=True.
+        metric: Quantity in the flame graph: "self_cpu_time_total" or "self_cuda_time_total".
+        schedule: Function step -> torch.profiler.ProfilerAction; each kind of step is counted separately, from 0.
+        on_trace_ready: Function called with each finished profile, after the files are written.
+        steps: First and last step to record, both included, as (10, 15) or "10-15"; the step before them warms up.
+            Replaces `schedule`.
+        ranks: Ranks to profile; None for all.
         profiler_kwargs: Arguments of torch.profiler.profile: activities, record_shapes, profile_memory, with_stack, ...
 
     Attributes:
-        averages: Kind of step ("train", "validation", ...) to torch's `key_averages()` of its last window.
+        averages: Kind of step ("train", "validation", ...) -> torch's `key_averages()` of its last window.
 
     Raises:
-        ConfigError: An argument is unknown or invalid; names all of them.
+        ConfigError: Arguments are unknown or invalid; all are named.
     """
 
     AVAILABLE_SORT_KEYS = frozenset(
@@ -153,18 +153,18 @@ class PyTorchProfiler(Profiler):
         self._lw_module = module
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Begin a run; what an earlier one recorded is forgotten.
+        """Begin a run, and discard the records of an earlier one.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
-            local_rank: Rank; None if there is one process.
+            local_rank: Rank of this process; None with one process.
             log_dir: The run's log directory.
         """
         super().setup(stage, local_rank, log_dir)
         self.averages, self._lw_tables, self._lw_counts = {}, {}, {}
 
     def teardown(self, stage: str | None = None) -> None:
-        """End a run: no profile is active any more. A window that had begun to record is finished as it is.
+        """End a run and its profiles. A window that is being recorded ends early.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
@@ -177,7 +177,7 @@ class PyTorchProfiler(Profiler):
             self._lw_nvtx = None
 
     def start(self, action_name: str) -> None:
-        """Note that an activity begins; a step may begin a window.
+        """Record the start of an activity; a step may begin a window.
 
         Args:
             action_name: Name of the activity.
@@ -198,7 +198,7 @@ class PyTorchProfiler(Profiler):
             self._lw_session.enter(action_name)
 
     def stop(self, action_name: str) -> None:
-        """Note that an activity ends; a step may end a window.
+        """Record the end of an activity; a step may end a window.
 
         Args:
             action_name: Name of the activity.
@@ -226,7 +226,7 @@ class PyTorchProfiler(Profiler):
                 session.profile.step()
 
     def summary(self) -> str:
-        """Return the table of each kind of step, of its last window. Finishes a window that is being recorded."""
+        """Return the table of the last window of each kind of step. Ends a window that is being recorded."""
         self._lw_finish_session()
         if self.emit_nvtx:
             return ""

@@ -1,4 +1,4 @@
-"""SimpleProfiler: a table of where the time of a run went, by activity, with memory that does not grow with the run."""
+"""SimpleProfiler: a table of the time of a run by activity, in memory that does not grow with the run."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ class _Activity:
 
 
 class SimpleProfiler(Profiler):
-    """Measure the wall time of every activity, and report it as a table in which nested activities are indented.
+    """Measure the wall time of every activity, and report it as a table with indented nested activities.
 
     Percentages refer to the time between the first start and the last stop. `Self %` is the time without nested
-    activities, so this column sums to 100 %. Times are measured on the host: GPU time counts where the host waits for
-    the GPU.
+    activities, so that the column sums to 100 %. Times are measured on the host: the work of a GPU is counted in the
+    activity that waits for it.
 
-    Counts and sums are kept for each activity and each position in the nesting; single durations only for the last
-    `MAX_DURATIONS` per name.
+    Counts and sums are kept for each activity at each place in the nesting. Single durations are kept for the last
+    `MAX_DURATIONS` activities of each name.
 
     Args:
-        dirpath: Directory of the report file; None: the run's log directory.
-        filename: Middle of the report file's name, `<stage>-<filename>[-<rank>].txt`; None: the report is logged.
+        dirpath: Directory of the report file; None is the run's log directory.
+        filename: Middle of the report file's name, `<stage>-<filename>[-<rank>].txt`; None logs the report.
         extended: Whether the table also has calls, minimum, maximum and percentages.
-        steps: Training steps to profile, see `Profiler`.
-        ranks: Ranks to profile, see `Profiler`.
+        steps: Training steps to profile; see `Profiler`.
+        ranks: Ranks to profile; see `Profiler`.
     """
 
     MAX_DURATIONS = 1000
@@ -79,20 +79,20 @@ class SimpleProfiler(Profiler):
 
     @property
     def recorded_durations(self) -> dict[str, list[float]]:
-        """Name of each activity to its durations in seconds: the last `MAX_DURATIONS` of them, oldest first."""
+        """Name of each activity -> its last `MAX_DURATIONS` durations in seconds, oldest first."""
         return {name: list(durations) for name, durations in self._lw_durations.items()}
 
     @property
     def current_actions(self) -> dict[str, float]:
-        """Name of each open activity to its start, in seconds of `time.perf_counter`."""
+        """Name of each open activity -> its start, in seconds of `time.perf_counter`."""
         return {activity.name: start / _NS_PER_S for activity, start in self._lw_open}
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Begin a run; what an earlier, ended run recorded is forgotten.
+        """Begin a run, and discard the records of an earlier run that has ended.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
-            local_rank: Rank on this machine; None if there is one process.
+            local_rank: Rank among the processes of this node; None with one process.
             log_dir: The run's log directory.
         """
         super().setup(stage, local_rank, log_dir)
@@ -101,7 +101,7 @@ class SimpleProfiler(Profiler):
             self._lw_is_over = False
 
     def teardown(self, stage: str | None = None) -> None:
-        """End a run; what was recorded stays readable until the next `setup`.
+        """End a run; the records stay readable until the next `setup`.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
@@ -109,7 +109,7 @@ class SimpleProfiler(Profiler):
         self._lw_is_over = True
 
     def start(self, action_name: str) -> None:
-        """Note that an activity begins, inside the one that is open.
+        """Record the start of an activity, inside the open one.
 
         Args:
             action_name: Name of the activity. It may be open already.
@@ -124,7 +124,7 @@ class SimpleProfiler(Profiler):
         self._lw_open.append((activity, now))
 
     def stop(self, action_name: str) -> None:
-        """Note that the activity that began last under this name ends; others may still be open inside.
+        """Record the end of the activity of this name that began last; others may still be open inside it.
 
         Args:
             action_name: Name of the activity.
@@ -151,7 +151,7 @@ class SimpleProfiler(Profiler):
         durations.append(duration / _NS_PER_S)
 
     def summary(self) -> str:
-        """Return the table. Without a recorded activity it has a heading only."""
+        """Return the table; only its heading without a recorded activity."""
         rows = list(self._lw_rows())
         cells = [self._lw_heading(), *rows]
         widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]

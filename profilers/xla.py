@@ -1,4 +1,4 @@
-"""XLAProfiler: names the activities of a run in the traces of a TPU, by torch_xla's own profiler."""
+"""XLAProfiler: names of a run's activities in TPU traces, by torch_xla's profiler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .base import Profiler
 
 
 class XLAProfiler(Profiler):
-    """Serve traces of this process with named steps and backward passes.
+    """Serve traces of this process, with names for steps and backward passes.
 
     The server starts with the first activity that is recorded. Capture with TensorBoard's profile plugin, or with
     `torch_xla.debug.profiler.trace(f"localhost:{port}", folder)`. There is no report.
@@ -41,7 +41,7 @@ class XLAProfiler(Profiler):
         self._lw_steps: dict[str, int] = {}
 
     def start(self, action_name: str) -> None:
-        """Name what follows, if it is a step or a backward pass.
+        """Begin a named range, if the activity is a step or a backward pass.
 
         Args:
             action_name: Name of the activity.
@@ -62,7 +62,7 @@ class XLAProfiler(Profiler):
         self._lw_open.append((action_name, context))
 
     def stop(self, action_name: str) -> None:
-        """End the name, if the activity has one.
+        """End the activity's named range, if it has one.
 
         Args:
             action_name: Name of the activity.

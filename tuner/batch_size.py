@@ -35,11 +35,11 @@ _LOADER = {"fit": "train", "validate": "val", "test": "test", "predict": "predic
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """A batch size, and the number of micro-batches in a step.
+    """A batch size, and the number of micro-batches per step.
 
     Attributes:
-        size: Samples of a micro-batch on one device.
-        accumulate_grad_batches: Micro-batches per step that keep the global batch; None if it was not to be kept.
+        size: Samples in a micro-batch on one device.
+        accumulate_grad_batches: Micro-batches per step that keep the global batch; None without `keep_global_batch`.
     """
 
     size: int
@@ -48,7 +48,7 @@ class BatchSize:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How to search.
+    """Arguments of a batch-size search.
 
     Args:
         mode: "power" doubles the size until memory is exhausted; "binsearch" then bisects.

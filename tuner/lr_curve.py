@@ -1,4 +1,4 @@
-"""What a learning-rate search returns: losses by learning rate, a suggestion, and a plot."""
+"""`LearningRateCurve`: losses by learning rate, a suggestion, and a plot; the result of a learning-rate search."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class LearningRateCurve:
     """The loss as the learning rate rises: the result of `Tuner.lr_find`.
 
     Attributes:
-        mode: "exponential": the rates are evenly spaced in the logarithm; "linear": in the value.
+        mode: Spacing of the rates: "exponential" (even on a logarithmic scale) or "linear".
         lr_min: First rate.
-        lr_max: Last rate, reached if the loss does not explode before.
-        num_training: Steps planned.
-        results: "lr" and "loss": one value per step taken; the losses are smoothed, NaN for a step without a loss.
+        lr_max: Last rate, if the search does not stop before.
+        num_training: Planned number of steps.
+        results: "lr" and "loss": one value per step taken. Losses are smoothed; NaN for a step without a loss.
         raw_losses: The losses without smoothing.
-        num_without_loss: Steps in which every training_step returned None.
+        num_without_loss: Number of steps in which every training_step returned None.
     """
 
     mode: str
@@ -60,7 +60,7 @@ class LearningRateCurve:
 
         Args:
             loss: The loss without smoothing.
-            threshold: End the search when the smoothed loss is above this factor times the lowest; None: never.
+            threshold: The search ends when the smoothed loss exceeds this multiple of the lowest; None for never.
         """
         self.results["lr"].append(self.lr_at(len(self.raw_losses)))
         self.raw_losses.append(loss)
@@ -78,7 +78,7 @@ class LearningRateCurve:
         return False
 
     def add_nothing(self) -> bool:
-        """Add a step without a loss, and return whether the search is over; the suggestion leaves it out."""
+        """Add a step without a loss, which the suggestion ignores, and return whether the search is over."""
         self.results["lr"].append(self.lr_at(len(self.raw_losses)))
         self.results["loss"].append(math.nan)
         self.raw_losses.append(math.nan)
@@ -91,12 +91,13 @@ class LearningRateCurve:
         """Return the learning rate to train with.
 
         Args:
-            skip_begin: Steps at the beginning that are ignored.
-            skip_end: Steps at the end that are ignored.
-            method: "steepest": where the loss decreases fastest; "minimum": a tenth of the rate with the lowest loss.
+            skip_begin: Number of steps at the beginning to ignore.
+            skip_end: Number of steps at the end to ignore.
+            method: "steepest": the rate at which the loss falls fastest. "minimum": a tenth of the rate with the lowest
+                loss.
 
         Returns:
-            The rate; None, with a warning in the log, if fewer than two finite losses are left.
+            The rate; None, with a log message, if fewer than two finite losses remain.
 
         Source: Smith 2017, section 3.3 (the range test); both rules are common practice in reading its curve.
         """
@@ -109,7 +110,7 @@ class LearningRateCurve:
         return self.results["lr"][index] / (10.0 if method == "minimum" else 1.0)
 
     def index_of_rate(self, skip_begin: int, skip_end: int, method: str) -> int | None:
-        """Return the step whose rate `suggestion` uses; None with fewer than two finite losses."""
+        """Return the index of the step on which `suggestion` is based; None with fewer than two finite losses."""
         losses = self.results["loss"]
         kept = [i for i in range(skip_begin, len(losses) - skip_end) if math.isfinite(losses[i])]
         if len(kept) < 2:
@@ -127,15 +128,15 @@ class LearningRateCurve:
         return min(slopes)[1]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Figure:
-        """Draw the losses over the learning rate; a loss that explodes leaves the picture at its upper edge.
+        """Draw the losses over the learning rate; the plot is cut off above for exploding losses.
 
         Args:
             suggest: Whether to mark the suggestion.
             show: Whether to open a window.
-            ax: Axes of matplotlib to draw on; None makes a figure.
+            ax: matplotlib axes to draw on; None creates a figure.
 
         Returns:
-            matplotlib's figure.
+            The matplotlib figure.
 
         Raises:
             MissingDependency: matplotlib is not installed.
@@ -167,5 +168,5 @@ class LearningRateCurve:
 
     @classmethod
     def from_state(cls, state: StateDict) -> LearningRateCurve:
-        """Return the curve that `state_dict` described."""
+        """Return the curve of a `state_dict`."""
         return cls(**state)

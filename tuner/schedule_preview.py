@@ -1,4 +1,4 @@
-"""The learning-rate schedule before training: what each step's rate will be, as numbers and as a plot."""
+"""Preview of the learning-rate schedule: the rate of each step, as numbers and as a plot, without training."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SchedulePreview:
-    """The learning rates that a training would have.
+    """The learning rates of a planned training.
 
     Attributes:
         lrs: Name of a parameter group -> the rate of each optimizer step.
-        epoch_starts: The steps at which epochs begin.
+        epoch_starts: Indices of the steps at which epochs begin.
         left_out: Schedules that depend on a metric; the preview assumes that they never reduce the rate.
     """
 
@@ -45,10 +45,10 @@ class SchedulePreview:
 
         Args:
             show: Whether to open a window.
-            ax: Axes of matplotlib to draw on; None makes a figure.
+            ax: matplotlib axes to draw on; None creates a figure.
 
         Returns:
-            matplotlib's figure.
+            The matplotlib figure.
 
         Raises:
             MissingDependency: matplotlib is not installed.
@@ -157,15 +157,15 @@ def preview_schedule(
 ) -> SchedulePreview:
     """Return the learning rate of each optimizer step of a training from the start, without training.
 
-    Optimizers and schedules are created from a copy of the module and stepped as the Trainer steps them. With several
-    ranks it is called on all of them, and all get the same result.
+    A copy of the module creates its optimizers and schedules, which are stepped as in the Trainer. Call it on every
+    rank; all ranks get the same result.
 
     Args:
         trainer: Trainer whose limits define the length of training.
         model: The module.
         train_dataloaders: Loaders to train with, or a DataModule.
         datamodule: DataModule that provides the loaders instead.
-        num_steps: Number of steps to show; None: the full training.
+        num_steps: Number of steps to preview; None for the full training.
 
     Raises:
         ConfigError: Nothing limits the training.

@@ -1,4 +1,4 @@
-"""What a search for speed returns: a row for each setting that was tried, and what was chosen and set."""
+"""`SpeedTable`: a row for each setting that a search for speed tried, and the settings that it chose."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ class SpeedRow:
     """One setting, and the speed of steps with it.
 
     Attributes:
-        setting: Its name, such as "num_workers=2"; "as it is" for the run without changes.
+        setting: Name of the setting, such as "num_workers=2"; "as it is" for the unchanged run.
         step_s: Median seconds of a step, including waiting for data; None if it was not measured.
-        spread: Distance between the quartiles of the measured times, divided by their median.
-        ratio: Time of a step without changes, divided by the time with this setting: above 1 is faster. None as for
-            `step_s`.
+        spread: Interquartile range of the measured times, divided by their median.
+        ratio: Time of an unchanged step divided by the time with this setting: above 1 is faster. None if not measured.
         num_steps: Number of measured steps.
-        keeps_bits: Whether training computes the same bits with it as without.
-        note: Why it was not measured, or other remarks; otherwise "".
+        keeps_bits: Whether training computes the same bits with the setting.
+        note: Reason why it was not measured, or another remark; else "".
     """
 
     setting: str
@@ -32,7 +31,7 @@ class SpeedRow:
 
     @property
     def is_faster(self) -> bool:
-        """Whether steps are faster by 3 % or more, and by more than the times spread."""
+        """Whether steps are faster by at least 3 %, and by more than the spread of the times."""
         return self.ratio is not None and self.ratio - 1 > max(0.03, self.spread)
 
 
@@ -41,8 +40,8 @@ class SpeedTable:
     """Result of `Tuner.speed`; `str()` returns a readable table.
 
     Attributes:
-        rows: The measured settings; the first is the run without changes.
-        best: The settings that are the fastest together, by name; empty if nothing is faster.
+        rows: The tried settings; the first row is the unchanged run.
+        best: Names of the settings that are fastest together; empty if nothing is faster.
         applied: Settings that `apply=True` has set.
         left: Settings that `apply=True` could not set, and where to set them.
     """

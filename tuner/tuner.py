@@ -32,12 +32,12 @@ _METHODS = ("fit", "validate", "test", "predict")
 class Tuner:
     """Find hyperparameters by short trials.
 
-    Trials train copies and do not change weights, counts, random numbers, the order of data or files. Only the value
-    that was searched for is set, on the module, the data module and their hyperparameters, wherever one of its name
-    exists. With several ranks it is called on all of them, and all get the same result.
+    Trials train copies: they do not change weights, counts, random numbers, the order of data or files. Only the result
+    of the search is set, on the module, the data module and their hyperparameters, wherever its name exists. Call the
+    methods on every rank; all ranks get the same result.
 
     Args:
-        trainer: Trials run on its devices and follow its arguments.
+        trainer: The Trainer, whose devices and arguments the trials use.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -59,22 +59,22 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> LearningRateCurve | None:
-        """Train a copy with a rising learning rate; set the module's learning rate to the suggestion.
+        """Train a copy while the learning rate rises, and set the module's learning rate to the suggestion.
 
         Args:
             model: The module.
             train_dataloaders: Loaders to train with, or a DataModule.
-            val_dataloaders: Not used: trials do not validate.
-            dataloaders: Only for other verbs than fit.
-            datamodule: Brings the loaders instead.
-            method: "fit".
+            val_dataloaders: Not used, because trials do not validate.
+            dataloaders: Only for verbs other than fit.
+            datamodule: DataModule that provides the loaders instead.
+            method: "fit"; no other verb is supported.
             min_lr: First learning rate.
             max_lr: Last learning rate.
             num_training: Number of optimizer steps.
             mode: "exponential" or "linear".
-            early_stop_threshold: Multiple of the lowest smoothed loss at which the search stops; None: never.
+            early_stop_threshold: Multiple of the lowest smoothed loss at which the search stops; None for never.
             update_attr: Whether to set the attribute or hyperparameter.
-            attr_name: Its name; "" takes `lr` or `learning_rate`.
+            attr_name: Name of the attribute or hyperparameter; "" is `lr` or `learning_rate`.
 
         Returns:
             The curve; None with `fast_dev_run`.
@@ -125,10 +125,10 @@ class Tuner:
 
         Args:
             model: The module.
-            train_dataloaders: A DataModule only: the batch size of a loader is fixed.
-            val_dataloaders: None.
-            dataloaders: A DataModule only, for other verbs than fit.
-            datamodule: Brings the loaders.
+            train_dataloaders: A DataModule, because the batch size of a loader is fixed.
+            val_dataloaders: None only.
+            dataloaders: A DataModule, for verbs other than fit.
+            datamodule: DataModule that provides the loaders.
             method: "fit", "validate", "test" or "predict".
             mode: "power" doubles the size until memory is exhausted; "binsearch" then bisects.
             steps_per_trial: Number of steps of each trial.
@@ -181,18 +181,18 @@ class Tuner:
         """Try settings that affect the speed of a step, each for a few seconds; `apply=True` sets the fastest ones.
 
         Each trial trains a copy as `fit` does, without logging, validation and checkpoints. The time of a step includes
-        waiting for its batch. The run without changes is measured first and last. A setting counts as faster from 3 %
-        on, and only if the measured times spread less than that; the faster settings are then measured together.
+        waiting for its batch. The unchanged run is measured first and last. A setting counts as faster if it saves at
+        least 3 %, and more than the spread of the measured times; the winners are then measured together.
 
         Args:
             model: The module.
             train_dataloaders: Loaders to train with, or a DataModule.
-            datamodule: Brings the loaders instead.
-            settings: Which to try: "fused" (optimizer), "compile", "channels_last", "matmul_precision", "pin_memory",
-                "num_workers", "prefetch_factor"; None: all of them.
-            seconds: Seconds of measured steps per trial, without starting workers and compiling.
-            apply: Whether to set the fastest: on the trainer, the module, and the loader, or the attribute of module or
-                data module that has the setting's name. What cannot be set is named in the table.
+            datamodule: DataModule that provides the loaders instead.
+            settings: Settings to try: "fused" (optimizer), "compile", "channels_last", "matmul_precision",
+                "pin_memory", "num_workers", "prefetch_factor"; None for all.
+            seconds: Seconds of measured steps per trial, without the time for starting workers and compiling.
+            apply: Whether to set the fastest settings on the Trainer, the module, and the loader, or on the attribute
+                of the module or data module that has the setting's name. The table lists settings that cannot be set.
             show: Whether to print the table, on rank 0.
 
         Returns:
@@ -229,7 +229,7 @@ class Tuner:
         datamodule: DataModule | None = None,
         num_steps: int | None = None,
     ) -> SchedulePreview:
-        """Return the learning rates of a training, without training; see `preview_schedule`."""
+        """Return the learning rate of each optimizer step of a training, without training; see `preview_schedule`."""
         return preview_schedule(self._trainer, model, train_dataloaders, datamodule, num_steps)
 
     def _adopt(self, subject: Subject) -> None:
