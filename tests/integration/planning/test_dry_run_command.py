@@ -36,11 +36,12 @@ raise SystemExit("nothing may run after fit")
     [
         ("'ddp'", 4100, 0, ["ranks 0, 511", "trains a step", "2 batches an epoch for each of 512", "uneven data"]),
         ("'ddp'", 400, 1, ["X data", "100 batches for 512 ranks"]),
-        (
+        pytest.param(
             "MeshStrategy(fsdp=3, tp=2)",
             4100,
             1,
             ["X ranks 0, 511", "(3 x 2), got 512", "-> pass devices="],
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -28,7 +28,8 @@ def counts_of(size: int, strategy: str) -> list[dict[str, dict[str, float]]]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_what_a_rank_does_grows_at_most_with_the_logarithm_of_the_number_of_ranks(strategy: str) -> None:
     for is_first, small, large in zip(
         (True, False), counts_of(SMALL, strategy), counts_of(LARGE, strategy), strict=True
