@@ -9,7 +9,7 @@ from ..protocols import Loaders
 
 
 def find_length(loader: Loaders) -> int | None:
-    """Return `len(loader)`, or None when it has none."""
+    """Return `len(loader)`; None if the loader does not have a length."""
     try:
         return len(loader)  # type: ignore[arg-type]  # a TypeError is an answer
     except (TypeError, NotImplementedError):
@@ -17,20 +17,20 @@ def find_length(loader: Loaders) -> int | None:
 
 
 def resolve_limit(limit: int | float | None, length: int | float | None, name: str = "limit") -> int | float:
-    """Return how many batches to use.
+    """Return the number of batches to use.
 
     Args:
-        limit: None or 1.0: all; an int: that many at most; a float from 0.0 to 1.0: that fraction of the length,
-            rounded down. 1 is one batch, 1.0 is all. A float above 1 that is an integer counts as that int.
+        limit: None or 1.0 for all; an int for a maximum number; a float from 0.0 to 1.0 for a fraction of the length,
+            rounded down. 1 is one batch, 1.0 is all. A whole-number float above 1 counts as an int.
         length: Number of batches of the loader; None or infinity if unknown.
         name: Name of the argument, for errors.
 
     Returns:
-        A number of batches; `math.inf` when all of an unknown number are used.
+        The number of batches; `math.inf` if all batches of a loader without a length are used.
 
     Raises:
-        ConfigError: The limit is negative or a broken number above 1, a fraction of an unknown length, or a fraction
-            that leaves no batch.
+        ConfigError: The limit is negative, a non-integer above 1, a fraction of an unknown length, or a fraction that
+            selects no batch.
     """
     known = length is not None and length != math.inf
     everything: int | float = int(length) if known and length is not None else math.inf

@@ -36,7 +36,7 @@ class DataModule:
 
     Attributes:
         name: A name for loggers and messages; None by default.
-        prepare_data_per_node: Whether `prepare_data` runs once on each machine, or once in total.
+        prepare_data_per_node: Whether `prepare_data` runs once on each node, or once in total.
         allow_zero_length_dataloader_with_multiple_devices: Whether a rank may have no batches while other ranks have.
     """
 
@@ -57,7 +57,7 @@ class DataModule:
     # --- hooks -----------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Download or convert data. Called in one process (of each machine); do not assign to `self` here."""
+        """Download or convert data. Called in one process of each node; do not assign to `self` here."""
 
     def setup(self, stage: str) -> None:
         """Create the data sets. Called in every process when "fit", "validate", "test" or "predict" begins."""
@@ -131,8 +131,8 @@ class DataModule:
             args: Names of arguments, or one dict, namespace, dataclass or OmegaConf object that becomes the
                 hyperparameters. Without them, every argument is stored.
             ignore: Name or names of arguments to omit.
-            frame: Frame to read the arguments from; the caller's by default.
-            logger: Whether they are logged.
+            frame: Frame to read the arguments from; None is the caller's.
+            logger: Whether they are sent to the loggers.
         """
         if frame is None:
             current = inspect.currentframe()
@@ -165,8 +165,8 @@ class DataModule:
         """Build the data module from a checkpoint's hyperparameters and load its state.
 
         Args:
-            checkpoint_path: A checkpoint of Loopwright or Lightning.
-            map_location: As in torch.load; None loads to the CPU.
+            checkpoint_path: Path, URL or open file of a checkpoint of Loopwright or Lightning.
+            map_location: Device for the tensors, as in torch.load; None is the CPU.
             hparams_file: A .yaml or .csv file with hyperparameters that override the saved ones.
             weights_only: False also unpickles entries that were marked as trusted when saved.
             trusted_classes: See `Module.load_from_checkpoint`.

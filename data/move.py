@@ -30,17 +30,17 @@ P = ParamSpec("P")
 def move_to_device(batch: Batch, device: torch.device, non_blocking: bool | None = None) -> AnyBatch:
     """Return the batch with every tensor in it on the device.
 
-    Goes through lists, tuples, named tuples, mappings and dataclasses; the `.to` method of any other
-    object is called (if it returns None, the object has moved in place). Tensors on the device already, and lists,
-    tuples and dicts without a change, are returned themselves, not copied.
+    It descends into lists, tuples, named tuples, mappings and dataclasses, and calls the `.to` method of any other
+    object (if it returns None, the object has moved in place). Tensors that are on the device already, and unchanged
+    lists, tuples and dicts, are returned without a copy.
 
     Args:
-        batch: A tensor or any nesting of the above.
-        device: Where to.
-        non_blocking: Whether copies may overlap with the host's work; None is True for CUDA devices. Only pinned
-            memory overlaps.
+        batch: A tensor, or any nesting of these containers.
+        device: The target device.
+        non_blocking: Whether copies may overlap with the host's work; None is True for CUDA devices. Only copies from
+            pinned memory overlap.
 
-    An error of an object's own `.to` is re-raised with a note on its place in the batch.
+    An error of an object's `.to` method is raised again, with a note on the object's place in the batch.
     """
     if type(batch) is Tensor:
         if batch.device == device:
@@ -60,7 +60,7 @@ def move_to_device(batch: Batch, device: torch.device, non_blocking: bool | None
 
 
 def mover_to(device: torch.device) -> Callable[..., AnyBatch]:
-    """Return `move_to_device` for this device, which ignores further arguments: made once, called for each batch."""
+    """Return `move_to_device` for this device, as a function that ignores further arguments; for use in each step."""
     if device.type != "cpu":
         return lambda batch, *_: move_to_device(batch, device)
 
@@ -125,8 +125,8 @@ def apply_to_collection(
 ) -> AnyBatch:
     """Return `data` with `function` applied to every element of the given type, at any depth.
 
-    Goes through lists, tuples, named tuples, mappings (their type is kept) and dataclasses. A container in which
-    nothing changed is returned itself.
+    It descends into lists, tuples, named tuples, mappings (whose type is kept) and dataclasses. Unchanged containers
+    are returned without a copy.
 
     Args:
         data: Any nesting of containers.
@@ -139,10 +139,10 @@ def apply_to_collection(
 
 
 def find_batch_size(batch: Batch) -> int | None:
-    """Return the number of samples in a batch, or None when that cannot be known for certain.
+    """Return the number of samples in a batch; None if it cannot be determined with certainty.
 
-    It is the size of dimension 0 on which all tensors with at least one dimension agree. Strings, numbers and tensors
-    without dimensions say nothing. A packed sequence says how many sequences it has.
+    It is the common size of dimension 0 of all tensors with at least one dimension. Strings, numbers and tensors
+    without dimensions are ignored. A packed sequence counts with its number of sequences.
 
     Args:
         batch: A tensor or any nesting of lists, tuples, mappings and dataclasses.

@@ -27,8 +27,8 @@ _SEARCH_LIMIT = 2000
 def capture_rng() -> StateDict:
     """Return the state of Python's, NumPy's and torch's global generators, without drawing from them.
 
-    NumPy is included when it is imported, CUDA when it is initialized (all devices), and XLA when its runtime is
-    started. Nothing waits for a device.
+    NumPy is included if it is imported, CUDA (all devices) if it is initialized, and XLA if its runtime is started. It
+    does not wait for a device.
 
     Returns:
         Plain values and CPU tensors, which `torch.save` writes and `torch.load(weights_only=True)` reads.
@@ -46,12 +46,12 @@ def capture_rng() -> StateDict:
 
 
 def restore_rng(state: StateDict) -> None:
-    """Put every global generator back to where `capture_rng` saw it, exactly.
+    """Restore the state of every global generator exactly.
 
-    CUDA devices that the state knows and this machine lacks are left out; so is NumPy when it is not installed.
+    CUDA devices that this machine lacks are ignored, and so is NumPy if it is not installed.
 
     Args:
-        state: What `capture_rng` returned, perhaps in another process.
+        state: A result of `capture_rng`, possibly of another process.
     """
     random.setstate(_python_from_plain(state["python"]))
     torch.default_generator.set_state(state["torch"])

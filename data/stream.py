@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 class BatchStream:
     """Batches of a loader, epoch by epoch, with a position that can be saved and restored.
 
-    After `open(epoch)`, the caller alternates `has_next` and `next_batch`; `has_next` right before `next_batch` asks a
-    sampler for its next indices at the moment when a hand-written loop would. State may be taken between any two
-    batches.
-    To resume: `load_state_dict`, then `reopen()` when the state has `is_open`, else `open` of the next epoch; after
-    `reopen()` the caller puts the global generators back to where they were when the state was taken.
+    After `open(epoch)`, the caller alternates `has_next` and `next_batch`. If `has_next` is called right before
+    `next_batch`, samplers draw their next indices at the same moment as in a handwritten loop. `state_dict` may be
+    called between any two batches.
+    To resume: `load_state_dict`, then `reopen()` if the state has `is_open`, else `open` of the next epoch. After
+    `reopen()`, the caller restores the global generators to their state at the time of `state_dict`.
 
     Without a resume, batches and the use of the global generators equal a hand-written `for batch in loader`, bit for
     bit, for loaders with a map-style data set and no workers, and for lists.
@@ -42,22 +42,22 @@ class BatchStream:
     Args:
         loader: A DataLoader, any other object that can be iterated again and again, a `CombinedLoader`, or nested
             lists, tuples and dicts of loaders (then the shorter ones begin again until the longest ends).
-        limit: The most batches of an epoch to use, in the grammar of `resolve_limit`.
-        name: What errors call the limit.
-        shard: What part of the data this process reads; None: all.
+        limit: Maximum number of batches per epoch, in the form of `resolve_limit`.
+        name: Name of the limit in errors.
+        shard: Part of the data that this process reads; None for all.
         agree: Returns the smallest (with `uneven="stop_all"`) or largest number that any process calls it with. All
             processes call it equally often: not at all for data that is distributed, once per epoch for loaders whose
             length can be trusted (and once when the stream is made), in most calls of `remaining` for others. None:
             each process decides alone.
 
     Attributes:
-        num_batches: Batches that an epoch has, the limit applied; `math.inf` when unknown.
-        is_sized_exactly: Whether the loader says how many batches it has.
-        is_sharded: Whether all of the data is distributed; where it is not, each process reads its loaders as they are.
+        num_batches: Number of batches in an epoch, after the limit; `math.inf` if unknown.
+        is_sized_exactly: Whether the loader has an exact length.
+        is_sharded: Whether all of the data is distributed; if not, each process reads its complete loaders.
         next_batch: Returns the next batch, or `NO_BATCH`; called after `has_next` returned True.
 
     Raises:
-        ConfigError: The limit makes no sense for this loader.
+        ConfigError: The limit is invalid for this loader.
         ModuleError: The loader cannot be iterated.
     """
 
@@ -90,12 +90,12 @@ class BatchStream:
 
     @property
     def position(self) -> int:
-        """Batches given in this epoch."""
+        """Number of batches returned in this epoch."""
         return self._source.position
 
     @property
     def epoch(self) -> int | None:
-        """The epoch of the state that was loaded and not yet entered; None when there is none."""
+        """The epoch of a loaded state that was not opened yet; None without one."""
         return self._loaded_epoch
 
     def open(self, epoch: int, shared_rng: StateDict | None = None, *, may_be_empty: bool = False) -> None:
@@ -146,7 +146,7 @@ class BatchStream:
         self.num_batches = self._source.apply_limit(self._limit, self._name)
 
     def has_next(self) -> bool:
-        """Return whether `next_batch` has a batch to give in this epoch; may read one ahead to know it."""
+        """Return whether there is a next batch in this epoch; may read one batch ahead."""
         source = self._source
         if source.position < self.num_batches:
             return source.ends_at_length or source.has_next()
@@ -155,7 +155,7 @@ class BatchStream:
         return False
 
     def remaining(self, upto: int) -> int:
-        """Return how many batches are left in this epoch, at most `upto`.
+        """Return the number of remaining batches in this epoch, at most `upto`.
 
         Exact for lists and samplers (whose indices are read ahead as far as needed). For other iterables, whose length
         is unknown or may be wrong: 0 at the end, else as many as there may be.
@@ -170,7 +170,7 @@ class BatchStream:
         return upto if source.ends_at_length else source.at_most(upto)
 
     def count_latest(self) -> int | None:
-        """Return how many samples the sampler chose for the latest batch; None where that is unknown."""
+        """Return the number of samples that the sampler drew for the latest batch; None if unknown."""
         return self._source.count_latest()
 
     def describe_order(self) -> int | None:
@@ -197,7 +197,7 @@ class BatchStream:
         self._source.shut_down()
 
     def state_dict(self, position: int | None = None) -> StateDict:
-        """Return the position and what finding it again needs, as plain values and tensors.
+        """Return the position and the state needed to restore it, as plain values and tensors.
 
         Args:
             position: As of when this many batches had been given in this epoch, the last state's or later ones: where

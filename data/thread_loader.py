@@ -1,4 +1,4 @@
-"""`ThreadDataLoader`: a DataLoader whose batches are made ahead by threads of this process."""
+"""`ThreadDataLoader`: a DataLoader that prefetches batches in threads of this process."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class ThreadDataLoader(DataLoader[AnyBatch]):
 
     Args:
         dataset: A map-style data set.
-        *args: As for DataLoader.
-        num_threads: Number of threads; each makes one batch at a time.
-        prefetch_batches: Number of batches that are made ahead of the one being used; None: twice `num_threads`.
-        **kwargs: As for DataLoader. Batches are pinned in the threads with `pin_memory=True`.
+        *args: Positional arguments of DataLoader.
+        num_threads: Number of threads; each creates one batch at a time.
+        prefetch_batches: Number of batches to prefetch; None is twice `num_threads`.
+        **kwargs: Keyword arguments of DataLoader. With `pin_memory=True`, the threads pin the batches.
 
     Raises:
         ConfigError: The data set is iterable, or holds a random number generator; or an argument is out of range.

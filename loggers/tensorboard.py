@@ -36,7 +36,7 @@ _WRITER_OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename
 
 
 class TensorBoardLogger(FolderLogger):
-    """Write event files to `save_dir/name/version_N[/sub_dir]` and hyperparameters to `hparams.yaml` beside them.
+    """Write event files to `save_dir/name/version_N[/sub_dir]`, and hyperparameters to `hparams.yaml` in the version.
 
     Neither the constructor nor `log_hyperparams` imports TensorBoard: hyperparameters wait for the first metric.
 
@@ -44,7 +44,7 @@ class TensorBoardLogger(FolderLogger):
         save_dir: Directory of all runs, or URL that fsspec understands.
         name: Name of the experiment; None or "": no directory for it.
         version: Number N for `version_N`, or a text that is used as it is; None: the next free number.
-        log_graph: Whether `log_graph` writes the model's graph.
+        log_graph: Whether the method `log_graph` writes the model's graph.
         default_hp_metric: Whether hyperparameters without a metric get `hp_metric = -1`, so that TensorBoard's HPARAMS
             page shows the run; log another value for `hp_metric` to replace it.
         prefix: Text before each metric's name, joined by "-".
@@ -111,12 +111,12 @@ class TensorBoardLogger(FolderLogger):
         """Write one point per metric.
 
         Args:
-            metrics: Name to number (or a tensor of one element, which is copied to the host). A mapping as a value
+            metrics: Name -> number (or a tensor of one element, which is copied to the host). A mapping as a value
                 becomes one metric per entry, `name/entry`.
-            step: The points' step. None takes the last one plus one.
+            step: The x value of the points. None is the last one plus one.
 
         Raises:
-            ConfigError: A value is not a number; the message names its key. Nothing is written then.
+            ConfigError: A value is not a number; the message names its key. Nothing is written.
         """
         if self.is_silent:
             return
@@ -137,7 +137,7 @@ class TensorBoardLogger(FolderLogger):
 
         Args:
             params: A mapping, an `argparse.Namespace`, a dataclass, or None. Nested names are joined by "/".
-            metrics: Numbers to show beside the hyperparameters; a single number is `hp_metric`; None is
+            metrics: Numbers to show with the hyperparameters; a single number is `hp_metric`; None is
                 `hp_metric = -1` if `default_hp_metric` is set.
             step: The step of these numbers; None is 0.
             kwargs: Ignored; accepted for compatibility with other loggers.
@@ -164,14 +164,14 @@ class TensorBoardLogger(FolderLogger):
             self._lw_write_pending()
 
     def log_graph(self, model: nn.Module, input_array: AnyBatch = None) -> None:
-        """Write the model's graph, if the logger was made with `log_graph=True`; once per run.
+        """Write the model's graph, if the logger was created with `log_graph=True`; once per run.
 
         The model runs once on the input, in eval mode and without gradients; its modes and the random generators are
         restored.
 
         Args:
             model: The module.
-            input_array: A tensor or a tuple of tensors; None takes the module's `example_input_array`.
+            input_array: A tensor or a tuple of tensors; None is the module's `example_input_array`.
 
         Raises:
             ConfigError: There is no input, or it is neither a tensor nor a tuple.
@@ -192,16 +192,16 @@ class TensorBoardLogger(FolderLogger):
         self._lw_trace(model, inputs)
 
     def log_image(self, key: str, images: Pictures, step: int | None = None, **kwargs: EachOption) -> None:
-        """Write pictures: one as `key`, several as `key/0`, `key/1`, ...
+        """Write images: one as `key`, several as `key/0`, `key/1`, ...
 
         Args:
-            key: Tag.
-            images: One picture or a list, in a form that `Logger.log_image` lists.
-            step: The x value; None: the last recorded step.
-            kwargs: `caption`, one text per picture, is written as text beside it.
+            key: Tag of the images.
+            images: One image or a list, in a form that `Logger.log_image` lists.
+            step: The x value; None is the last recorded step.
+            kwargs: `caption` is a list with one text per image, written as text.
 
         Raises:
-            ConfigError: An item is not a picture, or the number of captions differs.
+            ConfigError: An item is not an image, or the number of captions differs.
         """
         if self.is_silent:
             return
@@ -231,7 +231,7 @@ class TensorBoardLogger(FolderLogger):
             self._lw_begin_next_file()
 
     def finalize(self, status: str) -> None:
-        """Write pending hyperparameters and how the run ended, and close the event file; a later metric opens another.
+        """Write pending hyperparameters and the status, and close the event file; a later metric opens another one.
 
         Args:
             status: "success", "finished" or "failed"; TensorBoard's HPARAMS page shows it.
@@ -249,7 +249,7 @@ class TensorBoardLogger(FolderLogger):
         self._lw_end_session()
 
     def state_dict(self) -> StateDict:
-        """Write pending values durably and return the positions in the event files, where a resumed run continues."""
+        """Write pending values durably, and return the positions in the event files for a resumed run."""
         if self.is_silent:
             return {}
         if self._lw_known_files is None:

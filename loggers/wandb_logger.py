@@ -29,23 +29,23 @@ class WandbLogger(ServiceLogger):
     """Record metrics in a Weights & Biases run, with `trainer/global_step` or `x_axis` as x axis.
 
     The run begins with the first record, on rank zero, and ends with fit, validate, test or predict; a later record
-    reopens it. A run that the program has begun (`wandb.init`, as in sweeps) is used and not ended. A resumed fit
+    reopens it. A run that the program started (`wandb.init`, as in sweeps) is used and not ended. A resumed fit
     continues the checkpoint's run and sends no point twice; to branch off an old checkpoint, pass another `id`.
 
     Args:
-        name: Display name of the run; None: chosen by the service.
+        name: Display name of the run; None lets the service choose it.
         save_dir: Directory of local files.
         version: Alias of `id`.
-        offline: Whether only local files are written, for `wandb sync`. A run that was reopened has several folders of
-            one id, for `wandb sync --append`.
+        offline: Whether only local files are written, for `wandb sync`. A run that was reopened has several folders
+            with one id, for `wandb sync --append`.
         dir: Alias of `save_dir`.
-        id: Id of the run; None: a new one.
+        id: Id of the run; None creates a new run.
         anonymous: Argument of `wandb.init`, in versions of wandb that have it.
-        project: Name of the project; None: the environment variable WANDB_PROJECT, else "loopwright_logs".
-        log_model: Whether the kept checkpoints are uploaded when fit ends; "all": each when it is saved.
-        experiment: A run that has begun already; it is not ended.
+        project: Name of the project; None is the environment variable WANDB_PROJECT, else "loopwright_logs".
+        log_model: Whether the kept checkpoints are uploaded when fit ends; "all" uploads each when it is saved.
+        experiment: An active run, which is not ended.
         prefix: Text before each metric's name, joined by "-".
-        checkpoint_name: Name of the checkpoints' artifact; None: "model-<id>".
+        checkpoint_name: Name of the checkpoints' artifact; None is "model-<id>".
         add_file_policy: Whether wandb copies a checkpoint before the upload: "mutable" or "immutable".
         x_axis: Unit of the x axis: "step", "samples", "time" (seconds of training) or the name of a logged metric.
         kwargs: Further arguments of `wandb.init`: entity, group, tags, notes, settings, ...
@@ -112,16 +112,16 @@ class WandbLogger(ServiceLogger):
         return self._lw_opened(self._lw_begin)
 
     def log_image(self, key: str, images: Pictures, step: int | None = None, **kwargs: EachOption) -> None:
-        """Record pictures under one name.
+        """Record images under one name.
 
         Args:
-            key: Name.
-            images: One picture or a list, in a form that `Logger.log_image` lists.
-            step: The x value; None: the last recorded step.
-            kwargs: For `wandb.Image`, each a list with one entry per picture: caption, masks, boxes, ...
+            key: Name of the images.
+            images: One image or a list, in a form that `Logger.log_image` lists.
+            step: The x value; None is the last recorded step.
+            kwargs: Arguments of `wandb.Image`, each a list with one entry per image: caption, masks, boxes, ...
 
         Raises:
-            ConfigError: An item is not a picture, or a list has another length.
+            ConfigError: An item is not an image, or a list has another length.
         """
         if self.is_silent:
             return
@@ -131,13 +131,13 @@ class WandbLogger(ServiceLogger):
         self._lw_log_media({key: pictures}, step)
 
     def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: EachOption) -> None:
-        """Record sounds under one name.
+        """Record audio clips under one name.
 
         Args:
-            key: Name.
-            audios: Paths or arrays of samples.
-            step: The x value; None: the last recorded step.
-            kwargs: For `wandb.Audio`, each a list with one entry per sound: sample_rate, caption, ...
+            key: Name of the clips.
+            audios: Paths, or arrays of samples.
+            step: The x value; None is the last recorded step.
+            kwargs: Arguments of `wandb.Audio`, each a list with one entry per clip: sample_rate, caption, ...
 
         Raises:
             ConfigError: The argument is not a list, or a list has another length.
@@ -151,10 +151,10 @@ class WandbLogger(ServiceLogger):
         """Record videos under one name.
 
         Args:
-            key: Name.
+            key: Name of the videos.
             videos: Paths or arrays.
-            step: The x value; None: the last recorded step.
-            kwargs: For `wandb.Video`, each a list with one entry per video: caption, fps, format, ...
+            step: The x value; None is the last recorded step.
+            kwargs: Arguments of `wandb.Video`, each a list with one entry per video: caption, fps, format, ...
 
         Raises:
             ConfigError: The argument is not a list, or a list has another length.
@@ -175,11 +175,11 @@ class WandbLogger(ServiceLogger):
         """Record a table: `columns` with rows of `data`, or a pandas DataFrame.
 
         Args:
-            key: Name.
+            key: Name of the table.
             columns: Names of the columns.
-            data: Rows.
-            dataframe: A `pandas.DataFrame` instead of both.
-            step: The x value; None: the last recorded step.
+            data: Rows of the table.
+            dataframe: A `pandas.DataFrame`, instead of `columns` and `data`.
+            step: The x value; None is the last recorded step.
         """
         if not self.is_silent:
             import wandb
@@ -196,14 +196,14 @@ class WandbLogger(ServiceLogger):
         *,
         columns: list[str] | None = None,
     ) -> None:
-        """Record text as a table: one cell, or as `log_table` takes it.
+        """Record text as a table: one cell, or the columns and rows of `log_table`.
 
         Args:
-            key: Name.
-            text: The text; or, where `data` is given, the names of its columns.
-            data: Rows.
-            dataframe: A `pandas.DataFrame` instead of both.
-            step: The x value; None: the last recorded step.
+            key: Name of the table.
+            text: The text; with `data`, the names of its columns.
+            data: Rows of the table.
+            dataframe: A `pandas.DataFrame`, instead of `columns` and `data`.
+            step: The x value; None is the last recorded step.
             columns: Names of the columns.
         """
         if isinstance(text, str):
@@ -222,7 +222,7 @@ class WandbLogger(ServiceLogger):
         log_freq: int = 100,
         log_graph: bool = True,
     ) -> None:
-        """Let wandb record histograms of gradients or parameters; it reads them from the device by itself.
+        """Let wandb record histograms of gradients or parameters, which it reads from the device.
 
         Args:
             model: The module.
@@ -241,7 +241,7 @@ class WandbLogger(ServiceLogger):
 
         Args:
             artifact: Name of the artifact, "project/name:alias".
-            artifact_type: Expected type; None: not checked.
+            artifact_type: Expected type; None does not check it.
         """
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
@@ -256,8 +256,8 @@ class WandbLogger(ServiceLogger):
 
         Args:
             artifact: Name of the artifact, "entity/project/name:alias".
-            save_dir: Target directory; None: chosen by wandb.
-            artifact_type: Expected type; None: not checked.
+            save_dir: Target directory; None lets wandb choose it.
+            artifact_type: Expected type; None does not check it.
             use_artifact: Whether an active run records that it uses the artifact.
         """
         import wandb
