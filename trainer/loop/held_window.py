@@ -57,27 +57,32 @@ class Drawn:
     """What an evaluation draws and counts besides gradients: random numbers, buffers, states of metric objects."""
 
     rng: StateDict = field(default_factory=dict)
-    buffers: tuple[tuple[nn.Module, str, Tensor], ...] = ()
+    buffers: dict[nn.Module, dict[str, Tensor | None]] = field(default_factory=dict)
     metrics: dict[str, StateDict] = field(default_factory=dict)
 
     @classmethod
     def of(cls, run: FitRun) -> Drawn:
         """Return what it is now."""
-        owned = [(one, name, it) for one in run.module.modules() for name, it in one._buffers.items() if it is not None]
-        copies = tuple((one, name, buffer.detach().clone()) for one, name, buffer in owned)
+        copies = {
+            one: {name: None if it is None else it.detach().clone() for name, it in one._buffers.items()}
+            for one in run.module.modules()
+        }
         return cls(capture_rng(), copies, metric_states(run.module, copy=True))
 
     def restore(self, run: FitRun) -> None:
-        """Restore it, buffers in place where they can be."""
+        """Restore it, buffers in place where they can be; those that were not there are removed."""
         restore_rng(self.rng)
         load_metric_states(run.module, deepcopy(self.metrics))  # updates must not reach it
         with torch.no_grad():
-            for owner, name, value in self.buffers:
-                buffer = owner._buffers[name]
-                if buffer is not None and buffer.shape == value.shape and buffer.dtype is value.dtype:
-                    buffer.copy_(value)
-                else:
-                    owner._buffers[name] = value.clone()
+            for owner, values in self.buffers.items():
+                for name in [name for name in owner._buffers if name not in values]:
+                    delattr(owner, name)
+                for name, value in values.items():
+                    buffer = owner._buffers.get(name)
+                    if value is None or buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+                        owner._buffers[name] = None if value is None else value.clone()
+                    else:
+                        buffer.copy_(value)
 
 
 class _NothingToStepWithError(Exception):

@@ -144,6 +144,27 @@ def test_a_part_without_a_loss_does_not_count(kept: list[int], caplog: pytest.Lo
     assert [value is None for value in short.outputs[1]] == [max(kept) < 4, min(kept) > 3][::-1]
 
 
+def test_buffers_that_a_failed_attempt_made_are_made_again() -> None:
+    class Lazy(Net):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.register_buffer("average", None)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.average is None:
+                self.average = torch.zeros(WIDTH)
+                self.register_buffer("rows", torch.zeros(()))
+            self.average = self.average + batch[0].sum(dim=0)
+            self.rows += len(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    whole, short = Lazy(), Lazy(short={0: "backward"})
+    fit(whole, precision="64-true")
+    fit(short, precision="64-true", on_oom="shrink")
+    assert short.rows == 2 * ROWS
+    assert_close(whole, short)
+
+
 def test_random_numbers_are_those_of_a_run_that_began_with_the_smaller_parts() -> None:
     small, short = Net(dropout=0.5), Net(short={0: "backward"}, dropout=0.5)
     fit(small, batch_size=4, accumulate_grad_batches=2)
