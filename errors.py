@@ -191,7 +191,7 @@ class Problems(list[ConfigError]):
 
 
 def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
-    """Return one error that lists all problems, including those of joined errors; a single error is returned as is."""
+    """Return one error that lists all problems, including problems of joined errors; a single error is unchanged."""
     single = [part for error in errors for part in getattr(error, "joined", (error,))]
     if len(single) == 1:
         return single[0]

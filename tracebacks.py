@@ -27,7 +27,7 @@ _NOTE = "(frames of Loopwright are left out; LOOPWRIGHT_FULL_TRACEBACK=1 shows t
 
 
 def show_trimmed() -> None:
-    """Let uncaught errors be printed without frames of Loopwright, unless the program has a hook of its own."""
+    """Let uncaught errors be printed without frames of Loopwright, unless the program has set an exception hook."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print
     if is_notebook():
@@ -118,7 +118,7 @@ def _drop_own_cause(error: BaseException) -> bool:
 
 
 def trimmed(error: BaseException) -> TracebackType | None:
-    """Return the traceback of an error without frames of Loopwright, and without those of torch that only call others.
+    """Return the traceback of an error without frames of Loopwright, and without torch's frames that only call others.
 
     An error that Loopwright's own code raises without meaning to keeps them: who reports it needs them.
     """

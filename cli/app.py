@@ -54,7 +54,8 @@ class CLI:
     Args:
         model_class: The model's class, or a function that returns a model. None lets the user name a class, as in
             `model=package.module.Net`. A subclass may always be named.
-        datamodule_class: The same for the data. None lets the user name one, or the model provides the loaders.
+        datamodule_class: Class of the data module, or a function that returns one. None lets the user name one, or the
+            model provides the loaders.
         trainer_class: Trainer or a subclass.
         trainer_defaults: Default arguments of the trainer, which the user may change. Callbacks are always added.
         seed_everything_default: Default seed: True draws one and writes it into the saved configuration, False or

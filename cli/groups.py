@@ -52,8 +52,8 @@ class Groups:
 
         Args:
             name: The key.
-            target: Its class, or a function that makes it.
-            required: Whether it is made where no setting names it.
+            target: Class of the object, or a function that creates it.
+            required: Whether the object is created if no setting names it.
         """
         self._lw_check_free(name)
         self.classes[name] = target
@@ -65,9 +65,9 @@ class Groups:
 
         Args:
             name: The key.
-            kind: Its type.
-            default: Without one, it must be given.
-            text: For --help.
+            kind: Type of the value.
+            default: Default value. Without one, the value is required.
+            text: Description for --help.
         """
         self._lw_check_free(name)
         self.values[name] = Parameter(name, kind, default, text)
@@ -76,7 +76,7 @@ class Groups:
         """Set defaults, which files and the command line may change.
 
         Args:
-            values: Dotted key to value, as in {"trainer.max_epochs": 3}.
+            values: Dotted key -> value, as in {"trainer.max_epochs": 3}.
         """
         self.defaults.update(values)
 
@@ -88,13 +88,13 @@ class Groups:
         *,
         after_build: bool = False,
     ) -> None:
-        """Compute one setting from others; it cannot be set then.
+        """Compute one setting from others; the user cannot set it then.
 
         Args:
-            source: Dotted keys, as "data.batch_size". With after_build, attributes of objects: "data.num_classes".
-            target: A dotted key.
-            compute: Gets the sources' values and returns the target's; None takes the one source's value.
-            after_build: Take the values from the objects that were made.
+            source: Dotted keys, such as "data.batch_size". With after_build, attributes of objects: "data.num_classes".
+            target: Dotted key of the computed setting.
+            compute: Function of the sources' values that returns the target's value; None copies the only source.
+            after_build: Whether the values are taken from the created objects.
         """
         sources = (source,) if isinstance(source, str) else tuple(source)
         if compute is None and len(sources) != 1:
@@ -153,7 +153,7 @@ class Groups:
         """Return groups in an order in which links find their sources.
 
         Raises:
-            ConfigError: Links go round in a circle.
+            ConfigError: Links form a cycle.
         """
         needs = {key: set() for key in keys}  # type: dict[str, set[str]]
         for one in self._lw_links:

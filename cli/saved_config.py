@@ -27,10 +27,10 @@ _FIRST_LINE = "# The configuration of a run, written when it began. The next run
 
 
 class SaveConfig(Callback):
-    """Writes the configuration to the run's folder, beside its checkpoints, and into each of them.
+    """Writes the configuration to the run's folder, to the folders of its checkpoints, and into each checkpoint.
 
-    Rank 0 writes when training begins. In each folder, the file is that of the run which began last; a file that no run
-    has written is left as it is. Nothing is written in a fast_dev_run.
+    Rank 0 writes when training begins. In each folder, the file contains the configuration of the latest run; a file
+    that no run has written is not changed. Nothing is written in a fast_dev_run.
 
     Args:
         text: The configuration, as YAML.
@@ -44,7 +44,7 @@ class SaveConfig(Callback):
 
     @property
     def state_key(self) -> str:
-        """Its key in checkpoints."""
+        """Key of the configuration in checkpoints."""
         return _KEY
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def draw_seed(num_nodes: int = 1, variables: Mapping[str, str] | None = None) ->
 
     Args:
         num_nodes: Machines of the run: each of them starts its own process.
-        variables: Environment variables; None takes those of this process.
+        variables: Environment variables; None is this process's variables.
     """
     variables = os.environ if variables is None else variables
     inherited = variables.get("PL_GLOBAL_SEED", "")

@@ -139,7 +139,7 @@ def gather(
         commands: All subcommands; the sections of the others are left out.
         defaults: What the program sets by itself, dotted.
         checkpoint: The configuration of a checkpoint, and its name.
-        variables: Environment variables; None takes those of this process.
+        variables: Environment variables; None is this process's variables.
         groups: Keys whose settings may stand in their own file, as in `data=data.yaml`.
         onto: Settings that these are laid over; None begins with none.
 

@@ -178,7 +178,7 @@ def _common_size(batch: Batch) -> int | None:
 
 
 def find_tensors(batch: Batch) -> Iterator[Tensor]:
-    """Yield the tensors in a batch, those of packed sequences too."""
+    """Yield the tensors in a batch, including tensors of packed sequences."""
     for leaf in find_leaves(batch):
         if isinstance(leaf, PackedSequence):
             yield from (part for part in leaf if part is not None)

@@ -105,7 +105,7 @@ class BatchStream:
             epoch: Its number.
             shared_rng: Where data is distributed: the `capture_rng` of rank 0, taken right before this call. Samplers
                 then draw the same on all ranks; the global generators of ranks other than 0 stay as they are. None:
-                those of all ranks are equal anyway.
+                the generators of all ranks are equal anyway.
             may_be_empty: Whether a loader without a length, on one process, may give nothing, with a warning.
 
         Raises:

@@ -61,7 +61,7 @@ def own_problems(value: Mapping[Any, Any]) -> Iterator[ConfigError]:
 
 
 def split_options(value: Mapping[str, Any]) -> tuple[CompileOptions, Options]:
-    """Return the own options, and those of torch.compile."""
+    """Return Loopwright's options, and the options of torch.compile."""
     rest = {name: one for name, one in value.items() if name not in OWN_OPTIONS}
     folder, dims = value.get("cache_dir"), value.get("dynamic_dims")
     listed = dims if isinstance(dims, list | tuple) else () if dims is None else (dims,)

@@ -1045,7 +1045,7 @@ class Fabric:
 
     @property
     def callbacks(self) -> list[Any]:  # Any: see __init__
-        """The callbacks, with those of installed packages last; the list may be modified."""
+        """The callbacks, followed by callbacks of installed packages; the list may be modified."""
         if not self._has_found_callbacks:  # on first use: finding them takes some milliseconds
             from .checks import installed_callbacks
 

@@ -147,7 +147,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 def merge_rank_states(content: StateDict, gather: Callable[[StateDict], list[StateDict]]) -> StateDict:
     """Return the content with the states of all ranks in each result of `rng_state`. Called on all ranks.
 
-    A merged state is that of rank 0, with those of all ranks under "ranks".
+    A merged state is rank 0's state, with the states of all ranks under "ranks".
 
     Args:
         content: Dicts and lists of any depth.
@@ -169,7 +169,7 @@ def choose_rank_states(content: StateDict, rank: int) -> StateDict:
     """Return the content with the state of one rank in place of each merged state.
 
     A rank that did not exist when they were saved continues like rank 0 with the generators that were alike on all
-    ranks. Others get a sequence that depends on rank 0's and on the rank; those of its devices are left out.
+    ranks. Others get a sequence that depends on rank 0's and on the rank; generators of its devices are not restored.
 
     Args:
         content: Dicts and lists of any depth.

@@ -1,4 +1,4 @@
-"""`run_in_child`: calls a function in a process of its own, so that what it changes and loads ends with it."""
+"""`run_in_child`: calls a function in a separate process, whose changes and imports end with it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 def run_in_child(function: Callable[[], T]) -> T:
-    """Return what a function returns in a copy of this process; where processes cannot be copied, call it here.
+    """Return the result of a function in a copy of this process; if processes cannot be copied, call it here.
 
     Args:
-        function: Its result can be pickled.
+        function: The function; its result must be picklable.
 
     Raises:
         LaunchError: The process ended without a result.

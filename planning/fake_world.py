@@ -127,7 +127,7 @@ def fake_world(size: int, rank: int = 0, *, num_nodes: int = 1) -> Iterator[Simu
     if dist.is_initialized():
         raise LaunchError(
             "Expected a process without a process group for a simulated world, got one that is connected to others.",
-            fix="plan in a process of its own, before the training starts.",
+            fix="plan in a separate process, before the training starts.",
         )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_REAL_WORLDS)}
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)

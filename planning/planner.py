@@ -39,7 +39,7 @@ class Choice:
     """A strategy that may be chosen.
 
     Attributes:
-        name: For people, and as `strategy=` where there is no other line.
+        name: Displayed name, and value of `strategy=` if there is no other line.
         line: The argument to write.
         make: Returns the strategy; None: that of this name.
         devices: Number of devices that it uses.

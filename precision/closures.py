@@ -57,7 +57,7 @@ def reads_gradients_first(optimizer: Optimizer) -> bool:
 
 
 def _steps_of(optimizer: Optimizer) -> Iterator[Callable[..., Any]]:
-    """Yield the `step` that is called, then those of the base classes."""
+    """Yield the `step` that is called, then the `step` of each base class."""
     first = inspect.unwrap(optimizer.step)
     first = getattr(first, "__func__", first)
     yield first

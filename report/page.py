@@ -83,7 +83,7 @@ def _title(names: Sequence[str]) -> str:
 
 
 def render_page(runs: Sequence[LoggedRun], *, title: str | None = None, smoothing: float = 0.6) -> str:
-    """Return the page's text; the arguments are those of `write_report`."""
+    """Return the page's text; arguments as in `write_report`."""
     if not 0 <= smoothing < 1:
         raise ConfigError(f"smoothing={smoothing!r}; expected a number from 0 to below 1.", fix="pass smoothing=0.6.")
     if not runs:

@@ -158,7 +158,7 @@ class RunReader:
         self._sources: dict[tuple[Path, type], NumberSource] = {}
 
     def empty_directories(self) -> list[str]:
-        """Return those of the directories in which nothing was found by the last `read`."""
+        """Return the directories in which the last `read` found nothing."""
         empty = [root for _, root in self._roots if not any(_is_below(key[0], root) for key in self._sources)]
         return [self._remote[root].url if root in self._remote else str(root) for root in empty]
 

@@ -1,4 +1,4 @@
-"""`make`: an object of settings that a checkpoint holds."""
+"""`make`: creates an object from settings in a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def make(
     overrides: Mapping[str, Any] | None = None,
     trusted_classes: TrustedClasses = (),
 ) -> T:
-    """Return an object of a class, made of settings in a file that may be somebody else's.
+    """Return an object of a class, created from settings in a file of possibly unknown origin.
 
     Args:
         cls: The class; `_class_path` in the settings may name a subclass.
-        settings: Its arguments. Other objects are named by `class_path`, with `init_args`. What no parameter takes is
-            left out. `names.Trust` has the rule for what the settings may name.
-        overrides: Arguments of the caller, in place of those in the settings. They may name anything.
-        trusted_classes: Further classes that the settings may name, and modules, for all of their classes.
+        settings: Arguments of the class. Other objects are named by `class_path`, with `init_args`. Settings that match
+            no parameter are ignored. `names.Trust` defines which classes the settings may name.
+        overrides: The caller's arguments, which replace arguments in the settings. They may name any class.
+        trusted_classes: Further classes that the settings may name; a Python module stands for all its classes.
 
     Raises:
-        ConfigError: They do not fit the parameters, or name what they must not; all problems are named.
+        ConfigError: Settings do not fit the parameters, or name a class that they may not; all problems are named.
     """
     plan, tree = _planned(cls, settings, overrides or {}, trusted_classes)
     made: T = Building(tree, collects=False).made(plan)

@@ -29,13 +29,13 @@ class NotTrusted(ClassProblem):
 
 @dataclass(frozen=True)
 class Trust:
-    """What a file that may be somebody else's can name.
+    """The classes that a file of possibly unknown origin may name.
 
-    It names classes only. A class must be imported already and be derived from the class of the parameter's annotation.
-    A trusted class is imported if need be, and may stand where the annotation names no class.
+    It may name classes only. A class must be imported already and derive from the class in the parameter's annotation.
+    A trusted class is imported if necessary, and is also accepted if the annotation names no class.
 
     Attributes:
-        classes: What the reader of the file trusts.
+        classes: Classes that the reader of the file trusts.
     """
 
     classes: tuple[type[object] | ModuleType, ...] = ()

@@ -31,10 +31,10 @@ class Parameter:
     """One parameter.
 
     Attributes:
-        name: Its name.
-        annotation: Its type, with text evaluated; Any where there is none, or where it cannot be evaluated.
-        default: EMPTY where a value must be given.
-        text: What the docstring says of it.
+        name: Name of the parameter.
+        annotation: Type of the parameter, with text evaluated; Any without one, or if it cannot be evaluated.
+        default: Default value; EMPTY if a value is required.
+        text: Description in the docstring.
         is_annotated: Whether the signature has a type.
     """
 
@@ -55,8 +55,8 @@ class Parameters:
     """Parameters of a class or function, by name.
 
     Attributes:
-        named: Each one.
-        is_open: Whether other names are taken, too: `**kwargs` whose use cannot be seen.
+        named: The parameters by name.
+        is_open: Whether other names are accepted, too: `**kwargs` whose use cannot be determined.
         title: First line of the docstring.
     """
 

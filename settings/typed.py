@@ -458,7 +458,7 @@ def _is_logger(target: object) -> bool:
 def with_class_defaults(
     known: Mapping[str, Parameter], values: SettingsTree, trust_in: Callable[[str], Trust | None] = lambda name: None
 ) -> SettingsTree:
-    """Return the arguments of a class, completed by those of defaults that are classes with arguments.
+    """Return the arguments of a class, completed by the arguments of defaults that are classes.
 
     Such are jsonargparse's `lazy_instance` and a class that a function parameter has as its default: arguments may be
     given without the class, and the ones of the default hold where the chosen class takes them.

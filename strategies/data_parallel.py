@@ -45,7 +45,7 @@ class DataParallelStrategy(ParallelStrategy):
 
     Args:
         accelerator: The kind of device; None lets Fabric choose.
-        parallel_devices: The devices; None takes those of devices=.
+        parallel_devices: The devices; None is the devices of `devices=`.
         checkpoint_io: Reads and writes checkpoints; None lets Fabric choose.
         precision_plugin: The precision; None lets Fabric choose.
         precision: Another name for `precision_plugin`.
@@ -178,7 +178,7 @@ def _moved(data: Tree, device: torch.device) -> Any:
 
 
 def _join_loss(outputs: Sequence[Any], sizes: Sequence[int]) -> object:
-    """Return one training step's output from those of the parts.
+    """Return one training step's output from the outputs of its parts.
 
     Raises:
         ModuleError: The parts returned different types.

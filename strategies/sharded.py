@@ -527,7 +527,7 @@ class ShardedStrategy(ParallelStrategy):
             return super().load_module_state_dict(original, fitted, strict)
 
     def optimizer_state(self, optimizer: Optimizer, module: nn.Module | None = None) -> StateDict:
-        """Return the state of an optimizer; those of the stages are joined by `gather_state`."""
+        """Return the state of an optimizer; `gather_state` joins the states of the stages."""
         original = None if module is None else self.unwrap(module)
         return self._lw_split.with_names(original, optimizer, super().optimizer_state(optimizer, module))
 

@@ -29,7 +29,7 @@ def nearest_that_fits(trainer: TrainerView, module: nn.Module, batch: Batch, *, 
     """Return what a fit on one device could do that has run out of memory, by the plan: a line for each way.
 
     Args:
-        trainer: Its precision and accumulation are those of the fit.
+        trainer: The Trainer, with the precision and accumulation of the fit.
         module: The module, which is not changed.
         batch: The one that was too large, on any device.
         memory: Of the device, in bytes.

@@ -85,7 +85,7 @@ def _pass(trainer: Trainer, run: FitRun, module: nn.Module) -> None:
 
 
 def _own_step(module: nn.Module) -> Callable[[Batch, int], StepOutput]:
-    """Return the module's own training_step: the strategy's would overwrite buffers by those of rank 0."""
+    """Return the module's own training_step: the strategy's would overwrite buffers with rank 0's."""
     step: StepFunction = module.training_step  # type: ignore[assignment]  # nn.Module knows tensors and modules
     kinds = [parameter.kind for parameter in inspect.signature(step).parameters.values()]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -311,7 +311,7 @@ def copy(source: str, path: str) -> None:
 
 
 def remove_unfinished(dirpath: str) -> None:
-    """Remove files that a killed process was writing; those of living ones are locked and stay.
+    """Remove files that a killed process was writing; files of running processes are locked and kept.
 
     Folders are left to the next sharded save, which knows which of them are in use.
     """

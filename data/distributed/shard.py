@@ -121,7 +121,7 @@ def find_samplers(loader: Loaders) -> Iterator[AnySampler]:
 
 
 def merge_states(states: Sequence[StateDict]) -> StateDict:
-    """Return one state of a `BatchStream` for a checkpoint from those of all ranks.
+    """Return one state of a `BatchStream` for a checkpoint, merged from the states of all ranks.
 
     Needed where a state says `is_per_rank`; where it does not, the states of all ranks are equal and any of them will
     do.

@@ -1,4 +1,4 @@
-"""`SynchronizedSource`: a loader of this process alone, whose epoch ends when those of all processes end."""
+"""`SynchronizedSource`: a loader of this process alone, whose epoch ends when the epochs of all processes end."""
 
 from __future__ import annotations
 

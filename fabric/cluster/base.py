@@ -155,8 +155,8 @@ class StartedProcesses(ClusterEnvironment):
 
     Attributes:
         size_variable: Variable with the number of processes.
-        rank_variable: Variable with the rank among all of them.
-        local_rank_variable: Variable with the rank among those of this node.
+        rank_variable: Variable with the rank among all processes.
+        local_rank_variable: Variable with the rank among the processes of this node.
     """
 
     size_variable = "WORLD_SIZE"

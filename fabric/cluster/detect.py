@@ -25,7 +25,7 @@ def detect_cluster(variables: Mapping[str, str] | None = None) -> ClusterEnviron
     if the variables of its scheduler are set. MPI is not initialized for detection.
 
     Args:
-        variables: Environment variables, for tests and plans. None reads those of this process on each access.
+        variables: Environment variables, for tests and plans. None reads this process's variables on each access.
 
     Raises:
         LaunchError: A scheduler's variables are set, but incomplete.

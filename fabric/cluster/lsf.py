@@ -16,7 +16,7 @@ class LSFEnvironment(StartedProcesses):
     """The variables of LSF and jsrun: JSM_NAMESPACE_SIZE, _RANK and _LOCAL_RANK, and the host file LSB_DJOB_RANKFILE.
 
     Args:
-        variables: Environment variables; None reads those of this process on each access.
+        variables: Environment variables; None reads this process's variables on each access.
 
     Raises:
         LaunchError: The host file cannot be read, or does not contain this host.

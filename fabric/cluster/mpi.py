@@ -14,7 +14,7 @@ class MPIEnvironment(ClusterEnvironment):
     """Ranks and sizes from MPI's communicator of all processes. Construction communicates: create it in every process.
 
     Args:
-        variables: Environment variables; None reads those of this process. MASTER_ADDR and MASTER_PORT take precedence
+        variables: Environment variables; None reads this process's. MASTER_ADDR and MASTER_PORT take precedence
             if they are set on rank 0.
         communicator: Replaces `mpi4py.MPI.COMM_WORLD`.
 

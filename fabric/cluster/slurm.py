@@ -45,7 +45,7 @@ class SLURMEnvironment(StartedProcesses):
         auto_requeue: Whether the Trainer saves a checkpoint and requeues the job when the signal arrives.
         requeue_signal: The signal that SLURM sends before the time limit (`#SBATCH --signal=SIGUSR1@90`); None:
             SIGUSR1, if the system has it.
-        variables: Environment variables; None reads those of this process on each access.
+        variables: Environment variables; None reads this process's variables on each access.
 
     Raises:
         LaunchError: There are several tasks, and the number per node is unknown.

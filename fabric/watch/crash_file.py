@@ -35,7 +35,7 @@ def open_crash_file() -> str:
     global _opened
     if _opened is not None and _opened[0] == os.getpid():
         return _opened[1]
-    # A fork inherits its parent's file, and gets one of its own; what the user enabled stays.
+    # A fork inherits its parent's file and gets a separate one; a handler that the user enabled is kept.
     if faulthandler.is_enabled() and _opened is None:
         os.environ.pop(CRASH_FILE, None)
         return ""

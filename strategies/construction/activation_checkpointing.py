@@ -81,7 +81,7 @@ def check_checkpointing(argument: str, policy: object) -> list[tuple[str, str]]:
 def replay_in(module: nn.Module, replay: Replay) -> None:
     """Let a module's second forward pass run in a context, which does what hooks of the module do around the first.
 
-    Hooks of a checkpointed module run around its first pass only; those of modules in it run around both.
+    Hooks of a checkpointed module run around its first pass only; hooks of its submodules run around both.
 
     Args:
         module: Checkpointed, or not; now or later.

@@ -118,7 +118,7 @@ def forget_marks(module: nn.Module) -> None:
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of this module, without those of its children."""
+    """Return the parameters and buffers of this module, excluding its children's."""
     tensors = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 

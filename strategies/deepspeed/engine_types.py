@@ -18,7 +18,7 @@ State = dict[str, Any]  # Any: entries of the user's modules and optimizers
 
 
 class ZeroParameter(nn.Parameter):
-    """A parameter with DeepSpeed's attributes; those of stage 3 begin with `ds_`."""
+    """A parameter with DeepSpeed's attributes; attributes of stage 3 begin with `ds_`."""
 
     ds_id: int
     ds_shape: torch.Size

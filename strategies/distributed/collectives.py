@@ -276,7 +276,7 @@ def _on_cpu(leaf: Tree) -> object:
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite tensors with those of the group's first rank, in place.
+    """Overwrite tensors with the tensors of the group's first rank, in place.
 
     Args:
         tensors: The same number, shapes and dtypes on all ranks of the group.

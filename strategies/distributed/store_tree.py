@@ -1,4 +1,4 @@
-"""`StoreTree`: values of all ranks, combined in groups of 16 through a store, so that no rank reads those of all."""
+"""`StoreTree`: values of all ranks, combined in groups of 16 through a store, so that no rank reads all values."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StoreTree:
         Args:
             rank: This rank.
             value: Its value.
-            combine: Returns one value for those of a group, and is associative.
+            combine: Associative function that returns one value for the values of a group.
 
         Returns:
             The value of all ranks, on the last rank to post; None on the others.

@@ -1,6 +1,6 @@
-"""Arguments of FSDPStrategy, checked and translated to those of torch's fully_shard.
+"""Arguments of FSDPStrategy, checked and translated to arguments of torch's fully_shard.
 
-The accepted arguments are those of torch's older FullyShardedDataParallel and of fully_shard. They are read without
+It accepts the arguments of torch's older FullyShardedDataParallel and of fully_shard. They are read without
 starting processes.
 """
 

@@ -53,7 +53,7 @@ _COMMUNICATES = ("unshard", "wait_for_unshard", "post_backward", "finalize_backw
 
 @runtime_checkable
 class TakesPart(Protocol):
-    """A module whose forward pass communicates, so that a rank without data is needed in those of other ranks."""
+    """A module whose forward pass communicates, so that a rank without data must take part in other ranks' passes."""
 
     def compute_without_rows(self) -> None:
         """Communicate as a forward pass does. The parameters are gathered."""

@@ -226,7 +226,7 @@ class Sharder:
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients that no backward pass averaged, on every rank: it communicates.
 
-        Those of replicated parameters, and those of sharded parameters whose reduction was deferred.
+        These are gradients of replicated parameters, and of sharded parameters whose reduction was deferred.
         """
         if self._strategy.world_size == 1 or self._target is None:
             return

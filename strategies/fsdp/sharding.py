@@ -56,7 +56,7 @@ class ShardingTarget:
     Attributes:
         mesh: One axis: parameters are sharded over it. Two: copies over the first, shards over the second.
         device: Where this process computes.
-        reduce_group: The processes over which gradients are averaged: those of the mesh. None: all.
+        reduce_group: The processes of the mesh, over which gradients are averaged; None is all processes.
         source_group: The processes that take over the values of the first of them. None: all.
         is_sharded: Whether `fully_shard` is applied; where it is not, the mesh is that of one process.
         seeds_by_name: Whether modules that fill themselves draw numbers that depend on their name, and not on those

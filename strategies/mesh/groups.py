@@ -23,7 +23,7 @@ class MeshGroups:
 
     Attributes:
         shards: What `fully_shard` takes: copies over the first axis where there are several, shards over the last.
-        full: All axes, also those of size 1; None where there are copies and shards only, without names of axes.
+        full: All axes, including axes of size 1; None if there are only copies and shards, without names of axes.
         tensor: The tensor parallel axis alone, of the same root mesh as `shards`; None without `full`.
         data: The ranks with this one's coordinates on pp, cp and tp: each reads other data.
         reduce: The ranks with this one's coordinates on pp and tp: a gradient is averaged over them.

@@ -239,7 +239,7 @@ class ModuleSplit:
         return own_module_state(runner.split, state)
 
     def with_names(self, module: nn.Module | None, optimizer: Optimizer, state: StateDict) -> StateDict:
-        """Return an optimizer's state with names, by which those of the stages are joined."""
+        """Return an optimizer's state with names, by which the stages' states are joined."""
         runner = self.runner(module)
         if runner is None:
             return state

@@ -37,7 +37,7 @@ class MeshStrategy(ShardedStrategy):
         tp: Number of processes that share the matrices of a layer.
         pp: Number of pipeline stages.
         cp: Number of processes that share a sequence.
-        ep: Number of processes, among those of `fsdp`, that share the experts of a layer.
+        ep: Number of processes, among the `fsdp` processes, that share the experts of a layer.
         tensor_plan: How matrices are split over `tp`.
         sequence_parallel: Whether norms and dropouts between split layers run on parts of the sequence.
         loss_parallel: Whether the cross entropy is computed on parts of the vocabulary.

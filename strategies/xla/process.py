@@ -255,7 +255,7 @@ class XLAProcessStrategy(ParallelStrategy):
     def init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Return a context in which a module is built on the CPU, and moved later.
 
-        So its first values are those of any other strategy with this seed, and no graph is compiled for them.
+        Its initial values then equal any other strategy's with this seed, and no graph is compiled for them.
 
         Args:
             empty_init: True leaves parameters without values, for a checkpoint that is loaded next.

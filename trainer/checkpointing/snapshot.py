@@ -234,7 +234,7 @@ def counts_batches(callback: Callback) -> bool:
 
 
 def _leave_validation(run: Run, states: StateDict) -> None:
-    """Let the states be those of training, if a validation is under way."""
+    """Replace the states by the states of training, if a validation is in progress."""
     before, progress = run.before_validation, run.progress
     if before is None:
         return

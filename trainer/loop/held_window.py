@@ -334,7 +334,7 @@ class HeldWindow:
 
 
 def _joined_loss(losses: Sequence[Any], parts: Sequence[MicroBatch]) -> Tensor | None:
-    """Return the loss of a batch as a value from those of its parts that have one; None where none has."""
+    """Return the loss of a batch as a value, from the losses of its parts; None if no part has a loss."""
     found = [
         (loss, one.share)
         for loss, one in zip(losses, parts, strict=True)

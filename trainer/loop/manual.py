@@ -236,7 +236,7 @@ class Toggles:
         self._has_warned = False
 
     def toggle(self, optimizer: Optimizer, optimizers: list[Optimizer]) -> None:
-        """Turn off gradients of the other optimizers' parameters; those of this one keep their own setting."""
+        """Turn off gradients of the other optimizers' parameters; this optimizer's parameters keep their setting."""
         for parameter in [one for other in optimizers for one in parameters_of(other)]:
             if parameter.requires_grad:
                 self._off[id(parameter)] = parameter

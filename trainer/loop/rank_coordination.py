@@ -271,7 +271,7 @@ def _compare_listed(strategy: Strategy, loaders: Sequence[Loaders]) -> None:
 
 
 def gather_data(strategy: Strategy, state: StateDict) -> StateDict:
-    """Return the state of the data for a checkpoint, from those of all ranks where each has its own."""
+    """Return the state of the data for a checkpoint, merged from all ranks if each has its own."""
     return merge_states(one_of_each_share(strategy, state)) if state.get("is_per_rank") else state
 
 

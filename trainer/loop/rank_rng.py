@@ -79,7 +79,7 @@ def check_copies(strategy: Strategy) -> None:
 def collect(strategy: Strategy, own: StateDict) -> StateDict:
     """Return the generators of all ranks for a checkpoint, and which shares of the data these read. On every rank.
 
-    Rank 0, which writes them, has those of all; the others have theirs alone: they are 14 KB for each rank.
+    Rank 0, which writes them, has the states of all ranks; other ranks have only theirs. They are 14 KB for each rank.
     """
     if not strategy.traits.copies_draw_alike:
         return {"rng_of_ranks": strategy.gather_to_first(own) or [own]}

@@ -244,7 +244,7 @@ class ScalarAccumulator:
         return (total if weight is None else total / weight).to(self.dtype, copy=True)
 
     def step_share(self, device: torch.device) -> tuple[Number, Number]:
-        """Return value and weight of the latest window, to be joined with those of other ranks."""
+        """Return value and weight of the latest window, to be combined with other ranks' values."""
         value = self.step_value(device)
         if len(self.step_weights) == 1:
             return value, self.step_weights[0]

@@ -363,7 +363,7 @@ class RowWriter:
 def by_loader(
     metrics: Mapping[str, float], num_loaders: int, loaders_of: Mapping[str, set[int]]
 ) -> list[Mapping[str, float]]:
-    """Return the metrics of each loader: those that its batches logged, and those of no loader."""
+    """Return the metrics of each loader: metrics that its batches logged, and metrics that belong to no loader."""
     if num_loaders <= 1:
         return [dict(metrics)]
     everywhere = set(range(num_loaders))

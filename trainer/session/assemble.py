@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def merge_callbacks(callbacks: list[Callback], from_module: Any) -> list[Callback]:  # Any: checked here
-    """Return the trainer's callbacks with the module's: these replace those of the same class or of a parent of it."""
+    """Return the Trainer's and the module's callbacks; the module's replace callbacks of the same or a parent class."""
     if isinstance(from_module, Callback):
         from_module = [from_module]
     extra = list(from_module or [])

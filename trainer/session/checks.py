@@ -78,7 +78,7 @@ def split_datamodule(loaders: Loaders, datamodule: object, name: str) -> tuple[L
 def compare_data(trainer: Trainer, owner: nn.Module | DataModule, loaders: Loaders) -> None:
     """Forget where the last fit's training data were if this fit has other loaders.
 
-    Loaders that a module or data module makes are those of the last fit if the same object makes them.
+    Loaders of a module or data module count as the last fit's loaders if the same object creates them.
     """
     before, trainer._lw_train_source = trainer._lw_train_source, owner if loaders is None else loaders
     if before is not None and not are_same_loaders(before, trainer._lw_train_source):

@@ -426,7 +426,7 @@ class Session(ABC):
             self.trainer.log_metrics(row)
 
     def results_to_keep(self, results: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the metrics that the verb returns, of those of an evaluation."""
+        """Return the metrics of an evaluation that the verb returns."""
         return results
 
     # --- the end ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A short trial of an optimizer's step, as it is and fused, on tensors like those of the model."""
+"""A short trial of an optimizer's step, unchanged and fused, on tensors like the model's."""
 
 from __future__ import annotations
 

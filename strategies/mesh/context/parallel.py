@@ -282,7 +282,7 @@ def share_sequences(
         mesh: The ranks that share a sequence, as one axis.
         device: Of this process.
         verifies: Whether the first batch is compared with the one on full sequences.
-        same_batch: The ranks that share a sequence or split layers; None: those of `mesh`.
+        same_batch: The ranks that share a sequence or split layers; None is the ranks of `mesh`.
         tp: Number of ranks that split layers.
         stages: See `ContextParallel`.
     """

@@ -1,4 +1,4 @@
-"""Gradients over the stages of a pipeline: sums of those of shared parameters, and norms."""
+"""Gradients over the stages of a pipeline: sums over shared parameters, and norms."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def _nan(value: AnyTree) -> AnyTree:
 def _shapes_of(args: Args, kwargs: Kwargs) -> object:
     """Return what the shapes of a module's results follow from; None where its arguments do not say.
 
-    Under autocast the dtypes of results follow from those of autocast, too.
+    Under autocast, the dtypes of results also depend on autocast's.
     """
     found: list[object] = []
     kinds = set()

@@ -85,7 +85,7 @@ def check_shapes(stage: int, passed: tuple[Tensor, ...], expected: tuple[Tensor,
 
 
 def plain_shapes(shapes: dict[str, dict[int, StageShapes]]) -> dict[str, dict[int, Any]]:
-    """Return the shapes of stages, by those of batches, as plain values for a checkpoint."""
+    """Return the shapes of stages, by shapes of batches, as plain values for a checkpoint."""
     return {
         key: {stage: (_plain(one.received), _plain(one.returned)) for stage, one in stages.items()}
         for key, stages in shapes.items()

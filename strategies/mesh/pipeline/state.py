@@ -181,7 +181,7 @@ class _Gathering:
         return gather_objects(value, self.group)
 
     def module_state(self, tree: Mapping[str, Any], path: tuple[object, ...]) -> StateDict:
-        """Return the state of a module from those of its stages."""
+        """Return the state of a module from its stages' states."""
         owners, extra = self.split.owners, self.extra_states(tree)
         return {
             key: self.tensor(value, owners[key][0])

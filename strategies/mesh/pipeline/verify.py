@@ -71,7 +71,7 @@ def verify_first(
 
 
 class StageComparison:
-    """Values of the unsplit model that this rank compares with those of its stages.
+    """Values of the unsplit model that this rank compares with the values of its stages.
 
     Args:
         split: This rank's stages.

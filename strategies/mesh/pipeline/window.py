@@ -210,7 +210,7 @@ class PipelineRunner:
         }
 
     def state_dict(self) -> StateDict:
-        """Return the shapes that stages exchange, by those of batches. On every rank: it communicates.
+        """Return the shapes that stages exchange, by shapes of batches. On every rank: it communicates.
 
         With them, a resumed run begins in the order of the schedule; with the counts of windows it draws the masks of a
         run that was not interrupted.

@@ -133,7 +133,7 @@ def packed_parts(owner: nn.Module, layer: str, out_features: int, tp: int) -> tu
     """Return the features of each part of a layer that computes several at once, and how many ranks share each part.
 
     A layer that is named as queries, keys and values has these three, and two of keys and values; any other has two
-    equal ones. The arguments are those of `copies_of`.
+    equal ones. Arguments as in `copies_of`.
     """
     queries, keys, size = _head_counts(owner)
     kind = _kind(layer)

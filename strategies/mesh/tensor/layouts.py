@@ -54,7 +54,7 @@ def convert(
 
 
 def enter(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the same values for computation in parts: each rank's gradient is added to those of the others."""
+    """Return the same values for computation in parts: gradients are summed over ranks."""
     return convert(tensor, mesh, Replicate(), Replicate(), gradient=Partial())
 
 

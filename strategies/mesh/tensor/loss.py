@@ -1,4 +1,4 @@
-"""The cross entropy of logits in parts: no rank holds those of the whole vocabulary."""
+"""The cross entropy of logits in parts: no rank holds the logits of the full vocabulary."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def recording(plan: TensorPlan, root: nn.Module) -> Iterator[dict[str, FirstCall
 class _Reads(TorchFunctionMode):
     """Notes which outputs of modules, but the first of each, functions of torch take.
 
-    The weights that attention returns beside its result are those of this rank's heads.
+    The weights that attention returns with its result belong to this rank's heads.
     """
 
     def __init__(self) -> None:
