@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ConfigError, ModuleError
 from ..fabric import Fabric
+from ..precision.mixed import MixedPrecision
 from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
 from ..strategies.ddp import DDPStrategy
 from ..strategies.ddp.replica import loss_tensor
@@ -136,6 +137,8 @@ def simulate(
             precision=training.precision,
             plugins=[cluster],
         )
+        if isinstance(fabric.precision, MixedPrecision):
+            fabric.precision.scaler = None  # it reads whether gradients are finite, and holds nothing
         with torch.device("meta"):
             module = training.build()
             if training.blocks is not None:

@@ -18,8 +18,6 @@ from ...doctor.finding import show_size
 from ...planning.dry_run import Check, dry_run
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ...planning.simulation import Training
     from ...strategies import Strategy
 
@@ -28,7 +26,6 @@ __all__ = ["findings_of"]
 
 def findings_of(
     training: Training,
-    module: nn.Module,
     strategy: str | Strategy,
     *,
     devices: int,
@@ -40,7 +37,6 @@ def findings_of(
 
     Args:
         training: What is trained.
-        module: The program's module.
         strategy: That of the program's Trainer.
         devices: Devices per node.
         num_nodes: Nodes.
@@ -51,7 +47,7 @@ def findings_of(
         yield _finding(check)
     yield judge_sharing(folder, num_nodes)
     yield from examine_disk(folder, 0)
-    yield _room(module, folder)
+    yield _room(training, folder)
     value = f"Loopwright {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     yield Finding("versions", "the same on all ranks", f"{value}: a start compares them")
 
@@ -63,9 +59,11 @@ def _finding(check: Check) -> Finding:
     return Finding("ranks and data", check.name, check.value, level, check.advice)
 
 
-def _room(module: nn.Module, folder: Path) -> Finding:
-    """Compare the room with a checkpoint of weights and two moments, as Adam has them."""
-    size = 3 * sum(one.numel() * one.element_size() for one in module.parameters())
+def _room(training: Training, folder: Path) -> Finding:
+    """Compare the room with a checkpoint of weights and two moments of the trained ones, as Adam has them."""
+    with torch.device("meta"):
+        parameters = list(training.build().parameters())  # with those that configure_model makes
+    size = sum((3 if one.requires_grad else 1) * one.nbytes for one in parameters)
     place = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
     free = shutil.disk_usage(place).free
     value = f"about {show_size(size)} with Adam, {show_size(free)} free"

@@ -98,7 +98,6 @@ def _dry_run(fit: _Fit, given: dict[str, Any], chosen: argparse.Namespace) -> in
     training, num_batches = training_of(fit.trainer, fit.model, fit.data)
     findings = findings_of(
         training,
-        fit.model,
         given.get("strategy") or "auto",
         devices=chosen.devices,
         num_nodes=chosen.num_nodes,

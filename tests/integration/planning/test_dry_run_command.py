@@ -14,8 +14,7 @@ import loopwright as lw
 from loopwright.strategies.mesh import MeshStrategy
 
 class Net(lw.Module):
-    def __init__(self):
-        super().__init__()
+    def configure_model(self):
         self.layer = torch.nn.Linear(32, 1)
 
     def training_step(self, batch, batch_idx):
@@ -34,7 +33,18 @@ raise SystemExit("nothing may run after fit")
 @pytest.mark.parametrize(
     ("strategy", "samples", "code", "said"),
     [
-        ("'ddp'", 4100, 0, ["ranks 0, 511", "trains a step", "2 batches an epoch for each of 512", "uneven data"]),
+        (
+            "'ddp'",
+            4100,
+            0,
+            [
+                "ranks 0, 511",
+                "trains a step",
+                "2 batches an epoch for each of 512",
+                "uneven data",
+                "about 396 B with Adam",
+            ],
+        ),
         ("'ddp'", 400, 1, ["X data", "100 batches for 512 ranks"]),
         pytest.param(
             "MeshStrategy(fsdp=3, tp=2)",

@@ -68,6 +68,18 @@ class ReadsValues(LlamaTask):
         return loss * 2 if loss.item() > 1 else loss
 
 
+class ReadsArrays(LlamaTask):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return super().training_step(torch.from_numpy(batch.numpy()), batch_idx)
+
+
+def test_arrays_are_values_and_a_scaler_is_not() -> None:
+    assert "activations are not counted" in lw.plan(ReadsArrays, BATCH).rows[0].note
+    half, bfloat = (lw.plan(lambda: build(2), BATCH, precision=name).rows[0] for name in ("16-mixed", "bf16-mixed"))
+    assert half.note == ""
+    assert half.held == bfloat.held
+
+
 def test_a_forward_that_reads_values_falls_back_to_closed_forms_and_says_so() -> None:
     plan = lw.plan(ReadsValues, BATCH, devices=2, memory="1GB")
     ddp = plan.rows[1]
