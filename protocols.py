@@ -86,7 +86,7 @@ class Loader(Protocol):
 
 
 class StatefulLoader(Stateful, Loader, Protocol):
-    """A loader that saves and loads its place."""
+    """A loader that saves and loads its position."""
 
 
 class Gather(Protocol):
@@ -102,12 +102,12 @@ class TensorInFile(Protocol):
 
     @property
     def shape(self) -> torch.Size:
-        """Its shape."""
+        """Shape of the tensor."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype."""
+        """Dtype of the tensor's elements."""
         ...
 
     def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> torch.Tensor:
@@ -120,7 +120,7 @@ class TensorInFile(Protocol):
 
 
 class CheckpointPlugin(Protocol):
-    """What a strategy saves, loads and removes checkpoints with: a `CheckpointIO`, or any object with its methods."""
+    """Saves, loads and removes checkpoints for a strategy: a `CheckpointIO`, or any object with its methods."""
 
     def save_checkpoint(self, checkpoint: StateDict, path: str | Path, /, storage_options: Any = None) -> object:
         """Write a checkpoint; when this returns, it is written or being written."""
@@ -164,7 +164,7 @@ class BackgroundPlugin(CheckpointPlugin, Protocol):
 
 
 class Rendezvous(Protocol):
-    """What a process needs to know to connect with the others."""
+    """The address and the ranks with which a process connects to the others."""
 
     @property
     def main_address(self) -> str:

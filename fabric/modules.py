@@ -1,4 +1,4 @@
-"""What `Fabric.setup` does with a module: it is compiled, converted and moved, and wrapped by the strategy."""
+"""Steps of `Fabric.setup` for a module: it is compiled, converted, moved, and wrapped by the strategy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def compiled(module: nn.Module, strategy: Strategy, value: bool | Mapping[str, object]) -> nn.Module:
-    """Return the module compiled in place, if the user asked for it by `compile=` or by torch.compile."""
+    """Return the module, compiled in place if requested by `compile=` or by torch.compile."""
     if value is False and uncompiled(module) is module and "_lw_compile_options" not in vars(module):
         return module
     from .compiling import compile_for_fabric  # not imported where nothing is compiled

@@ -19,7 +19,7 @@ _DEVICES = ("cuda", "xpu", "hpu")
 
 
 class LayerSync(ABC):
-    """Replaces layers by ones that communicate, and restores the user's layers. A plugin of Trainer and Fabric."""
+    """Plugin of Trainer and Fabric that replaces layers by layers that communicate, and restores the user's layers."""
 
     @abstractmethod
     def apply(self, model: nn.Module) -> nn.Module:
@@ -36,7 +36,7 @@ class TorchSyncBatchNorm(LayerSync):
     torch supports it only on GPUs; strategies reject a module with such layers on another device.
 
     Args:
-        process_group: The ranks whose batches count; None: all.
+        process_group: The ranks whose batches count; None for all.
     """
 
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
@@ -87,7 +87,7 @@ def check_sync_batchnorm(module: nn.Module, device: torch.device) -> None:
     """Check that a module with SyncBatchNorm is on a device for which torch supports it.
 
     Raises:
-        ConfigError: It is not; lists the layers.
+        ConfigError: It is not on such a device; the message lists the layers.
     """
     if device.type in _DEVICES:
         return

@@ -53,15 +53,15 @@ class Loss:
 
     Args:
         sum: Sum of the element losses: shape (), any floating dtype, with its autograd graph.
-        weight: How much the sum counts, in any unit that is the same for all micro-batches of a run (tokens, pixels,
-            samples): a non-negative number, or a tensor of shape () on any device, which is never read by the host.
+        weight: Weight of the sum, in any unit that is the same for all micro-batches of a run (tokens, pixels,
+            samples): a non-negative number, or a tensor of shape () on any device, which the host never reads.
     """
 
     sum: Tensor
     weight: Tensor | float
 
     def mean(self) -> Tensor:
-        """Return sum / weight, and 0 where the weight is 0: shape (), on the device of the sum."""
+        """Return sum / weight, or 0 if the weight is 0: shape (), on the device of the sum."""
         weight = self.weight
         if isinstance(weight, Tensor):
             weight = weight.reshape(()).to(self.sum.device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""The optimizer that `self.optimizers()` and `optimizer_step` hand to a module: torch's own, whose step counts.
+"""`ManagedOptimizer`: the optimizer that `self.optimizers()` and `optimizer_step` pass to a module.
 
-Its `step` goes through precision and strategy, fires on_before_optimizer_step in manual optimization, and tells the run
-that a training step happened.
+Its `step` goes through precision and strategy, calls on_before_optimizer_step in manual optimization, and counts as a
+training step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class OptimizerOwner(Protocol):
-    """Who lends out managed optimizers: a Trainer."""
+    """The owner of managed optimizers: a Trainer."""
 
     fabric: Fabric
 
@@ -44,14 +44,14 @@ class OptimizerOwner(Protocol):
 
 
 class ManagedOptimizer:
-    """An optimizer whose `step` is the trainer's. Everything else is the wrapped optimizer's.
+    """An optimizer whose `step` is the Trainer's. Everything else is the wrapped optimizer's.
 
-    `isinstance(managed, torch.optim.Adam)` is true for a wrapped Adam, so that schedules can be built on it.
+    `isinstance(managed, torch.optim.Adam)` is true for a wrapped Adam, so that schedules accept it.
 
     Attributes:
         optimizer: The wrapped optimizer.
-        num_steps: How often it has stepped since the run began.
-        take_step: Steps the wrapped optimizer, with a closure or without; None outside of a run.
+        num_steps: Number of its steps since the run began.
+        take_step: Function that steps the wrapped optimizer, with or without a closure; None outside of a run.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class ManagedOptimizer:
         """Step the optimizer through precision and strategy.
 
         Args:
-            closure: Evaluates the model and returns the loss; the optimizer calls it as often as it needs to.
-            kwargs: Passed to the `step` of an optimizer that takes more.
+            closure: Function that evaluates the model and returns the loss; the optimizer may call it several times.
+            kwargs: Further arguments of the optimizer's `step`.
 
         Returns:
-            What the optimizer's own class returns, where it is not one of torch; else the closure's loss, None without
-            one.
+            The result of the optimizer's `step` if its class is not torch's; else the closure's loss, or None without a
+            closure.
 
         Raises:
             ModuleError: The closure is not callable.
@@ -143,7 +143,7 @@ class ManagedOptimizer:
                 optimizer.step = own  # type: ignore[method-assign]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, also those that were left unsynchronized between ranks."""
+        """Clear gradients, including gradients that were not reduced over ranks."""
         self.optimizer.zero_grad(set_to_none)
         strategy = None if self._trainer is None else self._trainer.strategy
         if strategy is not None and strategy.traits.shards_parameters:
@@ -151,10 +151,10 @@ class ManagedOptimizer:
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Let only this optimizer's parameters require gradients for a block.
+        """Disable gradients of the other optimizers' parameters within a `with` block.
 
         Args:
-            sync_grad: False also leaves gradients unsynchronized between ranks (manual accumulation).
+            sync_grad: Whether gradients are reduced over ranks; False is for manual accumulation.
         """
         trainer = self._trainer
         assert trainer is not None
@@ -169,7 +169,7 @@ class ManagedOptimizer:
 
 @contextmanager
 def toggled(trainer: OptimizerOwner, optimizer: Optimizer | ManagedOptimizer) -> Iterator[None]:
-    """Let only this optimizer's parameters require gradients for a block."""
+    """Disable gradients of the other optimizers' parameters within a `with` block."""
     trainer._lw_toggle(optimizer)
     try:
         yield

@@ -63,25 +63,25 @@ _NS_PER_S = 1e9
 
 
 class Timeline:
-    """Measures the phases of a fit; `report()` says what they mean. Each fit starts from zero.
+    """Measures the phases of a fit; `report()` explains them. Each fit starts from zero.
 
-    Set the attributes before `fit`. On several ranks each has its own.
+    Set the attributes before `fit`. With several ranks, each has a separate timeline.
 
     Attributes:
         is_enabled: Whether `fit` measures; False under `barebones=True`.
         every: Average number of steps per measured step; 1 measures each. None: each step if steps take 10 ms, one in
             10 if they take 3 ms, else one in 100.
         synchronize: Whether a measured step waits for the device between phases. Phases are then true on any device,
-            and that step loses the overlap of host and device.
+            but that step loses the overlap of host and device.
         counts_operations: Whether one step, which is not timed, counts the floating-point operations and the bytes
-            of each operator. Then the report can tell a step that is bound by compute from one bound by memory.
+            of each operator, so that the report can distinguish a compute-bound from a memory-bound step.
         records: The last `MAX_RECORDS` measured steps, oldest first, without the first step of the fit.
-        due: Batches ever seen at which the next measured step is due; read by the fit loop.
+        due: Total number of batches at which the next measured step is due; read by the fit loop.
         is_open: Whether a step is being measured.
-        follower: Called with each measured step, the first one too; None: nothing is called.
-        in_a_row: Number of steps to measure at the beginning; None: a few.
-        is_next_apart: Whether the next step is not like those that follow, as the first one.
-        compiled: What compiling cost and gains; None where nothing was compiled.
+        follower: Function called with each measured step, including the first; None calls nothing.
+        in_a_row: Number of consecutive steps to measure at the beginning; None for a few.
+        is_next_apart: Whether the next step differs from the following ones, as the first step does.
+        compiled: Cost and gain of compiling; None if nothing was compiled.
     """
 
     MAX_RECORDS = 1000

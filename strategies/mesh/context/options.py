@@ -1,4 +1,4 @@
-"""`Context`: what is split along the sequence, and how attention gets the keys of the other parts."""
+"""`Context`: the tensors that are split along the sequence, and how attention gets the keys of the other parts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ METHODS = ("gather", "ulysses")
 class Context:
     """How `MeshStrategy` splits sequences over its axis `cp`.
 
-    By default the model's inputs are split where the step calls the model, and its outputs are gathered behind it, so
-    that the step sees full sequences and any loss is right. With `batch=` the batch itself is split: the step sees
-    one part of each sequence, and returns `lw.Loss`, whose sums and weights are added over the parts.
+    By default, the model's inputs are split when the step calls the model, and its outputs are gathered, so that the
+    step receives full sequences and any loss is correct. With `batch=`, the batch is split: the step receives one part
+    of each sequence, and returns `lw.Loss`, whose sums and weights are added over the parts.
 
     Args:
-        inputs: The model's inputs that are split, as names of arguments of its `forward`, with the dimension of the
-            sequence: {"input_ids": 1}. None: its first tensor, along dimension 1.
-        batch: The parts of the batch that are split, as keys of a dict or positions in a tuple, with the dimension of
-            the sequence: {"input_ids": 1, "labels": 1} or {0: 1, 1: 1}. None: the batch is not split.
+        inputs: The model's inputs to split, as names of arguments of its `forward`, with the dimension of the sequence:
+            {"input_ids": 1}. None is its first tensor, along dimension 1.
+        batch: The parts of the batch to split, as keys of a dict or positions in a tuple, with the dimension of the
+            sequence: {"input_ids": 1, "labels": 1} or {0: 1, 1: 1}. None does not split the batch.
         method: "gather": every rank gathers all keys and values. "ulysses": for attention, ranks exchange parts of the
             sequence for heads; the number of heads must be a multiple of `cp`.
-        module: Name of the submodule that is the model. None: the only submodule with parameters; where there are
-            several, the module itself.
+        module: Name of the submodule that is the model. None is the only submodule with parameters; with several, the
+            module itself.
 
     Raises:
         ConfigError: An argument is invalid; every problem is named.

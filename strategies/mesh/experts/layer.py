@@ -23,9 +23,9 @@ class Experts(nn.Module):
         y = sum over e of p[e] * down[e](activation(up[e](x)))
         y = sum over e of p[e] * down[e](activation(gate[e](x)) * up[e](x))    if `gated`
 
-    No token is dropped, and an expert may have none. The order of all sums is fixed: a run repeats its own results.
-    Under `MeshStrategy(ep=N)` each of N processes holds the weights of `num_experts / N` experts, and tokens travel to
-    them and back. Names and shapes of the parameters do not depend on that, so checkpoints load everywhere.
+    No token is dropped, and an expert may get none. The order of all sums is fixed, so that results are reproducible.
+    Under `MeshStrategy(ep=N)`, each of N processes holds the weights of `num_experts / N` experts, and tokens are sent
+    to them and back. Names and shapes of the parameters do not depend on N, so that checkpoints load everywhere.
 
     Input and output have the shape (..., dim) and the same dtype.
 
@@ -35,22 +35,22 @@ class Experts(nn.Module):
         num_experts: Number of experts.
         top_k: Number of experts for each token.
         activation: Element-wise function between the two products of an expert.
-        gated: Whether an expert has a third product that the activation is applied to, as in SwiGLU.
+        gated: Whether an expert has a third product, to which the activation is applied, as in SwiGLU.
         normalize: Whether the weights of a token's experts are divided by their sum.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
 
     Attributes:
-        router: Linear layer with the shape (num_experts, dim) of its weight.
-        experts: The weights: `up`, and `gate` where there is one, (num_experts, dim, hidden); `down` (num_experts,
-            hidden, dim).
+        router: Linear layer whose weight has the shape (num_experts, dim).
+        experts: The weights: `up` and, if `gated`, `gate`, of shape (num_experts, dim, hidden); `down`, of shape
+            (num_experts, hidden, dim).
         balance_loss: After a forward pass: num_experts * sum over experts of (share of assignments) * (mean
             probability), over the tokens of this pass on this rank, or of the sequences that it shares with others;
-            shape (), float32 or wider, with a graph. It is 1 where tokens are spread evenly. To have the router spread
-            them, add it to the loss, times 0.01 or so. None before the first pass, in a copy, and after loading by
+            shape (), float32 or wider, with a graph. It is 1 if tokens are distributed evenly. To balance the router,
+            add it to the loss with a factor of about 0.01. None before the first pass, in a copy, and after loading by
             pickle.
         tokens_per_expert: After a forward pass: number of assignments to each expert, of the same tokens; shape
-            (num_experts,), int64. None where `balance_loss` is.
+            (num_experts,), int64. None if `balance_loss` is None.
 
     Raises:
         ConfigError: A size is not positive, or `top_k` is larger than `num_experts`; every problem is named.
@@ -93,7 +93,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs for each token: (..., dim), in the dtype of `x`.
 
-        Where the experts are sharded, on all ranks that share them: it communicates.
+        If the experts are sharded, call it on all ranks that share them: it communicates.
         """
         tokens = x.reshape(-1, self.dim)
         logits = self.router(tokens)

@@ -45,21 +45,21 @@ SCHEDULES = {
 class Pipeline:
     """How `MeshStrategy` splits a model over its axis `pp`.
 
-    The blocks of one `ModuleList` or `Sequential` are split into stages; what is registered before it belongs to the
-    first stage, and what is registered after it to the last one. A pipelined step runs the micro-batches of an
+    The blocks of one `ModuleList` or `Sequential` are split into stages. Submodules that are registered before it
+    belong to the first stage, submodules after it to the last one. A pipelined step runs the micro-batches of an
     accumulation window.
 
     Args:
-        module: Name of the submodule that is split, such as "model"; `training_step` calls it once. None: the one with
-            the largest list of repeated blocks.
-        split: "even" gives stages equally many parameters, as far as blocks allow; or the names of the blocks with
-            which the second and later stages begin, such as ["model.blocks.4"].
+        module: Name of the submodule to split, such as "model"; `training_step` calls it once. None is the submodule
+            with the largest list of repeated blocks.
+        split: "even" gives stages equal numbers of parameters, as far as blocks allow; or the names of the first blocks
+            of the second and later stages, such as ["model.blocks.4"].
         schedule: Order of forward and backward passes. "gpipe": all forward passes, then all backward passes. "1f1b":
-            they alternate, which needs less memory. "interleaved" and "zero-bubble": several stages on each rank (two,
+            they alternate, which takes less memory. "interleaved" and "zero-bubble": several stages on each rank (two,
             unless `split` names more), for less idle time. "zbv" and "dualpipev": two stages on each rank, with the
             first and the last stage on rank 0.
         micro_batches: Number of parts into which each batch of the loader is split along its first dimension. The
-            parts run through the stages one behind the other, also with `accumulate_grad_batches=1`.
+            parts run through the stages one after the other, also with `accumulate_grad_batches=1`.
 
     Raises:
         ConfigError: An argument is invalid; every problem is named.
@@ -94,7 +94,7 @@ class Pipeline:
         """Return the number of stages on all ranks of a pipeline.
 
         Raises:
-            ConfigError: The split points make a number of stages that the schedule cannot place.
+            ConfigError: The schedule does not support the number of stages that the split points define.
         """
         schedule = SCHEDULES[self.schedule]
         default = schedule.stages_per_rank * num_ranks
