@@ -939,7 +939,7 @@ class Fabric:
                 from .wrappers import is_wrapped
 
                 others = {name: content[name] for name, obj in state.items() if not is_wrapped(obj)}
-                content |= merge_rank_states(others, self.strategy.gather_objects)
+                content |= merge_rank_states(others, self.strategy.gather_to_first)
             has_own_part = saves_shards(self.strategy, "sharded")
             content = written_state(self.strategy, content, "sharded")
             if has_own_part or self.is_global_zero:

@@ -144,18 +144,19 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 # -- of several ranks, in a checkpoint of Fabric -----------------------------------------------------------------------
 
 
-def merge_rank_states(content: StateDict, gather: Callable[[StateDict], list[StateDict]]) -> StateDict:
+def merge_rank_states(content: StateDict, gather: Callable[[StateDict], list[StateDict] | None]) -> StateDict:
     """Return the content with the states of all ranks in each result of `rng_state`. Called on all ranks.
 
-    A merged state is rank 0's state, with the states of all ranks under "ranks".
+    A merged state is rank 0's state, with the states of all ranks under "ranks". The other ranks do not write it; they
+    merge their own state alone.
 
     Args:
         content: Dicts and lists of any depth.
-        gather: Returns the objects of all ranks, in their order.
+        gather: Returns the objects of all ranks, in their order, on rank 0; None on the others.
     """
     found: StateDict = {}
     _replace_states(content, found.setdefault)
-    everywhere = gather(found)
+    everywhere = gather(found) or [found]
 
     def merge(path: str, own: StateDict) -> StateDict:
         states = [states.get(path, own) for states in everywhere]

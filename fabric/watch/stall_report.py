@@ -248,9 +248,9 @@ class StallReporter:
 
     def advance(self, neighbors: Iterable[Peer], now: float) -> None:
         """Examine neighbors that do not answer; then, on the lowest rank that answered, print the report."""
+        self._look_for_findings()  # also while a later request is open
         request = self._request
         if request is None:
-            self._look_for_findings()
             return
         is_complete = self._failure_store.count_statuses(request.number) >= self._size
         if not is_complete and not request.has_looked and now >= request.since + _NEIGHBOUR_S:

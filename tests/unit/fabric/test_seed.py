@@ -189,3 +189,5 @@ def test_a_new_rank_continues_alike_where_all_were_and_differs_where_they_differ
     assert len({python for python, _ in drawn}) == 1
     assert len({number for _, number in drawn}) == 3
     assert choose_rank_states({"rng": states[1]}, 5)["rng"] is states[1]  # saved by one process
+    others = merge_rank_states(content, lambda found: None)  # on ranks that do not write
+    assert [state is states[0] for state in others["own"][0]["rng"]["ranks"]] == [True]

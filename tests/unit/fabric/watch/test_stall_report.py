@@ -10,10 +10,12 @@ import threading
 import traceback
 
 import pytest
+import torch.distributed as dist
 
+from loopwright.fabric.watch.failure_store import FailureStore
 from loopwright.fabric.watch.peers import Peer, StackOnSignal, stack_of
 from loopwright.fabric.watch.rank_status import LastCollective, RankStatus, phrase
-from loopwright.fabric.watch.stall_report import StallReport
+from loopwright.fabric.watch.stall_report import StallReport, StallReporter
 
 
 def stands(rank: int, number: int, name: str = "all_reduce", doing: str = "waits", group: str = "") -> RankStatus:
@@ -79,6 +81,31 @@ def test_the_smallest_group_comes_first_and_each_stack_once() -> None:
     )
     assert text.index("rank 1 (hook training_step, step 3): hangs") < text.index("ranks 0, 2, 3 (")
     assert text.count("line of waits") == 1
+
+
+def test_a_finding_is_delivered_while_a_later_request_is_open() -> None:
+    store = dist.HashStore()
+    stores = [FailureStore(store, rank=rank, size=3) for rank in range(2)]  # rank 2 does not answer
+    reporters = [StallReporter(one, rank=rank, size=3) for rank, one in enumerate(stores)]
+
+    def answer(now: float) -> None:
+        for rank, (one, reporter) in enumerate(zip(stores, reporters, strict=True)):
+            request = one.new_status_request()
+            assert request is not None
+            reporter.answer(*request, stands(rank, 5), now)
+
+    first = reporters[0].request_finding("timed out")
+    answer(0.0)
+    assert reporters[1].request_finding("timed out, too") == first + 1
+    for reporter in reporters:
+        reporter.advance([], 2.0)
+    answer(2.1)
+    for reporter in reporters:
+        reporter.advance([], 2.1)
+    found = reporters[0].wait_for_finding(first, wait_s=0.0)
+    assert found is not None
+    assert found.culprit is not None
+    assert found.culprit.rank == 2
 
 
 def test_a_standing_survives_the_way_through_the_store() -> None:
