@@ -51,7 +51,7 @@ class CheckpointIO(ABC):
 
         Args:
             path: File or URL.
-            map_location: Where tensors go, as in torch.load.
+            map_location: Device for the tensors, as in torch.load.
             weights_only: Whether to read tensors and plain values only.
         """
 
@@ -151,7 +151,7 @@ def load_through(
     Args:
         io: Reads the checkpoint.
         path: File, folder or URL.
-        map_location: As in torch.load.
+        map_location: Device for the tensors, as in torch.load.
         weights_only: Whether to read tensors and plain values only.
         optional: Arguments that are passed only to an IO that names them: `lazy`, `verify`.
     """

@@ -27,7 +27,7 @@ def leave_out(state: StateDict, module: nn.Module, stepped: Iterable[Tensor]) ->
     belong to a parameter (`weight.absmax` of a quantized `weight`) are left out with it.
 
     Args:
-        state: What `Strategy.module_state_dict` returns.
+        state: A result of `Strategy.module_state_dict`.
         module: The user's module.
         stepped: The parameters of all optimizers.
     """

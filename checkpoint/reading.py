@@ -27,7 +27,7 @@ class Ranks:
     """The processes that read a checkpoint.
 
     Attributes:
-        rank: Of this process.
+        rank: Rank of this process.
         size: Number of processes.
         gather: Returns the objects of all ranks, in rank order, on every rank.
         together: Calls a function on every rank, and raises an error of one on all.
@@ -45,7 +45,7 @@ def read_on_all_ranks(io: CheckpointPlugin, path: str | Path, ranks: Ranks, *, i
     Args:
         io: Reads the checkpoint. Ranks can agree only on what it can `identify`.
         path: File, folder or URL. A rank that passes another path than rank 0 reads what is there.
-        ranks: Who reads.
+        ranks: The processes that read.
         is_safe: Whether to read tensors and plain values only.
         by_parts: Whether tensors may stay in the file until a part of them is read (`protocols.StoredTensor`, or
             memory that the file is mapped to), and each rank verifies a share of the files. An IO whose

@@ -91,7 +91,7 @@ def load(
 
     Args:
         path: File, folder or URL; a remote file is copied to a local temporary folder (TMPDIR) first.
-        map_location: Where tensors go, as in torch.load.
+        map_location: Device for the tensors, as in torch.load.
         weights_only: Whether to read tensors and plain values only.
         mmap: Whether CPU tensors of a file stay on the disk until they are used, as in torch.load.
         verify: Whether to read the full file first and compare its checksums.
@@ -136,7 +136,7 @@ def verify_share(path: str | Path, rank: int, size: int, storage_options: Storag
 
     Args:
         path: File, folder of a sharded checkpoint, or URL.
-        rank: Of this process.
+        rank: Rank of this process.
         size: Number of processes.
         storage_options: Arguments of the remote file system.
 

@@ -154,9 +154,9 @@ def map_tensors(tree: Tree, change: Callable[[AnyTensor, tuple[Key, ...]], objec
     """Return a copy of a tree with each tensor replaced by `change(tensor, keys)`; other leaves are the same objects.
 
     Args:
-        tree: What to copy.
+        tree: The tree to copy.
         change: Called with each tensor, and the keys and positions that lead to it.
-        keys: What these begin with.
+        keys: Prefix of these keys.
     """
     if is_tensor(tree):
         return change(tree, keys)

@@ -32,8 +32,8 @@ def to_plain(value: Any, where: str = "") -> tuple[Any, list[str]]:  # Any: hype
     that cannot be converted is left out entirely, since its other entries would move.
 
     Args:
-        value: What to convert; it is not changed.
-        where: What the paths begin with.
+        value: The value to convert, which is not changed.
+        where: Prefix of the paths.
 
     Returns:
         The converted value, None if nothing of it could be kept; and the paths left out, such as `model['act']`.

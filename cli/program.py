@@ -31,9 +31,9 @@ class Program:
         name: How it was started, for texts.
         trainer_class: Trainer, or a subclass.
         bases: "model" and "data" to the class that the program passed, None for none, and to the class of all.
-        declared: What `CLI.add_arguments` declared.
+        declared: The declarations of `CLI.add_arguments`.
         seed_default: The seed where none is given.
-        subcommand: What is to be run; None: objects are made only.
+        subcommand: Subcommand to run; None only creates objects.
         subcommands: Those that there are, and what each does.
         skipped: Parameters of the subcommand's method that are not settings, beside the model and its data.
         trust_at: Returns what the setting at a path may name; None if the user has written it.

@@ -68,7 +68,7 @@ class RecipeSettings:
         """Return the dataclass.
 
         Args:
-            settings: Of all sources.
+            settings: Settings of all sources.
             check: Returns what is wrong with the dataclass; it is called only to be named with other problems. None
                 takes its method `problems`, if it has one.
 
@@ -84,7 +84,7 @@ class RecipeSettings:
         """Return the settings as YAML values.
 
         Args:
-            settings: Of all sources.
+            settings: Settings of all sources.
             with_defaults: Whether defaults are added.
 
         Raises:

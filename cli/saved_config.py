@@ -107,11 +107,11 @@ def config_of(checkpoint: str) -> str | None:
 
 
 def written_settings(text: str, name: str) -> SettingsTree:
-    """Return the settings in the configuration of a checkpoint, which may be somebody else's.
+    """Return the settings in the configuration of a checkpoint, which may be of unknown origin.
 
     Args:
         text: The configuration.
-        name: What errors call it.
+        name: Name of the configuration in errors.
 
     Raises:
         ConfigError: It has another form than a `SaveConfig` writes; interpolations, for instance.

@@ -50,7 +50,7 @@ class CommandLine:
         assignments: In order.
         prints: "full" or "short" for --print-config, empty without it.
         help: What help is wanted about; an empty text is all, None means that help was not requested.
-        wrong: What is neither an option nor a setting.
+        wrong: Arguments that are neither an option nor a setting.
     """
 
     files: list[str] = field(default_factory=list)
@@ -137,7 +137,7 @@ def gather(
         line: The command line.
         command: The subcommand; a file's section of this name is laid over the rest of the file.
         commands: All subcommands; the sections of the others are left out.
-        defaults: What the program sets by itself, dotted.
+        defaults: Defaults of the program, by dotted key.
         checkpoint: The configuration of a checkpoint, and its name.
         variables: Environment variables; None is this process's variables.
         groups: Keys whose settings may stand in their own file, as in `data=data.yaml`.

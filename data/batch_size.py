@@ -88,7 +88,7 @@ class BatchSizes:
 
         Args:
             batch: A batch of the loader.
-            found: What was found in it.
+            found: The number that was found in it.
         """
         exact = self.count()
         full = self._full if exact is None else exact

@@ -110,7 +110,7 @@ def given_to(target: type, hparams: Hyperparameters) -> Iterator[None]:
 
     Args:
         target: The class.
-        hparams: What is kept.
+        hparams: The hyperparameters to keep.
     """
     token = _GIVEN.set((target, hparams))
     try:

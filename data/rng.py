@@ -96,7 +96,7 @@ class RngStream:
 
     Args:
         key: Seeds the stream: equal keys give equal draws.
-        kinds: Which global generators belong to it: "python", "numpy", "torch".
+        kinds: Global generators that belong to it: "python", "numpy", "torch".
     """
 
     def __init__(self, key: bytes, kinds: Iterable[str] = KINDS) -> None:

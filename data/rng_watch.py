@@ -27,7 +27,7 @@ class RngWatch:
     where to keep them apart (`RngStream`) takes 150.
 
     Args:
-        kinds: Which to watch, of "python", "numpy" and "torch".
+        kinds: Generators to watch, out of "python", "numpy" and "torch".
     """
 
     def __init__(self, kinds: Iterable[str] = KINDS) -> None:

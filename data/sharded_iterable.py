@@ -76,8 +76,8 @@ class ShardedIterable(IterableDataset[AnyBatch]):
         """Set the shard that `__iter__` yields; the default is that of torch.distributed.
 
         Args:
-            rank: Of this process among those that read different data.
-            size: How many of these there are.
+            rank: Rank of this process among the ranks that read different data.
+            size: Number of these ranks.
         """
         self._place = (rank, size)
 
@@ -143,7 +143,7 @@ class IterableShare(IterableDataset["_Place"]):
         batch_size: Samples of a batch; None: a sample is a batch.
         drop_last: Whether a short last batch is left out.
         start: Samples before the first global batch.
-        key: Of the random numbers with which the data set is read: equal on all ranks.
+        key: Key of the random numbers with which the data set is read: equal on all ranks.
     """
 
     dataset: AnyDataset
@@ -255,7 +255,7 @@ class CollateShare:
 
     Attributes:
         function: The user's `collate_fn`.
-        key: Of this rank's random numbers.
+        key: Key of this rank's random numbers.
         first: Number of the first global batch.
     """
 

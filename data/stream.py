@@ -102,7 +102,7 @@ class BatchStream:
         """Begin an epoch: pass its number to samplers and data sets, and begin to iterate.
 
         Args:
-            epoch: Its number.
+            epoch: Index of the epoch, from 0.
             shared_rng: Where data is distributed: the `capture_rng` of rank 0, taken right before this call. Samplers
                 then draw the same on all ranks; the global generators of ranks other than 0 stay as they are. None:
                 the generators of all ranks are equal anyway.

@@ -121,7 +121,7 @@ class _Maker:
 
     Args:
         dataset: The data set.
-        collate: Of the loader.
+        collate: The `collate_fn` of the loader.
         is_batched: Whether an index is a list of samples.
         pins: Whether the batch goes into pinned memory.
     """

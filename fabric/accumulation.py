@@ -107,7 +107,7 @@ def refuse_within_window(
     """Raise or warn if an optimizer is saved while gradients wait for its step.
 
     Args:
-        state: What is saved.
+        state: The objects to save.
         accumulation: The windows of `Fabric.accumulate`; None without any.
         is_accumulating: Whether gradients were added under `Fabric.no_backward_sync` since the last step.
 

@@ -26,7 +26,7 @@ def run_on_all_ranks(strategy: Strategy, function: Callable[[], R]) -> R:
 
     Args:
         strategy: Connects the ranks.
-        function: Its error may differ between ranks.
+        function: The function, whose error may differ between ranks.
 
     Raises:
         Exception: On a failed rank its own error; on the others that of the first failed rank, of the same type if it

@@ -310,9 +310,9 @@ def compute_gradients(loss: Tensor, *args: Any, **kwargs: Any) -> None:
     anything else could be meant (a subclass, a mode, a transform, a method that somebody replaced), torch decides.
 
     Args:
-        loss: Of shape ().
+        loss: The loss: shape ().
         args: Positional arguments of `Tensor.backward`.
-        kwargs: Its keyword arguments.
+        kwargs: Keyword arguments of `Tensor.backward`.
     """
     if (
         loss.__class__ is Tensor
@@ -338,7 +338,7 @@ def clip_dense_norm(optimizer: Optimizer, max_norm: float, norm_type: float) -> 
     tensors: 30 of its calls are made in place of 130, which is half of its time where there are few tensors.
 
     Args:
-        optimizer: Its parameters' gradients are scaled.
+        optimizer: The optimizer, whose parameters' gradients are scaled.
         max_norm: Threshold in units of unscaled gradients.
         norm_type: Order of the norm; may be infinity.
 

@@ -126,7 +126,7 @@ class MixedPrecision(Precision):
         """Step the optimizer unless a gradient is infinite or NaN.
 
         Args:
-            optimizer: Its gradients may be unscaled already or not.
+            optimizer: The optimizer; its gradients may already be unscaled.
             closure: With a loss scale, called once before the step, whose gradients are then unscaled.
 
         Returns:

@@ -83,7 +83,7 @@ def load(path: Path, *, map_location: Any, lazy: bool, is_safe: bool, verify: bo
 
     Args:
         path: The folder.
-        map_location: As in torch.load.
+        map_location: Device for the tensors, as in torch.load.
         lazy: Whether tensors stay in the files until they are read.
         is_safe: Whether entries that are not plain values are an error; else they are left out, with a warning. They
             are not unpickled in either case.

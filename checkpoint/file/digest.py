@@ -81,7 +81,7 @@ def compare_checksums(file: IO[bytes], size: int, advance: Advance | None = None
 
     Args:
         file: Open for reading.
-        size: Of the file, in bytes.
+        size: Size of the file, in bytes.
         advance: Called with the number of bytes whenever some of a record were read.
 
     Raises:

@@ -155,7 +155,7 @@ def cannot_write(what: str, error: OSError, size_bytes: int, folder: Path) -> Ch
 
     Args:
         what: Begins the sentence, such as "the checkpoint 'a.ckpt'".
-        error: Of the system.
+        error: Error of the system.
         size_bytes: About how much was to be written.
         folder: On the disk that it was to be written to.
     """

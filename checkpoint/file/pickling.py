@@ -68,7 +68,7 @@ class _Pickler:
 
     Args:
         file: Gets the pickle.
-        protocol: Of pickle.
+        protocol: Protocol of pickle.
     """
 
     def __init__(self, file: IO[bytes], protocol: int | None = None) -> None:
@@ -89,7 +89,7 @@ class _Pickling(pickle.Pickler):
 
     Args:
         file: Gets the pickle.
-        protocol: Of pickle.
+        protocol: Protocol of pickle.
         ask: Returns what replaces an object; called where it may be a storage.
     """
 

@@ -35,7 +35,7 @@ class Storage(NamedTuple):
 
     Attributes:
         path: Where the first tensor is that uses it: `checkpoint['state_dict']['layer.weight']`.
-        size_bytes: Its size.
+        size_bytes: Size in bytes.
     """
 
     path: str
@@ -191,7 +191,7 @@ def read_storages(data: bytes, where: str = "checkpoint") -> dict[str, Storage]:
 
     Args:
         data: Content of the record data.pkl.
-        where: What the paths begin with.
+        where: Prefix of the paths.
     """
     try:
         root = _InertUnpickler(io.BytesIO(data)).load()

@@ -156,7 +156,7 @@ class AsyncCheckpointIO(CheckpointIO):
 
         Args:
             path: File, folder or URL.
-            map_location: Where tensors go, as in torch.load.
+            map_location: Device for the tensors, as in torch.load.
             weights_only: Whether to read tensors and plain values only.
             lazy: See `storage.load`; left out if the wrapped plugin does not know it.
             verify: See `storage.load`; left out if the wrapped plugin does not know it.

@@ -100,7 +100,7 @@ class RemoteBackend:
     """A folder at a URL, through fsspec.
 
     Args:
-        url: Its address.
+        url: URL of the folder.
         options: Arguments of the file system.
 
     Raises:

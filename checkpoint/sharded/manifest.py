@@ -42,7 +42,7 @@ class FileEntry:
     """One file of the folder.
 
     Attributes:
-        size: In bytes.
+        size: Size in bytes.
         digest: BLAKE2b in hexadecimal digits: of the header of a shard file; of the state file, the one at its end.
     """
 

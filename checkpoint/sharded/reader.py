@@ -51,7 +51,7 @@ def load(
         path: Folder or URL.
         lazy: Whether sharded tensors are returned as `StoredTensor`, to be read later in slices; else as full tensors.
             Tensors that were tied are one object.
-        map_location: Where tensors go, as in torch.load; those that are not read yet stay where they are.
+        map_location: Device for the tensors, as in torch.load; tensors that are not read yet stay where they are.
         weights_only: As in storage.load: False unpickles `Trusted` objects, which can run any code.
         verify: Whether all bytes are compared with their checksums. Without it, the manifest, the sizes and headers of
             the files are, and the chunks that are read entirely.
@@ -216,8 +216,8 @@ def _verify_files(
     """Compare files with their checksums; return the number of entries in the state file, if it is among them.
 
     Args:
-        files: Of the folder.
-        shown: What messages call it.
+        files: Files of the folder.
+        shown: Name of the checkpoint in messages.
         storage_options: Arguments of the remote file system.
         only: Names of files; those that this process has compared are left out. None is all files.
         num_sharing: Processes on this machine that do so at the same time.

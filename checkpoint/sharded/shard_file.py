@@ -88,7 +88,7 @@ def encode_header(
     Args:
         parts: By falling element size.
         names: The dtypes that the file names; parts of others are stored as bytes.
-        metadata: Of the file.
+        metadata: Metadata of the file.
     """
     entries: dict[str, object] = {"__metadata__": metadata}
     position = 0

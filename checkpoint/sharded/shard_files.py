@@ -42,7 +42,7 @@ class ShardFiles:
 
     Args:
         backend: The folder.
-        manifest: Its manifest.
+        manifest: Manifest of the checkpoint.
         content: The bytes that the manifest was decoded from.
 
     Attributes:

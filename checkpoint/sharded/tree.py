@@ -78,7 +78,7 @@ def put_back(tree: Tree, tensors: Mapping[str, object], used: set[str], unknown:
     """Replace placeholders by what `tensors` has for them, in place; return the tree, new where it is a tuple.
 
     Args:
-        tree: What the state file holds.
+        tree: Content of the state file.
         tensors: By path.
         used: Receives the paths that were found.
         unknown: Receives the paths that `tensors` lacks.

@@ -142,7 +142,7 @@ class DcpFolder:
 
     Attributes:
         path: The folder.
-        size_bytes: Of its data files.
+        size_bytes: Bytes of its data files.
 
     Args:
         path: Local folder with a file `.metadata`.

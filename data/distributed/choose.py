@@ -31,7 +31,7 @@ def make_shared_source(loader: Loaders, shard: Shard, agree: Callable[[int], int
 
     Args:
         loader: Whatever the user trains with.
-        shard: What part this process reads.
+        shard: Part of the data that this process reads.
         agree: As `BatchStream` has it.
     """
     source, is_sharded = _make(loader, shard)
@@ -90,7 +90,7 @@ class SharedCombinedSource(CombinedSource):
 
     Args:
         loaders, sources, mode, limits: As in `CombinedSource`.
-        shard: What part this process reads.
+        shard: Part of the data that this process reads.
         are_sharded: For each source, whether it is distributed.
     """
 

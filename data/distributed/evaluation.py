@@ -107,7 +107,7 @@ def in_loader_order(loader: Loaders, parts: Sequence[Sequence[StepOutput]]) -> l
     """Return predictions of all processes in the order of the user's loader.
 
     Args:
-        loader: What `shard_eval` returned, on any rank.
+        loader: A result of `shard_eval`, on any rank.
         parts: For each rank, in order, one item per batch that it read.
 
     Returns:
@@ -153,7 +153,7 @@ class EvalShard:
 
     Args:
         loader: The user's loader, which is left alone.
-        shard: What part of it this process reads.
+        shard: Part of it that this process reads.
         share: As in `shard_eval`.
 
     Attributes:

@@ -46,7 +46,7 @@ def shared_rng(rank: int, data_rank: int, rng: StateDict) -> AbstractContextMana
     """Return a context in which a process that reads rank 0's share, but is not rank 0, draws as that one does.
 
     Args:
-        rank: Of this process.
+        rank: Rank of this process.
         data_rank: Which share it reads; those of other shares take care of themselves.
         rng: Where rank 0's generators are.
     """
@@ -209,7 +209,7 @@ class ShardedSource(IndexedSource):
 
     Args:
         loader: The same on all ranks, with a sampler that gives the same indices on all ranks.
-        shard: What part of it this process reads.
+        shard: Part of it that this process reads.
     """
 
     def __init__(self, loader: DataLoader[Batch], shard: Shard) -> None:
@@ -331,7 +331,7 @@ class ShardedListSource(Source):
 
     Args:
         loader: The same on all ranks.
-        shard: What part of it this process reads.
+        shard: Part of it that this process reads.
     """
 
     kind = "replay"  # its states fit those of one process

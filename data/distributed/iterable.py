@@ -41,7 +41,7 @@ def of_rank(loader: Loaders, shard: Shard) -> Loaders:
     Args:
         loader: Of a `ShardedIterable` with `split`, a copy with the data set of this rank is returned; where it has
             none and cannot be distributed, the rank is set on its data set; any other loader stays as it is.
-        shard: What part of the data this process reads.
+        shard: Part of the data that this process reads.
     """
     data = getattr(loader, "dataset", None)
     if not isinstance(data, ShardedIterable):
@@ -71,7 +71,7 @@ def _open_share(
     Args:
         loader: The user's loader.
         shard: The share.
-        key: Of the random numbers, equal on all ranks; the global generators are left alone.
+        key: Key of the random numbers, equal on all ranks; the global generators are left alone.
         start: Samples to leave out.
         first: Number of the first global batch.
     """
@@ -98,7 +98,7 @@ class ShardedIterableSource(Source):
 
     Args:
         loader: The same on all ranks.
-        shard: What part of it this process reads.
+        shard: Part of it that this process reads.
     """
 
     kind = "iterable"
@@ -254,7 +254,7 @@ class EvalIterableShard:
 
     Args:
         loader: The user's loader.
-        shard: What part of it this process reads.
+        shard: Part of it that this process reads.
 
     Attributes:
         loader: The same.

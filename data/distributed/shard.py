@@ -35,8 +35,8 @@ class Shard:
     ===========  ===================================================================================================
 
     Attributes:
-        rank: Of this process, among those that read different data.
-        size: How many of these there are. With 1, this process reads everything.
+        rank: Rank of this process among the ranks that read different data.
+        size: Number of these ranks. With 1, this process reads everything.
         uneven: One of the three above; evaluation reads every batch once, whatever it says.
         splits: Whether loaders are distributed. With False, each process reads all of its own loader, which
             the user has made different on each; the processes only synchronize the end of an epoch.

@@ -57,7 +57,7 @@ class WaitingRank:
         watchdog: Delivers the environment, and ends the process with this one.
         command: The rank's own command.
         folder: Where it runs; None for this process's folder.
-        environment: What it started with.
+        environment: Environment variables that it started with.
         inherited: What else it has from this process.
     """
 

@@ -59,7 +59,7 @@ class FailureRecord:
     Attributes:
         run: Number of the run, counted on the rank that wrote it.
         by: The rank that wrote it.
-        failure: What failed.
+        failure: Description of the failure.
     """
 
     run: int

@@ -33,7 +33,7 @@ class Peer:
         local_rank: Rank on its host.
         host: Name of its host.
         machine: See `machine_key`.
-        pid: Its process.
+        pid: Id of the process.
         started: Start time of the process in the kernel's ticks, which distinguishes it from a later process with the
             same pid; 0 where it is unknown.
         trace_signal: Signal on which it writes its Python stack to `trace_file`, even while it holds the interpreter's

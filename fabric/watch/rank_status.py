@@ -103,13 +103,13 @@ class RankStatus:
     """What one rank is doing.
 
     Attributes:
-        rank: Its global rank.
-        host: Its host.
-        pid: Its process.
+        rank: Global rank of the process.
+        host: Host of the process.
+        pid: Id of the process.
         place: Hook, stage, epoch, step, batch: from the trainer; empty outside of a run.
         doing: One phrase: what the main thread is doing, with the line of the user's code.
         stack: Lines of the main thread's Python stack, outermost first.
-        collective: Its last collective; None where it is unknown.
+        collective: The last collective of the rank; None if unknown.
         is_silent: Whether it did not answer: its Python does not run, or its host is unreachable.
         has_ended: Whether it ended normally, so that it is not expected to answer.
     """
