@@ -1,4 +1,4 @@
-"""What a device is: one class per kind of device, and the registry of their names."""
+"""Accelerators: one class per kind of device, and the registry of their names."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ C = TypeVar("C", bound=type)
 
 @dataclass(frozen=True)
 class RegistryEntry(Generic[T]):
-    """What is registered under a name."""
+    """The class and arguments that are registered under a name."""
 
     target: type[T] | str  # a class, or its location: "package.module:Class"
     description: str

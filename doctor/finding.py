@@ -21,7 +21,7 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found about one thing.
+    """The result of one check.
 
     Attributes:
         section: The heading that it stands under.

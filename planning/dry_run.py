@@ -18,7 +18,7 @@ __all__ = ["Check", "check_batches", "dry_run"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was found about one thing.
+    """The result of one check.
 
     Attributes:
         name: What was looked at.

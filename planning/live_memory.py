@@ -25,7 +25,7 @@ __all__ = ["KINDS", "LiveMemory"]
 # Any in this file: arguments and results of torch's operations.
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered")
-"""What storages hold: "gathered" are full parameters of sharded units, and the buffers in which ranks exchange."""
+"""Kinds of storages: "gathered" are full parameters of sharded units, and communication buffers."""
 
 # Part of an operation's name -> how its data travel in a ring, and whether the result is counted, or else the input.
 _COLLECTIVES = {

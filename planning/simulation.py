@@ -50,7 +50,7 @@ BuildOptimizers = Callable[[nn.Module], Any]
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained.
+    """The training to simulate.
 
     Attributes:
         build: Returns the module.
@@ -75,7 +75,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a rank holds and sends in an optimizer step.
+    """The memory and communication of a rank in an optimizer step.
 
     Attributes:
         moments: Bytes by kind, at the moments with the most of each part of a step: parts of forward and backward

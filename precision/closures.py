@@ -18,7 +18,7 @@ from ..protocols import StepFunction
 
 @dataclass(frozen=True, slots=True)
 class ClosureUse:
-    """What an optimizer does with the closure of its step.
+    """An optimizer's use of the closure of its step.
 
     Attributes:
         evaluates: Whether it evaluates the model itself. Else it calls the closure once before everything, if at all,

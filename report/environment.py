@@ -1,4 +1,4 @@
-"""What a run ran on and with: machine, devices, versions, source revision; recorded when it begins, read by runs.py."""
+"""The environment of a run: machine, devices, versions, source revision; written when it begins, read by runs.py."""
 
 from __future__ import annotations
 

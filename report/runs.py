@@ -57,7 +57,7 @@ class Series:
 
 @dataclass
 class LoggedRun:
-    """What is known of one run.
+    """The data of one run.
 
     Attributes:
         name: What it is called in pictures.

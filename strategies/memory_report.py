@@ -28,7 +28,7 @@ Named = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Who holds how much memory; sizes in bytes.
+    """Memory by owner; sizes in bytes.
 
     Attributes:
         owners: parameters, gathered units (full parameters of a sharded module), gradients, buffers, optimizer states,

@@ -1,4 +1,4 @@
-"""Where the tuner's plots are drawn: matplotlib, imported when a plot is asked for."""
+"""Plots of the tuner, with matplotlib, which is imported when a plot is requested."""
 
 from __future__ import annotations
 

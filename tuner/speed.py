@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # Any in this file: values of settings, and what the user's hooks return.
 
 SETTINGS = ("fused", "compile", "channels_last", "matmul_precision", "pin_memory", "num_workers", "prefetch_factor")
-"""What can be tried, in this order."""
+"""The settings that can be tried, in this order."""
 
 _OF_LOADER = ("pin_memory", "num_workers", "prefetch_factor")
 _AS_IT_IS = "as it is"

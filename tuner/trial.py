@@ -307,7 +307,7 @@ def single_device_fabric(trainer: Trainer) -> Fabric:
 
 @dataclass(slots=True)
 class Isolation:
-    """What is not put back after trials.
+    """State that is not restored after trials.
 
     Attributes:
         keeps_draws: Whether random number generators stay where the trials left them.

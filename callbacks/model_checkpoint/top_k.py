@@ -24,7 +24,7 @@ class TopK:
 
     @property
     def worst_score(self) -> float:
-        """What a NaN counts as: inf for "min", -inf for "max"."""
+        """The score that NaN counts as: inf for "min", -inf for "max"."""
         return math.inf if self.mode == "min" else -math.inf
 
     @property

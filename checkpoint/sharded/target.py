@@ -1,4 +1,4 @@
-"""Where a sharded save goes: what rank 0 does before the ranks write and after.
+"""The target of a sharded save: rank 0's actions before and after the ranks write.
 
 On disk, a save is known by its token, the end of the name of a locked file beside the folder. All that it makes has
 the token: its files, and the temporary folder, if there is no checkpoint folder at the path yet. What has the

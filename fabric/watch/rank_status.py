@@ -100,7 +100,7 @@ def last_collective() -> LastCollective | None:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What one rank is doing.
+    """The current activity of one rank.
 
     Attributes:
         rank: Global rank of the process.

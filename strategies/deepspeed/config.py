@@ -41,7 +41,7 @@ _OPTIONAL = ("zero_optimization", "fp16", "bf16", "aio", "activation_checkpointi
 
 @dataclass(frozen=True)
 class Facts:
-    """What Trainer or Fabric knows about a run.
+    """Facts about a run that Trainer or Fabric provides.
 
     Attributes:
         world_size: Number of processes.

@@ -229,7 +229,7 @@ class EngineRoot(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        """What the engine multiplied losses with."""
+        """The factor by which the engine multiplied losses."""
         scale = getattr(self.engine.optimizer, "loss_scale", None)
         return float(getattr(self.engine.optimizer, "cur_scale", 1.0) if scale is None else scale)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class EvalLoader:
-    """What one stage reads.
+    """The loaders of one stage, with their limits.
 
     Attributes:
         original: The collection as the user passed it.

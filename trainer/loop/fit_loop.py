@@ -416,7 +416,7 @@ class _IsDue(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoopSeams:
-    """What a `FitLoop` does where other libraries do something else; the defaults are its methods.
+    """The functions of a `FitLoop` that a layer for another library can replace; the defaults are its methods.
 
     Attributes:
         train_window: Trains on the next window; see `window.train_window`.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What `training_step` runs on: a batch of the loader, or a part of one.
+    """The input of `training_step`: a batch of the loader, or a part of one.
 
     Attributes:
         batch: On the device; NO_BATCH where only other ranks have one.

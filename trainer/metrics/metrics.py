@@ -177,7 +177,7 @@ class Metrics:
 
     @property
     def gather(self) -> Gather | None:
-        """What returns the objects of all ranks; None where there is one process."""
+        """Function that returns the objects of all ranks; None with one process."""
         return None if self.ranks is None else self.ranks.gather
 
     @property

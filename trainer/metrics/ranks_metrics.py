@@ -69,7 +69,7 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class _StepShare:
-    """What one rank has of one key in the present window."""
+    """One rank's values of one key in the current window."""
 
     name: str | None  # the bar's second key
     reduce: str

@@ -1,4 +1,4 @@
-"""What compiling cost and gains in a run: the time of the first step, of later ones, graphs, and recompilations."""
+"""Cost and gain of compiling in a run: the time of the first and of later steps, graphs, and recompilations."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _CONDITIONS = {"sanity_checking", "current_epoch", "global_step"}
 
 
 class MonitoredNames:
-    """What callbacks and schedules monitor in a fit.
+    """The metrics that callbacks and schedules monitor in a fit.
 
     A name that a later hook may log is left alone: it is an error where it is needed.
 

@@ -47,7 +47,7 @@ logger_ = logging.getLogger(__name__)
 
 
 class Session(ABC):
-    """What every verb does before, around and after its loop.
+    """The actions of every verb before, around and after its loop.
 
     `with session:` sets signal handlers, backend modes and the Trainer's state. At its end it undoes in reverse order
     what this and `begin` have set. After an error it notifies callbacks and loggers first.

@@ -1,4 +1,4 @@
-"""What a Trainer says of arguments that it does not have; loaded when there are some."""
+"""Errors for unknown arguments of a Trainer; imported only if there are any."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ REPLACEMENTS = {
     "weights_save_path": "default_root_dir=, or ModelCheckpoint(dirpath=...)",
     "weights_summary": "enable_model_summary=, or callbacks=[ModelSummary(max_depth=...)]",
 }
-"""What replaces arguments of other trainers and of earlier Lightning."""
+"""Replacements for arguments of other trainers and of earlier Lightning."""
 
 
 class UnknownArgument(ConfigError, TypeError):

@@ -1,4 +1,4 @@
-"""What a timeline means: fractions, the bottleneck, what binds the step, and what to do."""
+"""The report of a timeline: fractions, the bottleneck, the limit of the step, and remedies."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _BAR = 30
 
 @dataclass(frozen=True)
 class TimelineReport:
-    """Where the time of a fit went. `str()` gives a table for people, `as_dict()` plain values.
+    """The time of a fit by phase. `str()` returns a readable table, `as_dict()` plain values.
 
     Attributes:
         seconds: Seconds of each phase over the whole fit; their sum is `total_s`.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DevicePeak:
-    """What a device reached in a short trial.
+    """The speed that a device reached in a short trial.
 
     Attributes:
         operations_per_s: Floating-point operations per second of a matrix product.
@@ -39,7 +39,7 @@ class DevicePeak:
 
 @dataclass(frozen=True, slots=True)
 class OperationCounts:
-    """What one step did.
+    """The operations of one step.
 
     Attributes:
         operations: Floating-point operations of each phase: matrix products, convolutions and attention.

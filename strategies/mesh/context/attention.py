@@ -22,7 +22,7 @@ _SEQUENCE, _HEADS = -2, -3
 
 
 class Attention:
-    """What replaces `F.scaled_dot_product_attention` while a model runs on parts of a sequence.
+    """Replacement of `F.scaled_dot_product_attention` while a model runs on parts of a sequence.
 
     Args:
         parts: The ranks that share the sequence.

@@ -1,4 +1,4 @@
-"""Where a module can be split: its list of repeated blocks, and the blocks with which stages begin.
+"""The split points of a module: its list of repeated blocks, and the first blocks of stages.
 
 Nothing here communicates or changes the module, so that errors come before processes start.
 """

@@ -28,7 +28,7 @@ Marks = dict[str, int]
 
 
 class StageCopies:
-    """What several ranks of a pipeline have: parameters, and buffers in the module's state.
+    """Parameters and saved buffers that several ranks of a pipeline have.
 
     They are compared before the first window, when 1, 2, 4, 8, ... have ended, and in each checkpoint.
 

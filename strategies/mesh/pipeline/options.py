@@ -10,7 +10,7 @@ from ....errors import ConfigError, Problems, nearest
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What a schedule's name means.
+    """The definition of a schedule.
 
     Attributes:
         torch_name: Name of the class in `torch.distributed.pipelining`.

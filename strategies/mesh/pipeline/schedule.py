@@ -24,7 +24,7 @@ _Forward = Callable[[int, int, tuple[Tensor, ...] | None], tuple[Tensor, ...]]
 
 
 class _StageModule(nn.Module):
-    """What torch runs as a stage."""
+    """The module that torch runs as a stage."""
 
     def __init__(self, split: StageSplit, stage: int, forward: _Forward) -> None:
         super().__init__()

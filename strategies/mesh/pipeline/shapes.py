@@ -18,7 +18,7 @@ from ...tree import leaves
 
 @dataclass(frozen=True, slots=True)
 class StageShapes:
-    """What a stage receives and returns, as tensors on the meta device.
+    """The inputs and outputs of a stage, as tensors on the meta device.
 
     Attributes:
         received: None on the first stage.

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TensorPlan:
-    """What `resolve_plan` found. Names are those of the modules and parameters of the root.
+    """The result of `resolve_plan`. Names are relative to the root module.
 
     Attributes:
         tp: Number of ranks.

@@ -1,4 +1,4 @@
-"""Where a plan comes from: the user's dict, the module's `tensor_plan()`, a model of transformers, or the graph."""
+"""The sources of a plan: the user's dict, the module's `tensor_plan()`, a model of transformers, or the graph."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _FRAMES = "_loopwright_frames"
 
 @dataclass
 class Frame:
-    """What a call of a module keeps from its beginning to its end."""
+    """State that a call of a module keeps from its beginning to its end."""
 
     swapped: Swapped = field(default_factory=list)
     mask: Tensor | None = None
