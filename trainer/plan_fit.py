@@ -36,6 +36,8 @@ def plan_fit(
 
 def training_of(trainer: TrainerView, module: nn.Module, data: Any) -> tuple[Training, int | None]:
     """Return what a fit of the Trainer trains, and its batches of an epoch in one process; None if unknown."""
+    if data is None:
+        module = _without_values(module)  # its own hooks are called, and the module is not changed
     batch, num_batches = _first_batch(module, data)
     seen = _SeenTrainer(trainer, num_batches)
 
@@ -82,9 +84,8 @@ def _first_batch(module: nn.Module, data: Any) -> tuple[Any, int | None]:
     loader = data
     source = data if isinstance(data, DataModule) else module if data is None else None
     if source is not None:
-        if isinstance(source, DataModule):
-            source.prepare_data()
-            source.setup("fit")
+        for name, arguments in (("prepare_data", ()), ("setup", ("fit",))):
+            getattr(source, name, lambda *_: None)(*arguments)
         loader = getattr(source, "train_dataloader", lambda: None)()
     if is_collection(loader):  # as fit reads them
         loader = CombinedLoader(loader, "max_size_cycle")

@@ -201,6 +201,20 @@ def test_a_trainer_plans_with_a_schedule_of_its_steps_and_with_several_loaders(c
     assert plan.rows[0].held["optimizer"] > 0
 
 
+def test_a_module_sets_up_the_data_that_it_plans_with() -> None:
+    class OwnData(Scheduled):
+        def setup(self, stage: str) -> None:
+            self.batches = [{"x": torch.zeros(4, 8)}] * 6
+
+        def train_dataloader(self) -> Any:
+            return self.batches
+
+    module = OwnData()
+    trainer = lw.Trainer(accelerator="cpu", logger=False, max_epochs=2, accumulate_grad_batches=2)
+    assert trainer.plan(module).rows[0].held["optimizer"] > 0
+    assert not hasattr(module, "batches")
+
+
 def test_manual_optimization_is_left_out_with_the_reason() -> None:
     class Manual(Scheduled):
         automatic_optimization = False
