@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -332,7 +333,13 @@ def gather_samples(fabric: Fabric, data: Tree) -> Any:
         fabric._evaluation.num_gathers += 1
     everywhere = fabric.strategy.gather_objects((_DATA, move_to_device(data, torch.device("cpu"))))
     everywhere = fabric.strategy.topology.reports(everywhere)
-    parts = [part for kind, part in everywhere if kind == _DATA and part is not None]
+    parts: list[Any] = []
+    seen: set[int] = set()
+    for kind, part in everywhere:
+        if kind == _DATA and part is not None:
+            # Processes with equal data have one object here; each gets its own, which the user may change.
+            parts.append(deepcopy(part) if id(part) in seen else part)
+            seen.add(id(part))
     return move_to_device(_merge(parts), fabric.device) if parts else None
 
 

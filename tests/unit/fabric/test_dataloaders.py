@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from loopwright.errors import ConfigError, DataError, ModuleError
 from loopwright.fabric import Fabric
-from loopwright.fabric.dataloaders import EvaluationPass, FabricDataLoader, _merge
+from loopwright.fabric.dataloaders import EvaluationPass, FabricDataLoader, _merge, gather_samples
 
 
 def machine() -> Fabric:
@@ -183,3 +183,17 @@ def test_the_last_round_of_an_evaluation(rank: int, size: int, count: int, batch
 def test_one_process_gathers_what_it_has() -> None:
     data = {"x": torch.ones(2)}
     assert machine().gather_for_metrics(data) is data
+
+
+def test_equal_samples_of_processes_are_different_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric = machine()
+
+    def gather(own: Any) -> list[Any]:
+        other = ("data", [{"id": 1}])
+        return [own, other, other]  # as `Strategy.gather_objects` returns what all have
+
+    monkeypatch.setattr(fabric.strategy, "gather_objects", gather)
+    found = gather_samples(fabric, [{"id": 1}])
+    for sample in found:
+        sample["id"] += 1
+    assert found == [{"id": 2}] * 3
