@@ -321,7 +321,8 @@ def require_skip_everywhere(trainer: TrainerView) -> None:
     left = _wait_for_all(trainer, _is_training_on)
     if left is not None:
         missing, waited_s = left
-        why = "trains on" if waited_s is None else f"did not come within {waited_s:.0f} s"
+        trains = "trains on" if len(missing) == 1 else "train on"
+        why = trains if waited_s is None else f"did not come within {waited_s:.0f} s"
         raise ModuleError(
             f"on_train_batch_start returned -1 on rank {trainer.global_rank}, but {_ranks(missing)} {why}.",
             fix="return -1 on every rank for the same batch_idx: decide on what all ranks have alike, or on rank 0, "
