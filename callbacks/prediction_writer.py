@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -54,7 +54,7 @@ class BasePredictionWriter(Callback):
         trainer: Trainer,
         pl_module: AnyModule,
         prediction: AnyOutput,
-        batch_indices: list[Indices] | None,
+        batch_indices: list[Any] | None,
         batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int,
@@ -78,7 +78,7 @@ class BasePredictionWriter(Callback):
         trainer: Trainer,
         pl_module: AnyModule,
         predictions: list[AnyOutput],
-        batch_indices: list[list[list[Indices] | None]],
+        batch_indices: list[list[list[Any] | None]],
     ) -> None:
         """Write the predictions of all batches of this rank.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from ..errors import ConfigError
 from ..messages import current_rank, warn
-from ..protocols import AnyBatch, Owner, Tree
+from ..protocols import AnyBatch, Tree
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +37,8 @@ E = TypeVar("E")
 
 # Name -> number, tensor or array of one element, or a mapping of these.
 Metrics: TypeAlias = Mapping[str, Any]
-Params: TypeAlias = object  # hyperparameters: a mapping, an `argparse.Namespace`, a dataclass, or None
+# Hyperparameters: a mapping, an `argparse.Namespace`, a dataclass, or None; Any, so that a subclass may narrow it.
+Params: TypeAlias = Any
 Pictures: TypeAlias = object  # one or several, in a form that `Logger.log_image` lists
 EachOption: TypeAlias = "Sequence[Any] | str"  # a list with one entry per picture, such as its caption
 
@@ -113,7 +114,7 @@ class Logger(ABC):
         return DummyExperiment()
 
     @abstractmethod
-    def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:  # Any: dict[str, float] for subclasses
         """Record numbers for one step.
 
         Args:
@@ -184,7 +185,7 @@ class Logger(ABC):
         """
         self.save()
 
-    def after_save_checkpoint(self, checkpoint_callback: Owner) -> None:
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:  # Any: the callback's class, for subclasses
         """React to a saved checkpoint; does nothing by default.
 
         Args:

@@ -12,12 +12,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import loopwright as lw
 import torch
+from loopwright.loggers import Logger
 from loopwright.protocols import BackgroundPlugin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -116,6 +118,25 @@ class Writer(lw.BasePredictionWriter):
         batch: Pair, batch_idx: int, dataloader_idx: int,
     ) -> None:
         torch.save(prediction, f"{batch_idx}.pt")
+
+
+class Rows(Logger):
+    @property
+    def name(self) -> str:
+        return "rows"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        print(metrics, step)
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        print(params)
+
+    def after_save_checkpoint(self, checkpoint_callback: lw.ModelCheckpoint) -> None:
+        print(checkpoint_callback.best_model_path)
 
 
 class Files(lw.CheckpointIO):
