@@ -23,6 +23,9 @@ _MOST_SHOWN = 20
 _MOST_MODULES = 6
 _PARAMETERS, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS = "parameters", "gradients", "optimizer states", "activations"
 
+# Whether the tensors that a graph keeps can be read without running hooks: not in torch 2.9.
+READS_GRAPHS = hasattr(getattr(torch._C._autograd, "SavedTensor", None), "data")
+
 Named = Iterable[tuple[str, Tensor]]
 
 
@@ -61,6 +64,8 @@ class MemoryReport:
                 line += ": " + ", ".join(f"{module} {_mib(part).strip()}" for module, part in shown)
                 line += ", ..." if len(self.activations) > _MOST_MODULES else ""
             lines.append(line)
+        if not READS_GRAPHS:
+            lines.append(f"  {_ACTIVATIONS:<18} unknown: torch {torch.__version__} does not show them, newer ones do")
         return "\n".join(lines)
 
 
@@ -74,7 +79,8 @@ def memory_report(
     """Return the current owners of a device's memory. It visits every Python object: do not call it at each step.
 
     Activations are found in the graphs of tensors that Python knows, above all in the frames of the error. A node of a
-    graph belongs to the module whose parameters it reads, or to that of the node before it.
+    graph belongs to the module whose parameters it reads, or to that of the node before it. torch 2.9 does not show
+    what its graphs keep: there the report has no activations, and says so.
 
     Args:
         module: Module whose parameters, gradients and buffers are listed separately.
@@ -99,6 +105,8 @@ def memory_report(
         _ACTIVATIONS: saved,
         "other tensors": others,
     }
+    if not READS_GRAPHS:
+        del groups[_ACTIVATIONS]
     seen: set[int] = set()
     owners: dict[str, int] = {}
     activations: dict[str, int] = {}
@@ -134,7 +142,7 @@ def advise(report: MemoryReport, *, shards: bool, trains: bool, may_shrink: bool
     """
     owners = report.owners
     state = owners[_PARAMETERS] + owners[_GRADIENTS] + owners[_OPTIMIZER]
-    passing = owners[_ACTIVATIONS] + owners["other tensors"] + owners.get("rest", 0)
+    passing = owners.get(_ACTIVATIONS, 0) + owners["other tensors"] + owners.get("rest", 0)
     if state > passing:
         spread = "more devices" if shards else "strategy='fsdp' on several devices"
         return f"{spread}, an optimizer with less state, LoRA or QLoRA, precision='bf16-true'"
