@@ -15,8 +15,6 @@ import torch
 
 from ..errors import LaunchError
 
-__all__ = ["run_in_child"]
-
 T = TypeVar("T")
 
 
@@ -56,7 +54,7 @@ def run_in_child(function: Callable[[], T]) -> T:
 
 
 def _run(function: Callable[[], object], sender: Connection) -> None:
-    torch.set_num_threads(1)  # threads of the parent are not copied: work that is given to them would wait for ever
+    torch.set_num_threads(1)  # a fork copies no threads: work for those of the parent would never end
     outcome: object
     try:
         outcome = (function(),)

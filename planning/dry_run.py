@@ -13,8 +13,6 @@ from .simulation import Training, simulate
 if TYPE_CHECKING:
     from ..strategies import Strategy, Topology
 
-__all__ = ["Check", "check_batches", "dry_run"]
-
 
 @dataclass(frozen=True, slots=True)
 class Check:

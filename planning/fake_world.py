@@ -33,20 +33,6 @@ from ..strategies.distributed import collectives
 from ..strategies.mesh.pipeline.unreached import UnreachedStages
 from ..strategies.mesh.split import ModuleSplit
 
-__all__ = [
-    "NeedsValues",
-    "SimulatedCluster",
-    "agreed_stages",
-    "average_buckets",
-    "belongs_to",
-    "fake_tensors",
-    "fake_world",
-    "group_size",
-    "naming_reads",
-    "really",
-    "watch_storages",
-]
-
 _READS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 

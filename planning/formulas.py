@@ -6,22 +6,6 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError, nearest
 
-__all__ = [
-    "ParameterBytes",
-    "bubble_fraction",
-    "bytes_per_parameter",
-    "chinchilla_tokens",
-    "dense_flops_per_token",
-    "ring_all_reduce_s",
-    "ring_bytes",
-    "scaled_lr",
-    "state_bytes",
-    "training_cost",
-    "training_flops",
-    "training_hours",
-    "transformer_activation_bytes",
-]
-
 # Tensors of the parameters' shape that an optimizer keeps.
 _STATES = {
     "sgd": 0,

@@ -20,7 +20,6 @@ from .formulas import ring_bytes
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["KINDS", "LiveMemory"]
 
 # Any in this file: arguments and results of torch's operations.
 

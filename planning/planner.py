@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from ..strategies import Strategy
 
-__all__ = ["Choice", "choices", "plan", "plan_choices", "usage_of"]
 
 # Any in this file: batches, and arguments of strategies.
 

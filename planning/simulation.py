@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from ..strategies.mesh.tensor.graph import LinearGroup
 
-__all__ = ["Training", "Usage", "measure", "simulate"]
 
 # Any in this file: batches, and what users' steps return.
 

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field
 
 from ..errors import ConfigError
 
-__all__ = ["Plan", "Row", "read_size", "show_size"]
-
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SPARE = 0.1
 _WIDE = ("parameters", "gradients", "optimizer", "activations", "gathered")

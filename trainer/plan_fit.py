@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ..planning.table import Plan
     from .view import TrainerView
 
-__all__ = ["plan_fit", "training_of"]
 
 # Any in this file: loaders and batches.
 

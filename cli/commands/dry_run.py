@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ...planning.simulation import Training
     from ...strategies import Strategy
 
-__all__ = ["findings_of"]
-
 
 def findings_of(
     training: Training,

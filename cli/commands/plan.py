@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ...planning import Plan
     from ...trainer import Trainer
 
-__all__ = ["plan"]
 
 # Any in this file: arguments of the user's Trainer.
 
