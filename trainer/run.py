@@ -67,7 +67,7 @@ class StepPlan:
         clip: Clips the gradients, None where nothing clips.
         take_step: Steps the optimizer: `(optimizer) -> whether it stepped`.
         step_by_module: The module's own `optimizer_step` in its place: `(closure) -> whether it stepped`; None without.
-        deferred: Opens the context of a micro-batch whose gradients are not synchronized yet; None where all are.
+        no_sync: Opens the context of a micro-batch whose gradients are not reduced over ranks; None where all are.
         optimizer: The optimizer, None when the module has none.
         needs_outputs: Whether outputs have to be made for on_train_batch_end.
         needs_loss: Whether the loss's value is needed.
@@ -95,7 +95,7 @@ class StepPlan:
     clip: Callable[[], None] | None
     take_step: Callable[[Optimizer], bool]
     step_by_module: Callable[[Callable[[], Tensor | None]], bool] | None
-    deferred: Callable[[], AbstractContextManager[None]] | None
+    no_sync: Callable[[], AbstractContextManager[None]] | None
     optimizer: Optimizer | None
     needs_outputs: bool
     needs_loss: bool

@@ -87,14 +87,14 @@ class Float32Gradients:
             average_tensors(parameters, sums, torch.float32)
             run.fabric.strategy.average_gradients(others)
         # After the reduction, where a rank without a loss may ask whether others had one; and once only.
-        if window.is_finite and not window.is_scaled and window.is_empty:
+        if window.is_finite and not window.is_divided and window.is_empty:
             assert self._optimizer is not None
             run.watch.note_skipped(run.progress, "empty", is_rank_zero=run.fabric.is_global_zero)
             self._optimizer.zero_grad()
             return False
         if not window.is_finite:
             return self._finish_window(run, loss)
-        factor = None if window.is_scaled else window.gradient_factor()
+        factor = None if window.is_divided else window.gradient_factor()
         if factor is not None:
             known = [total for total in sums if total is not None]
             known += [one.grad for one in others if one.grad is not None]
@@ -104,7 +104,7 @@ class Float32Gradients:
             total, sums[index] = sums[index], None
             if total is not None:
                 parameter.grad = total.to(parameter.dtype)
-        window.is_scaled = True
+        window.is_divided = True
         return self._finish_window(run, loss)
 
     def _others(self) -> list[Tensor]:

@@ -105,12 +105,14 @@ class WindowLoss:
     One object serves a run: `begin` starts the next window.
 
     Attributes:
-        is_finite: Whether the losses are, where bad steps are skipped: of this rank, and after the last of all.
-        has_parts: Whether batches are trained in several parts each; set by whoever splits them.
-        is_scaled: Whether the gradients are right as they are: of one plain mean, or scaled already.
+        is_finite: Whether the losses are finite, where bad steps are skipped: this rank's, and after the last
+            micro-batch those of all ranks.
+        has_parts: Whether batches are trained in several parts each.
+        is_divided: Whether the gradients need no factor after the last backward pass: those of one plain mean do not,
+            nor those that were multiplied with it already.
     """
 
-    __slots__ = ("count", "device", "has_parts", "is_finite", "is_scaled", "planned", "reference", "total")
+    __slots__ = ("count", "device", "has_parts", "is_divided", "is_finite", "planned", "reference", "total")
     form: str | None = "any"  # "mean" or "sum" where all ranks must have the same; None before any of them had a loss
     has_nothing = False  # whether a window that other ranks skip, too, is skipped because nothing counts on any of them
 
@@ -125,7 +127,7 @@ class WindowLoss:
         self.reference: Tensor | float | None = None
         self.total: Tensor | float = 0.0
         self.is_finite = True
-        self.is_scaled = self.has_parts = False
+        self.is_divided = self.has_parts = False
 
     def synchronize_form(self, loss: Tensor | Loss | None) -> None:
         """Compare the form of losses over ranks, until one has a loss."""

@@ -6,9 +6,18 @@
     manual   the module calls backward and steps its optimizers: `loss_in_manual`, `count_own_step` (manual.py)
     held     an optimizer evaluates the window again, or a pipeline runs it: `HeldWindow` (held_window.py)
 
-One process is the world of size one. A rank without data is a source that yields none.
+What the recipe calls, and where it is:
 
-The hot path: nothing here reads the device unless bad steps are to be skipped, and nothing is looked up by name.
+    stream.next_batch            the next batch, or NO_BATCH on a rank whose data ended before: data/stream.py
+    window.share, .reduce,       divide the loss by the weight of the window, on all ranks: loss.py; `is_divided`
+      .gradient_factor             says that the gradients need no further factor
+    plan.no_sync, .clip,         bound at the beginning of fit: `StepPlan` (trainer/run.py) describes them,
+      .take_step and others        `make_plan` (trainer/session/assemble.py) makes them
+    life.on_train_batch_end      callbacks, the module, then `FitActions.after_batch`, which logs the step and looks at
+                                   the losses kept in `run.watch` (trainer/session/fit_actions.py, non_finite.py)
+
+The hot path: nothing is looked up by name, and nothing here reads the device, except to skip bad steps
+(`nonfinite_loss="skip"`) and to know whether other ranks had a loss when this one had none.
 """
 
 from __future__ import annotations
@@ -56,7 +65,7 @@ def train_window(run: FitRun, size: int) -> bool:
     plan, stream, life, metrics, progress = run.plan, run.stream, run.lifecycle, run.metrics, run.progress
     sizes = metrics.sizes
     assert sizes is not None
-    plan.begin_window(size)  # of its loss: what each micro-batch weighs
+    plan.begin_window(size)  # the losses add up from here
     held = None if plan.hold is None else plan.hold(run)
     metrics.window += 1
     metrics.step = progress.steps + 1
@@ -64,7 +73,7 @@ def train_window(run: FitRun, size: int) -> bool:
     first = index = progress.batches_in_epoch
     samples = 0
     while True:
-        # Fetch. A rank whose data end before those of the others takes part without a batch.
+        # Fetch. A rank whose data end before those of the others takes part in the window without a batch.
         batch = stream.next_batch()
         output: Any = None  # of training_step; the last one is freed before the next forward pass
         loss: Tensor | None = None
@@ -78,11 +87,11 @@ def train_window(run: FitRun, size: int) -> bool:
             _drop_window(run)
             return False
 
-        # Forward, loss, backward. Ranks synchronize gradients in the last micro-batch only.
+        # Forward, loss, backward. Gradients are reduced over ranks in the last micro-batch only.
         if held is not None:
             held.add(batch, index, is_last=is_last)
         else:
-            with _SYNCHRONIZED if is_last or plan.deferred is None else plan.deferred():
+            with _SYNCHRONIZED if is_last or plan.no_sync is None else plan.no_sync():
                 if index == first and plan.zeroes_early:
                     plan.zero_grad()
                 if has_batch:
@@ -92,8 +101,9 @@ def train_window(run: FitRun, size: int) -> bool:
                 else:
                     output = run.fabric.strategy.without_data(run.model)
                 loss = plan.loss_and_backward(run, output, is_first=index == first, is_last=is_last)
+        # Count samples; then look whether the data end here, if it was not known before.
         if has_batch:
-            if metrics.sized is batch:  # its samples are counted: the module has logged a mean over the epoch
+            if metrics.sized is batch:  # logging a mean over the epoch has counted them
                 samples += metrics.size or 0
             else:
                 found = find_batch_size(batch)
@@ -152,7 +162,7 @@ def loss_and_backward(run: FitRun, output: Any, *, is_first: bool, is_last: bool
     value: Tensor | None = None
     if loss is not None:
         if window.planned == 1 and not run.has_ranks and loss.__class__ is Tensor and not loss.ndim:
-            share, window.is_scaled = loss, True
+            share, window.is_divided = loss, True
         else:
             share = window.share(loss)
         if plan.needs_loss:
@@ -161,7 +171,7 @@ def loss_and_backward(run: FitRun, output: Any, *, is_first: bool, is_last: bool
             else:
                 value = detached_mean(loss)
         if run.skips_bad_steps:
-            # The user asked to skip bad steps: that takes the value now, one host read per micro-batch.
+            # nonfinite_loss="skip" needs the value now: one host read per micro-batch.
             window.is_finite = window.is_finite and bool(torch.isfinite(share).all())
     if is_last and run.has_ranks:
         window.reduce()
@@ -188,35 +198,35 @@ class Held(Protocol):
         Args:
             batch: On the device; NO_BATCH where only other ranks have one.
             index: Its number in the epoch.
-            is_last: Whether it ends the window, as far as that is known: always where `plan.looks_ahead`.
+            is_last: Whether it ends the window, where that is known before it is run: always with `plan.looks_ahead`.
         """
 
     def step(self) -> bool:
-        """Run them and step; return whether the optimizer stepped, and count it."""
+        """Run them and step; count the step, and return whether there was one."""
 
     def end_batch(self, batch: Batch | NoBatch, index: int, *, is_last: bool) -> None:
-        """Fire `on_train_batch_end`, of those before the last one there or with it."""
+        """Fire `on_train_batch_end` for this micro-batch, or for all of the window after its last one."""
 
 
 def finish_window(run: FitRun, loss: Tensor | None) -> bool:
-    """Scale, unscale, clip and step; return whether the optimizer stepped, and count it."""
+    """Scale, unscale, clip and step; count the step, and return whether there was one."""
     plan, life, progress, window = run.plan, run.lifecycle, run.progress, run.window_loss
     optimizer = plan.optimizer
-    if run.skips_bad_steps:
+    if run.skips_bad_steps:  # ranks agree: a bad loss of one of them skips the step of all
         window.is_finite = not window.is_to_be_skipped()
     if optimizer is None and (run.stepped or run.is_counted):  # the module makes the step
         run.stepped.clear()
         run.is_counted = False
         progress.steps += 1
         return True
-    if (not window.is_scaled and window.is_empty) or not window.is_finite:
+    if (not window.is_divided and window.is_empty) or not window.is_finite:
         reason = "empty" if window.is_finite or window.has_nothing else "nonfinite"
         run.watch.note_skipped(run.progress, reason, is_rank_zero=run.fabric.is_global_zero)
         if optimizer is not None:
             optimizer.zero_grad()
         return False
     if optimizer is not None:
-        factor = None if window.is_scaled else window.gradient_factor()
+        factor = None if window.is_divided else window.gradient_factor()
         if factor is not None:
             run.fabric.strategy.scale_gradients(optimizer, factor)
         if plan.unscale is not None:

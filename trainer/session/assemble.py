@@ -228,7 +228,7 @@ def make_plan(run: FitRun, trainer: TrainerView) -> StepPlan:
         clip=_clip(run, trainer, optimizer) if is_automatic else None,
         take_step=life.bracketed(fabric.optimizer_step, f"[Strategy]{type(fabric.strategy).__name__}.optimizer_step"),
         step_by_module=_step_by_module(run),
-        deferred=(lambda: fabric.no_backward_sync(run.model)) if defers else None,
+        no_sync=(lambda: fabric.no_backward_sync(run.model)) if defers else None,
         optimizer=optimizer,
         needs_outputs=needs_outputs,
         needs_loss=needs_outputs or run.watch.keeps or run.skips_bad_steps or life.own("optimizer_step") is not None,

@@ -45,7 +45,7 @@ class _ClosureWindow:
         evaluation = _Evaluation(self._run, batch, index, is_first=self._latest is None, is_last=is_last)
         self._latest = evaluation
         if not is_last:
-            with plan.deferred() if plan.deferred else nullcontext(), torch.enable_grad():
+            with plan.no_sync() if plan.no_sync else nullcontext(), torch.enable_grad():
                 evaluation()
 
     def step(self) -> bool:

@@ -93,7 +93,7 @@ def step_without_loss(run: FitRun) -> None:
     def finish(run: FitRun, loss: Tensor | None) -> bool:
         window = run.window_loss
         is_skipped = run.skips_bad_steps and window.is_to_be_skipped()
-        if window.is_scaled or is_skipped or not window.is_empty:
+        if window.is_divided or is_skipped or not window.is_empty:
             return finish_window(run, loss)
         run.lifecycle.on_before_optimizer_step(optimizer)
         if plan.clip is not None:
