@@ -39,6 +39,7 @@ SOURCES: tuple[str, ...] = (
     "errors.py",
     "examples",
     "fabric",
+    "integrations",
     "lazy.py",
     "loggers",
     "precision",

@@ -26,7 +26,7 @@ LAYERS = (
     {"planning"},
     {"callbacks", "loggers", "profilers", "report", "doctor"},
     {"trainer"},
-    {"tuner"},
+    {"integrations", "tuner"},
     {"compat"},
     {"cli"},
     {"recipes"},
