@@ -349,7 +349,7 @@ class CLI:
         return frozenset()
 
     def _lw_tell_unwritten(self) -> None:
-        """Say before predictions are computed that nothing writes them, as far as that can be seen."""
+        """Warn before predictions are computed if neither the module nor a callback handles them."""
         from ..callbacks import BasePredictionWriter
 
         hooks = ("on_predict_batch_end", "on_predict_epoch_end", "on_predict_end")
@@ -391,7 +391,7 @@ def _as_list(value: object) -> list[Any]:
 
 
 def _is_own(function: object) -> bool:
-    """Whether a hook is Loopwright's, or is not there."""
+    """Whether a hook is Loopwright's, or missing."""
     return function is None or getattr(function, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
 
 

@@ -17,7 +17,7 @@ _OF_SETTINGS = (ConfigError, CheckpointError, LaunchError, MissingDependency, Mo
 def reporting_errors(name: str) -> Iterator[None]:
     """Report an error caused by settings, and end the program with code 2; with 130 after Ctrl+C.
 
-    Where the user's own code raised it, or had called what raised it, the traceback is of use and stays.
+    If the user's own code raised it, or called the function that raised it, the traceback is useful and is shown.
 
     Args:
         name: The program with its subcommand.

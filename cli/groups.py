@@ -124,7 +124,7 @@ class Groups:
             origin: Returns the source of a dotted key.
 
         Raises:
-            ConfigError: A target was typed, or a source is not set.
+            ConfigError: The user set a target, or a source is not set.
         """
         replaced = []
         for one in self._lw_links:

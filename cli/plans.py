@@ -26,10 +26,10 @@ class Plans:
     """The planned objects and their settings.
 
     Attributes:
-        made: Key at the top to its plan or value.
+        made: Top-level key -> its plan or value.
         tree: The settings, with interpolations and links followed.
-        schedule_options: Entries of `lr_scheduler` that are the Trainer's, as `interval`.
-        notes: What the user may want to know: settings that were replaced or left out.
+        schedule_options: Entries of `lr_scheduler` that the Trainer reads, such as `interval`.
+        notes: Messages for the user about settings that were replaced or left out.
     """
 
     made: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +58,7 @@ def plan_all(program: Program, settings: Settings) -> Plans:
     """Check all settings and return plans.
 
     Raises:
-        ConfigError: All that is wrong.
+        ConfigError: The settings are invalid; all problems are named.
     """
     declared = program.declared
     program.trust_at = settings.trust_at
@@ -68,7 +68,7 @@ def plan_all(program: Program, settings: Settings) -> Plans:
     )
     for source, target in declared.copies():
         text = settings.texts.get(settings.route(source))
-        if text is not None:  # the text as typed, for parameters of type text
+        if text is not None:  # the text as written, for parameters of type str
             key, _, name = target.partition(".")
             settings.texts.update({target: text, f"{key}.init_args.{name}": text})
     typed = Typed(settings, problems=list(settings.problems))

@@ -28,14 +28,15 @@ class Program:
     """The available settings.
 
     Attributes:
-        name: How it was started, for texts.
+        name: How the program was started, for messages.
         trainer_class: Trainer, or a subclass.
-        bases: "model" and "data" to the class that the program passed, None for none, and to the class of all.
+        bases: For "model" and "data": the class that the program passed (None if it passed none), and the base class
+            that any class must have.
         declared: The declarations of `CLI.add_arguments`.
-        seed_default: The seed where none is given.
+        seed_default: The default seed.
         subcommand: Subcommand to run; None only creates objects.
-        subcommands: Those that there are, and what each does.
-        skipped: Parameters of the subcommand's method that are not settings, beside the model and its data.
+        subcommands: Name -> description.
+        skipped: Parameters of the subcommand's method that are not settings, besides the model and its data.
         trust_at: Returns what the setting at a path may name; None if the user has written it.
     """
 
@@ -90,11 +91,11 @@ class Program:
         """Return the class or function of the object at a key; None if none is named.
 
         Args:
-            key: A key at the top.
+            key: A top-level key.
             value: Its settings.
 
         Raises:
-            ClassProblem: The one that is named is not there.
+            ClassProblem: The named class does not exist.
         """
         if key == "trainer":
             return self.trainer_class

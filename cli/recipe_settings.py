@@ -18,7 +18,7 @@ from .sources import CONFIG_VARIABLE, PREFIX
 
 # Any in this file: values of settings, and dataclasses of them.
 
-# Annotations of values that are not objects of Python when they are written.
+# Annotations of values that are written as text, not as Python objects.
 _SOURCES = str | list[str | dict[str, Any]] | dict[str, Any]
 _PATHS = ("data", "val_data")
 # The recipe itself converts the arguments of these classes.
@@ -44,7 +44,7 @@ class RecipeSettings:
     """Reads the settings of a recipe.
 
     Args:
-        program: The command, for texts.
+        program: The command, for messages.
         text: What it does.
         settings_class: The dataclass.
     """
@@ -69,8 +69,8 @@ class RecipeSettings:
 
         Args:
             settings: Settings of all sources.
-            check: Returns what is wrong with the dataclass; it is called only to be named with other problems. None
-                takes its method `problems`, if it has one.
+            check: Returns what is wrong with the dataclass, to report it together with other problems. None calls its
+                method `problems`, if it has one.
 
         Raises:
             ConfigError: Names all problems, also those that `check` finds in the valid settings.
@@ -108,7 +108,7 @@ class RecipeSettings:
             topic: A setting, also a nested one; empty for all.
 
         Raises:
-            ConfigError: There is none of this name.
+            ConfigError: No setting has this name.
         """
         if not topic:
             lines = [_USAGE.format(program=self._program, text=self._text)]
@@ -136,7 +136,7 @@ class RecipeSettings:
     # -- values --------------------------------------------------------------------------------------------------
 
     def _planned(self, settings: Settings) -> tuple[SettingsTree, dict[str, Any], list[str]]:
-        """Return the settings, each in its type or planned, and what is wrong."""
+        """Return the settings, each converted to its type or planned, and the problems."""
         tree = {name: _text_of(name, value) for name, value in resolve(settings, self._default).items()}
         typed = Typed(settings, problems=list(settings.problems))
         plans = {}
@@ -163,12 +163,12 @@ class RecipeSettings:
     def _class_problems(
         self, tree: SettingsTree, values: dict[str, Any], check: Callable[[Any], list[str]] | None
     ) -> list[str]:
-        """Return what is wrong with the settings that have their types, beside those that do not."""
+        """Return what is wrong with the settings that were converted, in addition to those that were not."""
         needed = {one.name for one in fields(self._class) if one.default is MISSING and one.default_factory is MISSING}
         check = check or getattr(self._class, "problems", None)
         if check is None or needed - values.keys():
             return []
-        # A setting that is wrong has its default here: problems of the default are not the user's.
+        # A wrong setting has its default here; problems of that default are not the user's.
         wrong = tree.keys() - values.keys()
         return [one for one in check(self._class(**values)) if one.partition(":")[0].partition(".")[0] not in wrong]
 
@@ -201,7 +201,7 @@ def _text_on(settings_class: Any, name: str) -> str:
 
 
 def _text_of(name: str, value: Any) -> Any:
-    """Return the text of a path that an earlier source has as a mapping, which makes it look like a class."""
+    """Return the text that a source wrote where an earlier source has a mapping, so that it looks like a class."""
     is_path = name in CLASS_KEYS[:2] and is_class_node(value)
     return value["class_path"] if is_path else value
 

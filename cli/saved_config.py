@@ -114,7 +114,7 @@ def written_settings(text: str, name: str) -> SettingsTree:
         name: Name of the configuration in errors.
 
     Raises:
-        ConfigError: It has another form than a `SaveConfig` writes; interpolations, for instance.
+        ConfigError: It does not have the form that `SaveConfig` writes; it has interpolations, for instance.
     """
     found = parse(text, name)
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):

@@ -16,7 +16,8 @@ def draw_seed(num_nodes: int = 1, variables: Mapping[str, str] | None = None) ->
     """Return a 32-bit seed.
 
     A process that another rank has started finds its seed in the environment. Where a launcher (torchrun, SLURM, MPI)
-    has started several, each makes the seed of what the job has in common, since a drawn seed could not reach them.
+    has started several, each derives the seed from variables that the job has in common: a drawn seed could not reach
+    them.
 
     Args:
         num_nodes: Machines of the run: each of them starts its own process.

@@ -49,7 +49,7 @@ class CommandLine:
         files: Configuration files, or their content: `{trainer: {max_epochs: 3}}`.
         assignments: In order.
         prints: "full" or "short" for --print-config, empty without it.
-        help: What help is wanted about; an empty text is all, None means that help was not requested.
+        help: Topic of --help; empty for an overview, None if help was not requested.
         wrong: Arguments that are neither an option nor a setting.
     """
 
@@ -135,22 +135,22 @@ def gather(
 
     Args:
         line: The command line.
-        command: The subcommand; a file's section of this name is laid over the rest of the file.
+        command: The subcommand; a file's section of this name overrides the rest of the file.
         commands: All subcommands; the sections of the others are left out.
         defaults: Defaults of the program, by dotted key.
         checkpoint: The configuration of a checkpoint, and its name.
         variables: Environment variables; None is this process's variables.
         groups: Keys whose settings may stand in their own file, as in `data=data.yaml`.
-        onto: Settings that these are laid over; None begins with none.
+        onto: Settings that these override; None for none.
 
     Raises:
-        ConfigError: Files cannot be read; all are named. What else is wrong is noted in the settings.
+        ConfigError: Files cannot be read; all are named. Other problems are noted in the settings.
     """
     variables = os.environ if variables is None else variables
     settings = Settings() if onto is None else onto
     settings.problems += line.wrong
     unread: list[ConfigError] = []
-    if checkpoint is not None:  # it may be somebody else's
+    if checkpoint is not None:  # it may come from someone else
         settings.lay(*checkpoint, Trust())
     for path, value in defaults.items():
         settings.assign(path, value, "default of the program")

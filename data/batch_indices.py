@@ -36,7 +36,7 @@ class IndexRecord:
 
     def __iter__(self) -> Iterator[Indices]:
         self._handed.clear()
-        # Not within the generator: some samplers draw when iteration begins, and are asked things right after.
+        # Not within the generator: some samplers draw when iteration begins, and their attributes are read right after.
         return self._note(iter(self._sampler))
 
     def _note(self, given_by_sampler: Iterator[Indices]) -> Iterator[Indices]:
@@ -64,12 +64,12 @@ class IndexRecord:
             yield batch
 
     def next(self) -> list[Indices] | None:
-        """Return the indices of the next batch that the loader gives; None if it did not ask for any."""
+        """Return the indices of the next batch that the loader yields; None if it did not draw any."""
         return self._handed.popleft() if self._handed else None
 
 
 def record_indices(loader: Loaders) -> tuple[AnyLoaders, IndexRecord | None]:
-    """Return a loader that gives the same batches, and the record of their indices in the data set.
+    """Return a loader that yields the same batches, and the record of their indices in the data set.
 
     Args:
         loader: What `shard_eval` or `with_persistent_workers` returned. A DataLoader is copied first: the copy

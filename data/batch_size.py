@@ -24,29 +24,29 @@ _PACKAGE = __name__.rpartition(".")[0]
 class BatchSizes:
     """The sizes of one loader's batches.
 
-    Tensors that agree on their first dimension agree on the batch size where torch's own collation made them. A
-    `collate_fn` of the user may put time first, or return a list of samples: the first dimension is another one then.
+    If torch's own collation made a batch, the first dimension of its tensors is the batch size. A user's `collate_fn`
+    may put time first, or return a list of samples; then the first dimension is something else.
 
     Args:
-        loader: The user's loader, or what stands for it; None where nothing is known.
+        loader: The user's loader, or the package's wrapper of it; None where nothing is known.
         count: Returns how many indices the sampler returned for the latest batch; None where that is not known.
 
     Attributes:
         expected: What `find_batch_size` finds in batches that need no second look; `resolve` is for others.
         count: As given.
-        needs_indices: Whether the collation hides the size, and the sampler may tell it.
-        is_batched: Whether the sampler gives batches of indices.
+        needs_indices: Whether the collation hides the size, and the sampler may know it.
+        is_batched: Whether the sampler yields batches of indices.
     """
 
     def __init__(self, loader: Loaders = None, count: Callable[[], int | None] | None = None) -> None:
         while home_of(type(loader)).startswith(_PACKAGE) and hasattr(loader, "loader"):
             loader = loader.loader
         self.expected: int | None = -1  # which no batch has
-        self._full: int | None = None  # samples of a full batch, where the loader says so
+        self._full: int | None = None  # samples of a full batch, if the loader has a batch size
         self._rest: int | None = None  # samples of the last batch; 0: as many, None: unknown
         self._is_certain = False
         self._are_lists = False
-        self._dim = 0  # of the samples, where it is another than the first
+        self._dim = 0  # the dimension of the samples, if it is not the first
         self._has_warned = False
         self.needs_indices = False
         self.is_batched = True
@@ -120,7 +120,7 @@ class BatchSizes:
         return full
 
     def warn_unknown(self, batch: Batch) -> None:
-        """Say once that a batch of objects weighs 1 in a mean, whatever is in it."""
+        """Warn once that a batch of objects weighs 1 in a mean, whatever it contains."""
         if find_opaque(batch):
             self._warn("the size of a batch of objects is unknown, and it weighs 1")
 

@@ -37,7 +37,8 @@ class DataModule:
     Attributes:
         name: A name for loggers and messages; None by default.
         prepare_data_per_node: Whether `prepare_data` runs once on each node, or once in total.
-        allow_zero_length_dataloader_with_multiple_devices: Whether a rank may have no batches while other ranks have.
+        allow_zero_length_dataloader_with_multiple_devices: Whether a rank may have no batches while other ranks have
+            some.
     """
 
     name: str | None = None

@@ -25,7 +25,7 @@ def split_batch(
         batch: A tensor or any nesting of lists, tuples, mappings and dataclasses; tensors of parts are views of it.
         num_parts: Number of parts.
         num_samples: Samples in the batch, if known otherwise: the first dimension must have them.
-        by: What asks for the parts, for the message: a name before their number.
+        by: The argument that asks for the parts, for the message, such as "micro_batches=".
 
     Raises:
         DataError: The tensors have no first dimension in common, or there is an object that cannot be split.
@@ -50,8 +50,8 @@ def join_outputs(outputs: Sequence[AnyOutput], sizes: Sequence[int]) -> AnyOutpu
     """Return what a step returned for the parts of a batch as one output.
 
     Of dicts, each entry is joined: tensors with the samples of their part along the first dimension are concatenated,
-    other values become a list of those of the parts, with None for a part without it. Of other outputs the first one
-    that there is is returned: only their loss is read.
+    other values become a list with one value per part, None for a part without it. If the outputs are not dicts, the
+    first one that is not None is returned: only their loss is read.
     """
     first = next((output for output in outputs if output is not None), None)
     if len(outputs) == 1 or not isinstance(first, dict):

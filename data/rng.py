@@ -19,7 +19,7 @@ from ..protocols import AnyDataset, AnySampler, StateDict, Tree
 # The global CPU generators.
 KINDS = ("python", "numpy", "torch")
 
-# How far below a sampler or a data set generators are looked for.
+# Depth to which the attributes of samplers and data sets are searched for generators.
 _SEARCH_DEPTH = 4
 _SEARCH_LIMIT = 2000
 
@@ -71,7 +71,7 @@ def restore_rng(state: StateDict) -> None:
 
 
 def restore_kinds(states: StateDict) -> None:
-    """Put back those global CPU generators that are in the state: a part of what `capture_rng` returns."""
+    """Restore the global CPU generators that are in the state, a part of what `capture_rng` returns."""
     for kind, state in states.items():
         native(kind)[1](_from_plain(kind, state))
 
@@ -86,7 +86,7 @@ def _started_xla() -> Any:  # Any: a module of torch_xla, which is not annotated
 
 
 class RngStream:
-    """A second course of the global generators, entered with `with`, for code whose draws must be repeatable.
+    """A second sequence of the global generators, entered with `with`, for code whose draws must be repeatable.
 
     What runs inside draws from this stream; the generators outside neither notice nor influence it. CUDA generators
     are shared with the outside.
@@ -126,7 +126,7 @@ class RngStream:
         return {kind: to_plain(kind, state) for kind, state in zip(self._kinds, self._own, strict=True)}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Go to where `state_dict` was taken; a kind that is not in the state stays where it is."""
+        """Go to where `state_dict` was taken; a kind that is not in the state is not changed."""
         self._own = [
             _from_plain(kind, state[kind]) if kind in state else own
             for kind, own in zip(self._kinds, self._own, strict=True)
@@ -259,7 +259,7 @@ def capture_generators(generators: StateDict) -> StateDict:
 
 
 def restore_generators(generators: StateDict, states: StateDict) -> None:
-    """Put the generators back that are in both; one that is gone or new is left alone."""
+    """Restore the generators that are in both; the others are left alone."""
     for path, generator in generators.items():
         state = states.get(path)
         if state is None:

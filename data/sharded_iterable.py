@@ -136,7 +136,7 @@ class IterableShare(IterableDataset["_Place"]):
     """Batches of samples, before collation, of one rank, or of one worker of it.
 
     Attributes:
-        dataset: Read to its end by everyone.
+        dataset: Read to its end by every rank and worker.
         rank: Which batch of a global batch is yielded.
         size: Batches in a global batch.
         uneven: What happens to an incomplete last global batch: see `Shard`.
@@ -215,7 +215,7 @@ class IterableShare(IterableDataset["_Place"]):
 
 
 class _Course:
-    """The random numbers with which a data set is read: equal for all who read it, whatever training draws."""
+    """The random numbers with which a data set is read: equal for all readers, whatever training draws."""
 
     def __init__(self, key: bytes, *, keeps_numpy: bool) -> None:
         self._streams = [RngStream(key, ("python", "torch")), RngStream(key, ("numpy",))]
@@ -278,7 +278,7 @@ class CollateShare:
 
 
 def digest(samples: list[AnyBatch]) -> int:
-    """Return a number that tells the samples from others, as far as they hold tensors, numbers and text."""
+    """Return a number that distinguishes samples, as far as they consist of tensors, numbers and text."""
     plain = repr([_plain(sample) for sample in samples[:8]]).encode()
     return zlib.crc32(plain, fingerprint_batch(samples) or 0)
 

@@ -106,7 +106,7 @@ class BatchStream:
             shared_rng: Where data is distributed: the `capture_rng` of rank 0, taken right before this call. Samplers
                 then draw the same on all ranks; the global generators of ranks other than 0 stay as they are. None:
                 the generators of all ranks are equal anyway.
-            may_be_empty: Whether a loader without a length, on one process, may give nothing, with a warning.
+            may_be_empty: Whether a loader without a length, on one process, may have no batches, with a warning.
 
         Raises:
             DataError: The epoch has no batches.
@@ -130,7 +130,7 @@ class BatchStream:
         return self._loaded_epoch is not None
 
     def reopen(self) -> None:
-        """Go back to where the loaded state was taken; the caller then restores the global generators, which move.
+        """Go back to where the loaded state was taken. It advances the global generators; the caller restores them.
 
         Raises:
             DataError: No state of an open epoch was loaded, or the loader yields another order of samples than before.

@@ -22,7 +22,7 @@ L = TypeVar("L")
 
 
 class Numbered(NamedTuple):
-    """One batch's indices on their way to a worker, with what its random numbers depend on."""
+    """One batch's indices on their way to a worker, with the key of its random numbers."""
 
     index: Any  # what a sampler yields
     epoch: int

@@ -56,7 +56,7 @@ def _cards() -> Iterator[Finding]:
         else:
             value = f"torch {torch.__version__} does not reach it"
             advice = (
-                "look at CUDA_VISIBLE_DEVICES, and whether the driver (nvidia-smi shows it) is new enough for this CUDA"
+                "check CUDA_VISIBLE_DEVICES, and whether the driver (nvidia-smi shows it) is new enough for this CUDA"
             )
         yield Finding(_SECTION, "GPU", f"the driver shows {', '.join(seen)}, but {value}", Level.PROBLEM, advice)
     for number in range(count):

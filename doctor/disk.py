@@ -19,8 +19,8 @@ _LEAST_ROOM = 5 << 30
 _ADVICE = {
     errno.ENOSPC: "make room, or choose another default_root_dir",
     errno.EDQUOT: "make room within your quota, or choose another default_root_dir",
-    errno.EFBIG: "let files be larger than this: ulimit -f unlimited",
-    errno.EROFS: "choose another default_root_dir: this disk is mounted for reading only",
+    errno.EFBIG: "raise the limit on file sizes: ulimit -f unlimited",
+    errno.EROFS: "choose another default_root_dir: this disk is mounted read-only",
 }
 
 
@@ -38,7 +38,7 @@ def examine(folder: Path, size_bytes: int) -> Iterator[Finding]:
             if size_bytes:
                 yield from _speed(Path(scratch), min(size_bytes, max(usage.free // 2, _PIECE)))
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "choose another default_root_dir, or change the folder's rights")
+        advice = _ADVICE.get(error.errno or 0, "choose another default_root_dir, or change the folder's permissions")
         yield Finding(_SECTION, "writing", f"{type(error).__name__}: {error}", Level.PROBLEM, advice)
     finally:
         for one in reversed(made):
@@ -46,7 +46,7 @@ def examine(folder: Path, size_bytes: int) -> Iterator[Finding]:
 
 
 def _make(folder: Path, made: list[Path]) -> None:
-    """Make a folder and those that it is to lie in, and note each that is made."""
+    """Make a folder and its missing parents, and add each new folder to `made`."""
     for one in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
         one.mkdir()
         made.append(one)
@@ -56,7 +56,7 @@ _OF_ONE_MACHINE = ("apfs", "btrfs", "ext", "overlay", "ramfs", "squashfs", "tmpf
 
 
 def judge_sharing(folder: Path, num_nodes: int) -> Finding:
-    """Return whether nodes may see one folder, by the kind of its file system."""
+    """Return whether the nodes share the folder, judged by the kind of its file system."""
     kind = _kind_of(folder.absolute())
     value = f"{folder.absolute()} on {kind or 'an unknown file system'}, for {num_nodes} nodes"
     if num_nodes == 1 or not kind.startswith(_OF_ONE_MACHINE):
@@ -136,11 +136,11 @@ def _speed(scratch: Path, size_bytes: int) -> Iterator[Finding]:
             file.write(b"loopwright")
             file.flush()
             os.fsync(file.fileno())
-    yield Finding(_SECTION, "small files", f"{(time.monotonic() - began) * 100:.1f} ms for each that is synced")
+    yield Finding(_SECTION, "small files", f"{(time.monotonic() - began) * 100:.1f} ms to write and sync each")
 
 
 def _forget(path: Path) -> None:
-    """Let the kernel drop what it keeps of a file, so that reading it reads the disk."""
+    """Let the kernel drop its copy of a file, so that reading it reads the disk."""
     if hasattr(os, "posix_fadvise"):
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

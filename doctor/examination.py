@@ -16,9 +16,9 @@ def examine(folder: Path, *, disk_bytes: int = 256 << 20, timeout_s: float = 60.
     """Examine this machine, and yield findings one by one.
 
     Args:
-        folder: Where checkpoints are to go; its disk is measured. It is made if it does not exist, and left as it was.
+        folder: Where checkpoints are to go; its disk is measured. If it does not exist, it is made and removed again.
         disk_bytes: Bytes that are written and read there; 0 leaves the measurement out.
-        timeout_s: The longest that the import of one package may take.
+        timeout_s: Maximum time for the import of one package.
     """
     parts: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("machine", machine.examine),
@@ -36,13 +36,13 @@ def examine(folder: Path, *, disk_bytes: int = 256 << 20, timeout_s: float = 60.
             continue
         try:
             yield from part()
-        except Exception as error:  # the other parts still have something to say; nothing is hidden
+        except Exception as error:  # the other parts are still examined, and the error is a finding
             yield Finding(
                 section,
                 "this part",
                 f"could not be examined: {type(error).__name__}: {error}",
                 Level.WARNING,
-                "a report of this to Loopwright's issues helps",
+                "please report this in Loopwright's issue tracker",
             )
 
 
@@ -50,6 +50,6 @@ def _why_no_torch() -> str | None:
     """Return why torch cannot be imported; None where it can."""
     try:
         import torch  # noqa: F401
-    except Exception as error:  # a library of the system that is missing or too old: an OSError; and whatever else
+    except Exception as error:  # a system library that is missing or too old is an OSError
         return f"{type(error).__name__}: {error}"
     return None

@@ -25,7 +25,7 @@ class Finding:
 
     Attributes:
         section: The heading that it stands under.
-        name: What was looked at.
+        name: What was examined.
         value: What was found, in one line.
         level: How much it matters.
         advice: What to do about it; empty where nothing is to be done.

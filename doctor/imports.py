@@ -26,12 +26,12 @@ for name in sys.argv[1:]:
 def find_broken(modules: Sequence[str], timeout_s: float) -> dict[str, str]:
     """Return why modules cannot be imported, by name; those that can are left out.
 
-    They are imported one after the other in one process. If that ends or takes too long, the module at which it did is
+    They are imported one after the other in one process. If the process ends or takes too long, the current module is
     named, and another process continues with the next.
 
     Args:
         modules: Names as in an import statement.
-        timeout_s: The longest that a process may take.
+        timeout_s: Maximum time for a process.
     """
     broken: dict[str, str] = {}
     left = list(modules)
@@ -47,7 +47,7 @@ def find_broken(modules: Sequence[str], timeout_s: float) -> dict[str, str]:
 
 
 def _import(modules: Sequence[str], timeout_s: float) -> tuple[dict[str, str | None], str]:
-    """Return what the process said of each module that it came to the end of, and how the process ended."""
+    """Return what the process reported for each module that it finished, and how the process ended."""
     command = [sys.executable, "-W", "ignore", "-c", _PROGRAM, *modules]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:

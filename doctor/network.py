@@ -89,7 +89,7 @@ def judge_variables(variables: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(
             _SECTION,
             "variables of a launcher",
-            f"{', '.join(f'{name}={variables[name]}' for name in ranks)} are set: a run takes itself for one of theirs",
+            f"{', '.join(f'{name}={variables[name]}' for name in ranks)} are set: a run joins the launcher's ranks",
             Level.WARNING,
             f"unset {' '.join(ranks)}, if this shell is not a launcher's",
         )

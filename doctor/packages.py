@@ -20,7 +20,7 @@ _OLDEST_TORCH, _NEWEST_TORCH = (2, 9), (2, 13)
 
 @dataclass(frozen=True)
 class Optional:
-    """A package that not every run needs, what it gives, and how it is installed."""
+    """An optional package: what it provides, and how it is installed."""
 
     package: str
     gives: str
@@ -75,7 +75,7 @@ def judge_torch(version: str) -> Finding:
 
 
 def judge_needed(requirement: str, broken: Mapping[str, str] = _NONE) -> Finding:
-    """Return whether a package that every run needs is there, in a version that fits, and not among the broken ones."""
+    """Return whether a required package is installed in a version that fits, and is not among the broken ones."""
     needed = Requirement(requirement)
     found = _version(needed.name)
     if found is None:
@@ -92,7 +92,7 @@ def judge_needed(requirement: str, broken: Mapping[str, str] = _NONE) -> Finding
 
 
 def judge_optional(optional: Optional, timeout_s: float, broken: Mapping[str, str] = _NONE) -> Finding:
-    """Return whether a package is there, and not among the broken ones; an engine, if it imports within `timeout_s`."""
+    """Return whether an optional package is installed and not broken; an engine has to import within `timeout_s`."""
     found = _version(optional.package)
     if found is None:
         return Finding(_SECTION, optional.package, f"missing ({optional.gives})", Level.NOTE, optional.install)

@@ -1,4 +1,4 @@
-"""Which metrics share a chart, under which heading, and how a long curve becomes a short one.
+"""Which metrics share a chart, and under which heading; long curves as shorter ones.
 
 `train_loss` and `val_loss` share one chart, as do `loss_step` and `loss_epoch`, and all learning rates.
 """
@@ -36,7 +36,7 @@ _AFTER = re.compile(r"(?<=.)[/_.-](train|val|valid|validation|eval|test)$")
 _LEVEL = re.compile(r"(?<=.)_(step|epoch)$")
 _LOADER = re.compile(r"/dataloader_idx_\d+$")
 _MOST_POINTS = 1000
-MOST_TOGETHER = 12  # charts of a heading that are not folded by their prefixes
+MOST_TOGETHER = 12  # more charts under one heading are grouped by their prefixes
 _DERIVED = "steps_per_sec"
 
 
@@ -46,7 +46,7 @@ class Curve:
 
     Attributes:
         steps: Ascending.
-        values: One per step, the mean where several were joined; None for what is not finite.
+        values: One per step, the mean where several were joined; None where it is not finite.
         low: Smallest of those joined; empty if none were.
         high: Largest of those joined.
     """
@@ -64,13 +64,14 @@ class Curve:
 
 @dataclass
 class Chart:
-    """Metrics that are drawn over each other.
+    """Metrics that share a chart.
 
     Attributes:
         title: What they have in common.
-        heading: Under which heading it stands.
+        heading: Its heading.
         names: The metrics.
-        group: With what it is folded: its heading, or the prefix that several charts of a large heading share.
+        group: The collapsible group that it belongs to: its heading, or a prefix that several charts of a large heading
+            share.
     """
 
     title: str
@@ -79,7 +80,7 @@ class Chart:
     group: str = ""
 
     def __post_init__(self) -> None:
-        """Take the heading where no group is given."""
+        """Use the heading as the group if none is given."""
         self.group = self.group or self.heading
 
 
@@ -102,7 +103,7 @@ def make_charts(runs: Iterable[LoggedRun]) -> list[Chart]:
 
 
 def _grouped(charts: list[Chart]) -> list[Chart]:
-    """Fold the charts of a heading by the first part of their names, where it has more than a screen of them."""
+    """Group the charts of a heading by the first part of their names, if they fill more than a screen."""
     grouped: list[Chart] = []
     for heading in _ORDER:
         here = [chart for chart in charts if chart.heading == heading]

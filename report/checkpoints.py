@@ -1,4 +1,4 @@
-"""Which checkpoints a run has kept, and what they say of it: step, score, versions, how much it has seen."""
+"""The checkpoints that a run has kept, and what they record: step, score, versions, epochs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class CheckpointFile:
 
     Attributes:
         path: A file, or a folder for a sharded one.
-        step: Optimizer steps done; None if neither the content nor the name tells.
+        step: Optimizer steps done; None if neither the content nor the name shows it.
         epoch: Epochs done; None if the content does not record them.
         size_bytes: Of all its files.
         modified: Seconds since 1970.
         roles: "best", "last", ...: what the callbacks that saved it call it.
-        score: What it was chosen by; None if it was not chosen.
+        score: The metric value by which it was chosen; None if it was not chosen.
         monitor: Name of the score.
         problem: Why it cannot be read; "" if it can, or was not opened.
     """
@@ -60,7 +60,7 @@ class CheckpointReader:
         self._known: dict[Path, tuple[tuple[int, int, int], StateDict]] = {}  # Any: what checkpoints hold
 
     def assign(self, root: Path, runs: Sequence[LoggedRun]) -> None:
-        """Give each of the runs found below a directory its checkpoints."""
+        """Assign checkpoints to the runs found below a directory."""
         by_run: dict[int, list[Path]] = {}
         for path in _find(root):
             owner = _owner(path, runs)
@@ -128,7 +128,7 @@ def _owner(path: Path, runs: Sequence[LoggedRun]) -> int | None:
 
 
 def _read(path: Path) -> StateDict:
-    """Return what a file says of its run; the tensors stay on disk, and nothing in it is executed."""
+    """Return what a file records about its run; the tensors stay on disk, and nothing in it is executed."""
     from ..checkpoint import storage
 
     try:
@@ -146,7 +146,7 @@ def _read(path: Path) -> StateDict:
 
 
 def _roles(callbacks: Tree) -> dict[str, tuple[list[str], float | None, str | None]]:
-    """Return by file name what the states of ModelCheckpoint callbacks say; the run may have been moved."""
+    """Return, by file name, what the states of ModelCheckpoint callbacks record; the run may have been moved."""
     found: dict[str, tuple[list[str], float | None, str | None]] = {}
     for state in callbacks.values() if isinstance(callbacks, dict) else ():
         if not isinstance(state, Mapping):

@@ -28,7 +28,7 @@ def describe_environment() -> dict[str, str]:
         "python": platform.python_version(),
     }
     for package in _PACKAGES:
-        module = sys.modules.get(package)  # what the run has not imported has no part in it
+        module = sys.modules.get(package)  # a package that was not imported did not affect the run
         if module is not None and hasattr(module, "__version__"):
             found[package] = str(module.__version__)
     torch = sys.modules.get("torch")

@@ -37,7 +37,7 @@ class Media:
 
     Attributes:
         kind: `IMAGE`, `TEXT` or `HISTOGRAM`.
-        name: Under which it was logged; one of several images ends in "/" and its number.
+        name: The name under which it was logged; with several images, it ends in "/" and the number.
         step: When it was logged.
         content: A picture's bytes, a text, or a histogram's bins.
         caption: Of a picture.
@@ -98,7 +98,7 @@ def kind_of_image(content: bytes) -> str | None:
 
 
 def chosen(items: Iterable[Media]) -> dict[tuple[str, str], list[Media]]:
-    """Return by kind and name what is shown: some steps of each, with the first and the last, and no copies.
+    """Return what is shown, by kind and name: some steps of each, including the first and the last, without copies.
 
     The caption that TensorBoard keeps as a text beside a picture becomes the picture's.
     """

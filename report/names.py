@@ -1,4 +1,4 @@
-"""Names as people read them: numbers in their order, and without what all of them begin with."""
+"""Names for readers: in natural order, and without their common prefix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def natural(name: str) -> list[tuple[int, int, str]]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Return names without the folders that all of them begin with; a single name as it is."""
+    """Return names without their common leading folders; a single name as it is."""
     if len(set(names)) < 2:
         return list(names)
     parts = [name.split("/") for name in names]

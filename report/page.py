@@ -1,4 +1,4 @@
-"""`write_report`: runs as one HTML page that holds all it needs, also the library that draws; it fetches nothing.
+"""`write_report`: runs as one self-contained HTML page, with the library that draws; it fetches nothing.
 
 Tables are HTML, made here, and can be read without scripts. Curves are data in the page, drawn by page.js with Plotly.
 """
@@ -62,7 +62,7 @@ def write_report(
         The path.
 
     Raises:
-        ConfigError: The smoothing is out of range, or the path is a directory or in none.
+        ConfigError: The smoothing is out of range, or the path is a directory or its directory does not exist.
         MissingDependency: Plotly is not installed.
     """
     target = Path(path)
@@ -74,7 +74,7 @@ def write_report(
 
 
 def _title(names: Sequence[str]) -> str:
-    """Return the folder that all runs have in common and their number; the names of few runs without one."""
+    """Return the common folder of all runs and their number; the names of a few runs without a common folder."""
     short = short_names(names)
     common = names[0][: len(names[0]) - len(short[0])].rstrip("/")
     if common:
@@ -180,7 +180,7 @@ def _data(runs: Sequence[LoggedRun], charts: Sequence[Chart]) -> dict[str, objec
 
 
 def _points_of(num_curves: int) -> int:
-    """Return the most points of a curve: fewer where there are hundreds, so that the page stays small."""
+    """Return the maximum number of points of a curve: fewer if there are hundreds of curves, to keep the page small."""
     return max(40, min(1000, 60_000 // max(num_curves, 1)))
 
 
@@ -414,7 +414,7 @@ def _key(number: int, runs: Sequence[LoggedRun]) -> str:
 
 
 def _below(path: Path, folders: Sequence[Path]) -> str:
-    """Return a path as it is seen from what a run's folders have in common with it."""
+    """Return a path relative to the folder that it has in common with a run's folders."""
     try:
         common = os.path.commonpath([path.absolute().parent, *(folder.absolute() for folder in folders)])
     except ValueError:
@@ -427,7 +427,7 @@ def _unit(seconds: float) -> tuple[str, float, float]:
 
 
 def duration(seconds: float | None) -> str:
-    """Return seconds in the unit that suits them; a dash for what is not known."""
+    """Return seconds in a suitable unit; a dash if unknown."""
     if seconds is None:
         return "-"
     unit, scale, _ = _unit(seconds)

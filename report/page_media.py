@@ -70,7 +70,7 @@ def _text(item: Media) -> str:
 
 
 def _ridges(items: Sequence[Media]) -> str:
-    """Return histograms as lines above each other, the newest in front."""
+    """Return histograms as lines one above the other, the newest in front."""
     bins: list[tuple[int, tuple[Bin, ...]]] = [
         (item.step, item.content) for item in items if isinstance(item.content, tuple) and item.content
     ]

@@ -1,4 +1,4 @@
-"""`read_runs`: the runs below a directory, each with everything that its loggers and checkpoints say about it.
+"""`read_runs`: the runs below a directory, with all data of their loggers and checkpoints.
 
 A run may have been logged by several loggers into several folders. Folders are taken for one run if they hold files of
 different kinds that agree wherever both have a value.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointFile", "LoggedRun", "RunReader", "Series", "read_runs"]
 
-# Names that count how far a run is; they are axes, not curves.
+# Names of progress counters: they are axes, not curves.
 AXES = ("epoch", "samples", "tokens")
 _NOT_CURVES = ("wall_s", *AXES)
 _TIMELINE_FILE = "timeline.json"
@@ -64,12 +64,12 @@ class LoggedRun:
         folders: Where its loggers wrote; of a run at a URL, where the copies are that were read.
         kinds: The formats that were read.
         series: Its metrics by name, in their natural order.
-        axes: "time" (seconds), "epoch", "samples", "tokens": step to how far the run was, as ascending lists of both.
+        axes: "time" (seconds), "epoch", "samples", "tokens": the steps and the counts at these steps, both ascending.
         config: Hyperparameters, nested names joined by "/".
         environment: What it ran on and with; only what was recorded.
         checkpoints: Those on disk, by step.
         timeline: Phase to the seconds it took in the whole fit; empty if `trainer.timeline` was not saved.
-        timeline_notes: What binds the step, and what to do about it.
+        timeline_notes: What limits the speed of a step, and what to do about it.
         media: Logged images, texts and histograms that are in event files; those in folders are read for the page.
         problems: What could not be read.
         places: The URLs of `folders`; empty for runs on this machine.
@@ -234,7 +234,7 @@ def _is_below(folder: Path, root: Path) -> bool:
 
 
 def _is_same_run(one: Sequence[NumberSource], other: Sequence[NumberSource]) -> bool:
-    """Whether two folders are of one run: no kind of file is in both, and values agree wherever both have one."""
+    """Whether two folders belong to one run: no kind of file is in both, and values agree wherever both have one."""
     if {source.kind for source in one} & {source.kind for source in other}:
         return False
     has_common = False
@@ -242,7 +242,7 @@ def _is_same_run(one: Sequence[NumberSource], other: Sequence[NumberSource]) -> 
         for b in other:
             for name in a.points.keys() & b.points.keys():
                 if name in _NOT_CURVES or name.startswith("lr"):
-                    continue  # other runs may well have the same
+                    continue  # other runs may have the same values
                 mine, its = a.points[name], b.points[name]
                 common = mine.keys() & its.keys()
                 if not all(_is_close(mine[step], its[step]) for step in common):
@@ -302,7 +302,7 @@ def _label(run: LoggedRun, root: Path, name: str, *, is_alone: bool) -> str:
 
 
 def _make_names_differ(runs: list[LoggedRun]) -> None:
-    """Give runs that have the same name what their paths do not share, in addition."""
+    """Extend equal names of runs by the parts in which their paths differ."""
     for name in {run.name for run in runs}:
         same = [run for run in runs if run.name == name]
         if len(same) < 2:
@@ -314,7 +314,7 @@ def _make_names_differ(runs: list[LoggedRun]) -> None:
 
 
 def _read_beside(run: LoggedRun, root: Path, *, is_alone: bool) -> None:
-    """Read what stands beside the logs: configuration, environment, timeline; what is nearer to them wins."""
+    """Read what stands beside the logs: configuration, environment, timeline; the nearest file has priority."""
     folders: list[Path] = []
     for folder in run.folders:
         for place in (folder, *folder.parents):
@@ -351,7 +351,7 @@ def _flat(content: Mapping[Hashable, Tree], before: str = "") -> dict[str, str]:
 
 
 def _read_timeline(run: LoggedRun, content: Mapping[Hashable, Tree]) -> None:
-    """Take what `trainer.timeline.save()` wrote: seconds of each phase, what binds the step, advice."""
+    """Take what `trainer.timeline.save()` wrote: seconds of each phase, what limits the speed of a step, advice."""
     phases = content.get("seconds")
     if not isinstance(phases, dict):
         return

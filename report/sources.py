@@ -32,14 +32,15 @@ class NumberSource(ABC):
 
     Attributes:
         folder: Where the files are.
-        points: Metric's name to {step: value}; what was logged last for a step counts.
-        clock: Step to seconds that the run had taken when it was logged; without the time between a run's sessions.
+        points: Metric's name -> {step: value}; the last value logged for a step counts.
+        clock: Step -> seconds that the run had taken when the step was logged; without the time between a run's
+            sessions.
         media: Images, texts and histograms.
         problems: What could not be read, in words.
     """
 
     kind: str
-    precision: int  # of several sources that have a point, the one with the highest says its value
+    precision: int  # if several sources have a point, the value of the one with the highest precision counts
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -87,7 +88,7 @@ class _LineSource(NumberSource):
         except OSError as error:
             self.problems = [f"{path} cannot be read: {error.strerror or error}"]
             return is_changed
-        complete = data[: data.rfind(b"\n") + 1]  # the last line may be on its way
+        complete = data[: data.rfind(b"\n") + 1]  # the last line may be incomplete
         if not complete:
             return is_changed
         self._offset += len(complete)
@@ -188,7 +189,7 @@ class _EventSource(NumberSource):
             return False
         is_truncated = any(sizes.get(name, 0) < size for name, size in self._sizes.items())
         if is_truncated or any(name < max(self._sizes, default="") for name in sizes.keys() - self._sizes.keys()):
-            self._forget()  # a resumed run took away what came after its checkpoint
+            self._forget()  # a resumed run removed the rows after its checkpoint
         for name in sorted(sizes):  # TensorBoard's own order: the names begin with the time
             if sizes[name] != self._sizes.get(name):
                 self._read_file(name)
@@ -226,7 +227,7 @@ class _EventSource(NumberSource):
 
 
 def find_sources(folder: Path) -> list[NumberSource]:
-    """Return what there is to read in a folder, and not in those below it."""
+    """Return the sources in a folder, without its subfolders."""
     found: list[NumberSource] = []
     if (folder / JSON_LINES_FILE).is_file():
         found.append(_JSONLinesSource(folder))

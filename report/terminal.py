@@ -43,10 +43,10 @@ def watch(
     """Show the runs until Ctrl-C; once if the output is not a terminal.
 
     Args:
-        reader: Of the runs' directories, which may be empty still.
+        reader: Reads the runs' directories, which may still be empty.
         console: Rich's console.
-        every_s: Seconds between two looks at the files.
-        metrics: Patterns as the shell has them; only these metrics are shown. Empty shows all.
+        every_s: Seconds between two reads of the files.
+        metrics: Shell patterns; only these metrics are shown. Empty shows all.
         smoothing: As for `write_report`.
         should_stop: Function called after each update.
     """
@@ -70,16 +70,16 @@ def watch(
 def render_terminal(
     runs: Sequence[LoggedRun], size: tuple[int, int], *, metrics: Sequence[str] = (), smoothing: float = 0.0
 ) -> RenderableType:
-    """Return the curves of some runs, as many as the size has room for, as something that rich prints.
+    """Return the curves of some runs, as many as fit into the size, for rich to print.
 
     Args:
         runs: From `read_runs`.
         size: Columns and lines; NO_LIMIT lines for all charts.
-        metrics: Patterns as the shell has them; only these metrics are shown. Empty shows all.
+        metrics: Shell patterns; only these metrics are shown. Empty shows all.
         smoothing: As for `write_report`.
 
     Raises:
-        ConfigError: The smoothing is out of range, or no metric has a name of these patterns.
+        ConfigError: The smoothing is out of range, or no metric matches the patterns.
         MissingDependency: plotille is not installed.
     """
     _check_smoothing(smoothing)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
-# The second words of commands: subcommands and names. Files are completed in their place where there are none.
+# The second words of commands. After the other commands, files are completed.
 _SUBCOMMANDS = {
     "checkpoint": "inspect verify diff convert consolidate",
     "completion": "bash zsh fish",
@@ -36,7 +36,7 @@ def completion(arguments: Sequence[str], commands: Mapping[str, str]) -> int:
 
     Args:
         arguments: Arguments after `loopwright completion`.
-        commands: What there is to complete: each command and what it does.
+        commands: The commands to complete, each with its description.
     """
     parser = argparse.ArgumentParser(
         prog="loopwright completion",
@@ -137,7 +137,7 @@ def _fish(commands: Mapping[str, str]) -> str:
 
 
 def _cases(action: str, words: Mapping[str, str]) -> str:
-    """Return the branches of a `case`: what is done for each command."""
+    """Return the branches of a `case`, one for each command."""
     return "\n".join(f"            {name}) {action.format(of_command)} ;;" for name, of_command in words.items())
 
 

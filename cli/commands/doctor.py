@@ -93,7 +93,7 @@ def print_text(findings: Iterable[Finding]) -> list[str]:
 
 
 def _with_progress(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield the findings; on a terminal, a line on standard error says that the next one is being looked for."""
+    """Yield the findings; on a terminal, a line on standard error shows that the next check is running."""
     if not (sys.stderr.isatty() and sys.stdout.isatty()):
         yield from findings
         return

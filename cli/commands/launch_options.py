@@ -114,7 +114,7 @@ class Request:
     Attributes:
         options: Option name -> value, for given options.
         program: The script and its arguments, or the module and its arguments.
-        is_module: Whether run the program as a module, as `python -m` does.
+        is_module: Whether to run the program as a module, as `python -m` does.
         is_dry_run: Whether to print the command without running it.
     """
 

@@ -17,7 +17,7 @@ _USAGE = """usage: loopwright migrate check [OPTIONS] PROGRAM.py [ARGS]
        loopwright migrate check [OPTIONS] -m MODULE [ARGS]
        loopwright migrate check --static PATH [PATH ...]
 
-Read a program written for Lightning, and list what it uses of it that Loopwright does not serve: imports, attributes of
+Read a program written for Lightning, and list what it uses that Loopwright does not support: imports, attributes of
 Lightning's modules and of Trainers, keyword arguments, and overridden methods that are never called.
 
 Where Lightning is installed, the program then runs twice: under Lightning, and under `run-lightning --parity`. Each fit
@@ -33,7 +33,7 @@ docs/migrating.md that explains it.
   --static                 only read; PATH is a file, or a folder whose Python files are read
 
 Exit code: 0 everything is equal, 1 a difference, 2 the program could not be compared. When programs are only read, 1
-means that something is not served, and 2 that a file could not be read.
+means that something is not supported, and 2 that a file could not be read.
 
   loopwright migrate check train.py --epochs 3
   loopwright migrate check --static src
@@ -135,7 +135,7 @@ def _positive(text: str) -> int:
 
 
 def _read(files: Sequence[Path]) -> int:
-    """List what is not served, and return the exit code."""
+    """List what is not supported, and return the exit code."""
     code = 0
     for path in files:
         try:
@@ -148,7 +148,7 @@ def _read(files: Sequence[Path]) -> int:
             sys.stdout.write(f"{_shown(path)}:{use.line}: {use.what}: {use.why}\n")
         code = max(code, int(bool(uses)))
     if not code:
-        sys.stdout.write(f"{counted(len(files), 'file')} read: everything used of Lightning by name is served.\n")
+        sys.stdout.write(f"{counted(len(files), 'file')} read: all names that they use of Lightning are supported.\n")
     return code
 
 

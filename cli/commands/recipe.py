@@ -33,7 +33,7 @@ class Recipe:
         settings: "module:class" of its settings, in the package of recipes.
         function: "module:function".
         text: What it does.
-        check: "module:function" that returns what is wrong with settings, beyond what their class checks.
+        check: "module:function" that returns what is wrong with the settings, in addition to the checks of their class.
     """
 
     settings: str

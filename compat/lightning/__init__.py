@@ -1,4 +1,4 @@
-"""Puts the names of Lightning on Loopwright. Users call `install()`; site/sitecustomize.py does in child processes.
+"""Provides Loopwright under Lightning's names. Users call `install()`; in child processes, site/sitecustomize.py does.
 
     from loopwright.compat.lightning import install
     install()
@@ -32,8 +32,8 @@ SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
 def install(*, children: bool = True, parity: bool | Iterable[str] | None = None) -> None:
     """Let `lightning`, `pytorch_lightning`, `lightning_fabric` and their submodules be Loopwright from here on.
 
-    Lightning may be installed or not; its own modules are not touched. Calling it again changes nothing but the
-    parity, where that is given; it holds for Trainers and Fabrics that are made afterwards.
+    Lightning may be installed or not; its own modules are not touched. Calling it again changes only the parity, if
+    that is given; it applies to Trainers and Fabrics that are created afterwards.
 
     Args:
         children: Whether Python processes that this one starts do the same, through environment variables.
@@ -88,10 +88,10 @@ def is_installed() -> bool:
 
 
 def child_environment(python_path: str) -> dict[str, str]:
-    """Return the variables with which a Python process installs at its start.
+    """Return the environment variables with which a Python process calls `install` at its start.
 
     Args:
-        python_path: PYTHONPATH as it is; its folders stay, behind ours.
+        python_path: The current PYTHONPATH; its folders follow ours.
     """
     others = [path for path in python_path.split(os.pathsep) if path not in ("", SITE)]
     return {SWITCH: "1", "PYTHONPATH": os.pathsep.join([SITE, *others])}

@@ -38,7 +38,7 @@ _DEFAULTS = {
 
 
 class MeasuredLifecycle(Lifecycle):
-    """A lifecycle whose profiler is notified of Lightning's names, also of hooks that are not overridden.
+    """A lifecycle that passes Lightning's names to the profiler, also for hooks that are not overridden.
 
     Args:
         arguments: See `Lifecycle`.
@@ -46,7 +46,7 @@ class MeasuredLifecycle(Lifecycle):
     Attributes:
         around_own: See `put_around_own`.
         around_callbacks: See `put_around_callbacks`.
-        earlier_datamodule: A data module of an earlier verb, whose `prepare_data` is called, too.
+        earlier_datamodule: The data module of an earlier verb; its `prepare_data` is called, too.
     """
 
     override_of = staticmethod(find_override)
@@ -128,7 +128,7 @@ class MeasuredLifecycle(Lifecycle):
             self.wrap(name, lambda _, fire=fire: fire)  # type: ignore[misc]  # the value of this pass
 
     def finish_event(self) -> None:
-        """Let the remaining listeners hear of the event before a checkpoint is taken, unless it is taken within."""
+        """Call the remaining listeners before a checkpoint is taken, unless it is taken within the event."""
         if not self._saves_within_events:
             super().finish_event()
 
@@ -189,7 +189,7 @@ def lifecycle_of(run: Run) -> MeasuredLifecycle:
 
 
 def _do_nothing() -> None:
-    """Stand for a hook that is not overridden."""
+    """Do nothing, in place of a hook that is not overridden."""
 
 
 def _followed(silent: list[Callable[[], None]], fire: Hook) -> Hook:

@@ -1,4 +1,4 @@
-"""What a program asks of a trainer outside of a run: a checkpoint of an attached module, and hooks that see one."""
+"""Checkpoints of an attached module outside of a run, and the hooks that receive one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def show_callbacks(trainer: Trainer, checkpoint: StateDict) -> None:
     """Call the callbacks' `on_load_checkpoint`.
 
     Args:
-        trainer: Whose callbacks; they get its module, None where a program has attached none yet.
+        trainer: Its callbacks are called with its module, None if no module is attached yet.
         checkpoint: As it was read.
     """
     module: Any = trainer.lightning_module  # Any: see above

@@ -1,4 +1,4 @@
-"""`BEHAVIOR`: what a Trainer does at its seams for programs of Lightning."""
+"""`BEHAVIOR`: what a Trainer does at its seams for programs written for Lightning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What libraries reach through a trainer: Lightning's connectors and strategy, as views on Loopwright's parts.
+"""Lightning's connectors and strategy, which libraries access through a trainer, as views on Loopwright's parts.
 
 A view holds the trainer and nothing else. Unsupported attributes raise an error with the reason.
 """
@@ -50,7 +50,7 @@ def of_trainer(strategy: Strategy, name: str) -> Any:  # what the trainer has
         name: Lightning's name, which Loopwright's strategy does not have.
 
     Raises:
-        AttributeError: There is none, or there is no trainer.
+        AttributeError: Lightning does not have it, or the strategy has no trainer.
     """
     trainer = state_of(strategy).trainer
     if trainer is not None and name in _OF_TRAINER:

@@ -62,7 +62,7 @@ class TrainerFn(LightningEnum):
 
 
 class RunningStage(LightningEnum):
-    """What a verb is at."""
+    """The stage of a run."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -84,7 +84,7 @@ class RunningStage(LightningEnum):
 
 
 class TrainerStatus(LightningEnum):
-    """How a verb is, or ended."""
+    """The status of a run."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
@@ -140,7 +140,7 @@ class WriteInterval(LightningEnum):
 
 
 class RestartStage(LightningEnum):
-    """Where a loop was when it was saved."""
+    """The stage of a loop when it was saved."""
 
     NONE = "none"
     RESTARTED_ON_EPOCH_START = "restarted_on_epoch_start"

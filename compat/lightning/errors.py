@@ -30,11 +30,11 @@ class NotAttached(errors.ModuleError, AttributeError):
 
 
 class PossibleUserWarning(UserWarning):
-    """A warning that may be none."""
+    """A warning that may be a false positive."""
 
 
 class LightningDeprecationWarning(DeprecationWarning):
-    """Something will be taken away."""
+    """A feature will be removed."""
 
 
 def disable_possible_user_warnings(module: str = "") -> None:

@@ -1,4 +1,4 @@
-"""`Fabric` with the private names that libraries touch."""
+"""`Fabric` with the private names that libraries use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NUM_BEFORE_CALLBACKS = list(inspect.signature(fabric.Fabric).parameters).index(
 
 
 class FabricModule(wrappers.FabricModule, metaclass=Served):
-    """A wrapped module, into which libraries look: at what the strategy made of it, and at the user's own."""
+    """A wrapped module with the attributes that libraries read: the strategy's module and the user's."""
 
     @property
     def _forward_module(self) -> nn.Module:
@@ -152,14 +152,14 @@ class Fabric(fabric.Fabric):
 
 
 def find_free_network_port() -> int:
-    """Return a port of this machine on which no process listens at this moment."""
+    """Return a port of this machine on which no process currently listens."""
     with socket.socket() as found:
         found.bind(("", 0))
         return int(found.getsockname()[1])
 
 
 def unwrap_objects(collection: Any) -> Any:  # Any: wrapped modules, optimizers and loaders, in any collection
-    """Return a collection in which each wrapper of Fabric is what it wraps."""
+    """Return a collection in which each wrapper of Fabric is replaced by the wrapped object."""
 
     def unwrap(wrapped: Any) -> object:
         if isinstance(wrapped, FabricModule):

@@ -1,4 +1,4 @@
-"""Hooks as Lightning calls them: without the loader's number where they have no room, and with a stage by name."""
+"""Hooks as Lightning calls them: without the loader's number where they do not take it, and with a stage by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ONLY_OVERRIDDEN = (
     ("prepare_data", "configure_model", "configure_sharded_model"),
     ("prepare_data", "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
 )
-# Hook of an evaluation's batch -> how many arguments it gets, beside a callback's trainer and module.
+# Hook of an evaluation batch -> number of its arguments, besides a callback's trainer and module.
 _OF_A_LOADER = {
     f"on_{stage}_batch_{when}": count
     for stage in ("validation", "test", "predict")
@@ -49,7 +49,7 @@ def check_hook_names(owner: object, listener: str, known: set[str]) -> None:
 
 
 def find_override(owner: object, name: str, bases: tuple[type, ...]) -> Hook | None:
-    """Return a hook as trainer/hooks.py does; one that has no room for the loader's number is called without it.
+    """Return a hook as trainer/hooks.py does; one that does not take the loader's number is called without it.
 
     Lightning passes that number only where there are several loaders, and a member of an enumeration as a stage.
     """

@@ -22,7 +22,7 @@ DEFAULT_NAME = "lightning_logs"
 
 
 class Logger(loggers.Logger):
-    """`lw.Logger` as the Trainer's loggers have it: a subclass of Fabric's, which is another class."""
+    """`lw.Logger` for the Trainer's loggers: a subclass of the one for Fabric, as in Lightning."""
 
     @classmethod
     def __subclasshook__(cls, other: type) -> bool:
@@ -35,7 +35,7 @@ def _set_version(logger: FolderLogger, version: int | str | None) -> None:
 
 
 def _filesystem(logger: FolderLogger) -> object:  # fsspec is not annotated
-    from .utilities.files import get_filesystem  # fsspec takes its time, and local runs do without
+    from .utilities.files import get_filesystem  # importing fsspec takes time, and local runs do not need it
 
     return get_filesystem(logger.save_dir or ".")
 
@@ -139,7 +139,7 @@ def merge_dicts(
     agg_key_funcs: Mapping[str, Callable[[Sequence[float]], float]] | None = None,
     default_func: Callable[[Sequence[float]], float] | None = None,
 ) -> dict[str, float]:
-    """Return one dict of several, with one value made of each key's values.
+    """Merge dicts into one; the values of a key are combined into one value.
 
     Args:
         dicts: What to merge.
@@ -203,7 +203,7 @@ _COMET = {"experiment_name": "name", "project_name": "project", "save_dir": "off
 
 
 class CometLogger(loggers.CometLogger):
-    """`lw.CometLogger`, which takes Lightning's former names of arguments, too.
+    """`lw.CometLogger`, which also accepts Lightning's former argument names.
 
     Args:
         arguments: See `lw.CometLogger`; `experiment_name`, `project_name`, `save_dir` and `offline` are former names.

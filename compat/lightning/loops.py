@@ -1,6 +1,6 @@
-"""Loops as libraries read them: a run's counts in the form of Lightning's progress, and where loops have their data.
+"""Loops as libraries read them: a run's counts in the form of Lightning's progress, and the sources of their data.
 
-Counts are computed from the run when they are read: nothing counts twice, and what a checkpoint restored is in them.
+Counts are computed from the run when they are read, so that there is one count, which includes restored checkpoints.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _RESTORED = "pass ckpt_path to trainer.fit, which restores counts"
 
 
 class _FreeCounts:
-    """How far something is. Counts may be assigned without an effect: programs correct what Lightning counts twice."""
+    """Progress of one kind. Assigning to a count has no effect: programs correct what Lightning counts twice."""
 
     ready: int
     started: int
@@ -61,7 +61,7 @@ class _FreeCounts:
 
 
 class TrackedCounts(_FreeCounts):
-    """How far something is: what is ready, started, processed and completed. It can only be read."""
+    """Read-only progress of one kind: numbers of events that are ready, started, processed and completed."""
 
     def __setattr__(self, name: str, value: object) -> None:
         refuse(f"an assignment to {name!r} of a loop's progress", _RESTORED)
@@ -92,7 +92,7 @@ class LoopView:
     Args:
         trainer: The trainer.
         stage: "train", "validation", "test" or "predict"; Lightning's verbs mean the same.
-        *_arguments: Lightning's others, which have no effect, for the loop cannot be replaced.
+        *_arguments: Further arguments of Lightning's, without effect, since the loop cannot be replaced.
         **_options: The same.
     """
 
@@ -329,7 +329,7 @@ def _count(evaluated: dict[str, list[int]], key: str, first: int, fire: Hook) ->
 
 
 def refuse_own_loop(name: str, loop: object) -> None:
-    """Raise an error for a loop of the program that does more of its own than to print results; accept any other.
+    """Raise an error for a loop of the program that overrides more than the printing of results; accept any other.
 
     Raises:
         NotServed: Its class overrides methods.
@@ -359,7 +359,7 @@ def _table_of(results: list[dict[str, Tensor]], stage: str) -> str:
 
 
 class TrainLoop(FitLoop):
-    """The loop of fit, with the names under which Lightning's has its parts."""
+    """The loop of fit, with the names of the parts of Lightning's."""
 
     restarting = False
 
@@ -395,7 +395,7 @@ class TrainLoop(FitLoop):
 
     @property
     def epoch_progress(self) -> SimpleNamespace | Count:
-        """Counts of epochs, to be read: `epoch_progress.current.completed`."""
+        """Counts of epochs, read-only: `epoch_progress.current.completed`."""
         if self.epoch_loop._counts is not None:
             return self.epoch_loop._counts.epoch
         run, done = self.trainer.present_run(), self.trainer.current_epoch

@@ -1,4 +1,4 @@
-"""What was logged, as programs for Lightning read it."""
+"""Logged values, as programs for Lightning read them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LightningMetrics(Metrics):
         return {key for one in found if not one.logger for key in one.keys}
 
     def waiting_for_loggers(self) -> dict[str, Tensor]:
-        """Return the latest values of keys that are sent to loggers, also those that are not sent yet."""
+        """Return the latest values of keys that are sent to loggers, including values not sent yet."""
         found = {}
         sent = [one for stage in ("train", "validation", "test") for one in self.accumulators(stage) if one.logger]
         for accumulator in sorted(sent, key=lambda one: one.window):

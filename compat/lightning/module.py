@@ -1,4 +1,4 @@
-"""`LightningModule` and `LightningDataModule`: Loopwright's, and the few methods that Lightning has besides."""
+"""`LightningModule` and `LightningDataModule`: Loopwright's, with the few additional methods of Lightning."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class LightningModule(Module):
         remove_ignored(self, ignore_list)
 
     def to_tensorrt(self, *args: object, **kwargs: object) -> NoReturn:  # nothing is done with them
-        """Refuse: there is no export to TensorRT."""
+        """Raise an error: export to TensorRT is not supported."""
         refuse("LightningModule.to_tensorrt", "use torch_tensorrt.compile on the module in eval mode")
 
 
@@ -140,7 +140,7 @@ class LightningDataModule(DataModule):
         for title, stage in kinds.items():
             try:
                 loaders = getattr(self, f"{stage}_dataloader")()
-            except Exception:  # any error of the user's method: there are no data of this kind yet
+            except Exception:  # any error of the user's method means that this kind of data is not available yet
                 loaders = None
             lines.append(f"{{{title} dataloader: {_sizes_of(loaders)}}}")
         return "\n".join(lines)
@@ -176,7 +176,7 @@ class LightningDataModule(DataModule):
 
 
 def load_from_checkpoint(cls: type, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:  # Any: as in the methods
-    """Return a module or data module from a checkpoint, past an override of its class."""
+    """Return a module or data module from a checkpoint, bypassing an override in its class."""
     base: Any = LightningDataModule if issubclass(cls, DataModule) else LightningModule
     return base.load_from_checkpoint.__func__(cls, checkpoint_path, *args, **kwargs)
 
@@ -193,7 +193,7 @@ class _FabricAsTrainer:
         return getattr(self._lw_fabric, name)
 
 
-# Lightning's modules inherit their hooks from classes of these names; here one class has them all.
+# Lightning's modules inherit their hooks from classes with these names; here one class has all of them.
 ModelHooks = Module
 CheckpointHooks = Module
 DataHooks = Module

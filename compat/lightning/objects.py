@@ -1,7 +1,7 @@
 """Objects in checkpoints: Lightning pickles any object in hyperparameters, hooks and states.
 
-In a file they stay objects, for Lightning itself and for programs that read the file with torch.load. Folders of
-sharded checkpoints have them marked as trusted.
+In a file they stay objects, for Lightning itself and for programs that read the file with torch.load. In folders of
+sharded checkpoints they are marked as trusted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def with_objects(checkpoint: StateDict) -> StateDict:
-    """Return a checkpoint for a file: numbers of numpy are numbers, other objects stay as they are.
+    """Return a checkpoint for a file: NumPy numbers become plain numbers, other objects are unchanged.
 
     Raises:
         CheckpointError: An object cannot be pickled.
@@ -68,7 +68,7 @@ def trust_objects(value: Any) -> Any:  # Any: a nested checkpoint
 def keep_hyperparameters(owner: object, prefix: str) -> dict[str, object]:  # a module or data module, and its arguments
     """Return a module's entries of a checkpoint, in which objects stay objects; what cannot be pickled is left out.
 
-    Lightning keeps them so, and hooks and libraries look for them there, and in the file.
+    Lightning stores them like this, and hooks and libraries read them there and in the file.
 
     Args:
         owner: The module or data module.
@@ -98,7 +98,7 @@ def keep_hyperparameters(owner: object, prefix: str) -> dict[str, object]:  # a 
 def part_hyperparameters(checkpoint: StateDict) -> StateDict:
     """Return a checkpoint whose hyperparameters are plain; objects stand beside them, marked as trusted.
 
-    Other readers would take the mark for the argument: see checkpoint/hparams.py.
+    Other readers would mistake the mark for the argument: see checkpoint/hparams.py.
     """
     parted = dict(checkpoint)
     for prefix in ("", "datamodule_"):

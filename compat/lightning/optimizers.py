@@ -1,8 +1,8 @@
-"""Optimizers of Lightning: those that a callback exchanges during a run, and the one of modules that have none.
+"""Lightning's ways with optimizers: a callback may replace them during a run, and a module without one has a dummy.
 
-They are exchanged only in automatic optimization, where each rank has whole gradients and steps by itself. Functions
-around the step of a `LightningOptimizer` are called, too: Lightning counts steps in them, and a step with others in
-their place is not one of `global_step`.
+They can be replaced only in automatic optimization, where each rank has full gradients and steps by itself. Functions
+around the step of a `LightningOptimizer` are called, too: Lightning counts steps in them, and a step with other
+functions does not count in `global_step`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _obstacle(run: Run, optimizers: list[Optimizer]) -> str:
 
 
 def _describe(run: Run) -> None:
-    """Note what is configured now, which a resumed run compares with its own."""
+    """Record the current configuration, with which a resumed run compares its configuration."""
     run.configured = optimizer_record.describe(run.optimizers, run.schedulers)
 
 
@@ -126,7 +126,7 @@ class _MockOptimizer(Optimizer):
 
 
 def _count() -> None:
-    """Stand where Lightning counts."""
+    """Do nothing, where Lightning counts."""
 
 
 class LightningOptimizer(ManagedOptimizer):

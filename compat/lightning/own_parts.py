@@ -1,4 +1,4 @@
-"""Strategies and precisions of a program that override Lightning's methods: they are called with its arguments.
+"""Strategies and precisions of a program that override Lightning's methods: they are called with Lightning's arguments.
 
 Loopwright's methods of these names take fewer arguments; here they accept Lightning's, too, so that `super()` works.
 """
@@ -75,7 +75,7 @@ def call_strategy_hooks(run: Run) -> None:
 
 
 def set_strategy_up(trainer: Trainer) -> None:
-    """Call the `setup(trainer)` of the program's strategy, whose module and optimizers are there.
+    """Call the `setup(trainer)` of the program's strategy, after its module and optimizers were set up.
 
     Args:
         trainer: A run begins.

@@ -1,4 +1,4 @@
-"""Precisions with the methods that Lightning's have besides, and `FSDPPrecision`."""
+"""Precisions with the additional methods of Lightning's, and `FSDPPrecision`."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ P = TypeVar("P", bound=precisions.Precision)
 
 
 def computed() -> None:
-    """Stand for the closure of an optimizer where the gradients are there already."""
+    """Replace the closure of an optimizer when the gradients are already computed."""
 
 
 def _with_model(core: Any) -> Any:
-    """Return a method `optimizer_step` that accepts Lightning's arguments besides Loopwright's (optimizer, closure)."""
+    """Return a method `optimizer_step` that accepts Lightning's arguments and Loopwright's (optimizer, closure)."""
 
     @wraps(core)
     def optimizer_step(self: Any, optimizer: Optimizer, model: Any = None, closure: Any = None, **kwargs: Any) -> Any:

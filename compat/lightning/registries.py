@@ -1,4 +1,4 @@
-"""`StrategyRegistry` and `AcceleratorRegistry`: Loopwright's registries, with what Lightning's give besides."""
+"""`StrategyRegistry` and `AcceleratorRegistry`: Loopwright's registries, with the additional methods of Lightning's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sessions of a Trainer for programs of Lightning: what its verbs do besides, and what parity changes in them."""
+"""The sessions of a Trainer for programs of Lightning: what its verbs do in addition, and what parity changes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LightningFitSession(fit.FitSession):
 
     @override
     def open_data(self) -> None:
-        """Ask for the training data, in the context that parity needs."""
+        """Request the training data, in the context that parity needs."""
         opening, self.opening = self.opening, None
         with nullcontext() if opening is None else opening():
             super().open_data()

@@ -1,4 +1,4 @@
-"""Strategies with the members that Lightning's have besides; a program's strategy is derived from one of them.
+"""Strategies with the additional members of Lightning's; a program's strategy is derived from one of them.
 
 Loopwright's methods of the same names take fewer arguments; here `backward` and `optimizer_step` accept Lightning's,
 too, so that `super()` works.

@@ -1,7 +1,7 @@
-"""`Trainer` with Lightning's defaults, its state as members, and what libraries touch behind the scenes.
+"""`Trainer` with Lightning's defaults, its state as enum members, and the private names that libraries use.
 
-Besides, here is what a program for Lightning may do and Loopwright refuses by itself: methods that look like hooks,
-hooks without room for the loader's number, batches whose tensors disagree about their size, and objects in checkpoints.
+It also accepts what Loopwright refuses by itself: methods that look like hooks, hooks that do not take the loader's
+number, batches whose tensors disagree about their size, and objects in checkpoints.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Trainer(trainer.Trainer):
         return [math.inf if one is None else resolve_limit(limit, one, "limit") for one in lengths]
 
     def attach_module(self, module: nn.Module | None) -> None:
-        """Let the Trainer have a module outside of a run, as `trainer.strategy.connect(module)` does."""
+        """Attach a module to the Trainer outside of a run, as `trainer.strategy.connect(module)` does."""
         self._lw_spawned_module = module
 
     def num_loaders(self, stage: str) -> int:
@@ -211,7 +211,7 @@ class Trainer(trainer.Trainer):
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:  # type: ignore[override]
-        """Latest value of each key for the loggers, also if it waits for a log interval: shape (), on the device."""
+        """Latest value of each key for the loggers, including values not yet sent: shape (), on the device."""
         found = super().logged_metrics
         values = {
             name: torch.tensor(value, device=self.fabric.device) for name, value in found.items() if name != "epoch"
@@ -222,7 +222,7 @@ class Trainer(trainer.Trainer):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """How many steps fit takes; after it, how many it would take."""
+        """Number of steps that fit takes; after it, that it would take."""
         for estimate in switches.functions("estimate"):
             found: int | float | None = estimate(self)
             if found is not None:

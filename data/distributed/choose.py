@@ -30,9 +30,9 @@ def make_shared_source(loader: Loaders, shard: Shard, agree: Callable[[int], int
     """Return the source that reads this process's share of a loader, and whether all of the data is distributed.
 
     Args:
-        loader: Whatever the user trains with.
+        loader: The user's training data.
         shard: Part of the data that this process reads.
-        agree: As `BatchStream` has it.
+        agree: See `BatchStream`.
     """
     source, is_sharded = _make(loader, shard)
     return (source if is_sharded else SynchronizedSource(source, shard, agree)), is_sharded
@@ -85,8 +85,7 @@ class SharedCombinedSource(CombinedSource):
     """A collection of loaders; each is distributed by itself, or read by each process as it is.
 
     Positions and lengths are this process's, for the collection and its members; so modes mean what they mean with one
-    process. What a loader draws when it is begun in the middle of an epoch, it draws from random numbers that are
-    equal on all ranks.
+    process. A loader that starts in the middle of an epoch draws random numbers that are equal on all ranks.
 
     Args:
         loaders, sources, mode, limits: As in `CombinedSource`.
@@ -196,7 +195,7 @@ def _check_replicas(loader: Loaders, shard: Shard) -> None:
 
 
 def advise_smaller_batches(loader: Loaders, shard: Shard) -> str | None:
-    """Return what to do where there are fewer batches than processes, None where that is not the reason."""
+    """Return the remedy if there are fewer batches than processes; otherwise None."""
     length = find_length(loader) if isinstance(loader, (list, tuple)) or is_indexed(loader) else None
     if not length or length >= shard.size or not shard.splits:
         return None

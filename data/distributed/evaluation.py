@@ -39,7 +39,7 @@ class Share(Protocol):
 
 
 def shard_eval(loader: Loaders, shard: Shard, *, share: Share | None = None) -> AnyLoaders:
-    """Return this process's share of a loader that is evaluated with.
+    """Return this process's share of an evaluation loader.
 
     Of a DataLoader with a map-style data set or a `ShardedIterable`, and of a list or tuple of batches, process `rank`
     reads the batches `rank`, `rank + size` and so on; of a `CombinedLoader`, those of its members. Anything else, and
@@ -148,8 +148,8 @@ class EvalListShard:
 class EvalShard:
     """The share of a DataLoader with a map-style data set; may be iterated again and again.
 
-    As in training, all indices are read on all ranks, and only the data of the share is fetched. Workers that persist
-    have random numbers of their own for each batch, by its number in the user's loader.
+    As in training, all indices are read on all ranks, and only the data of the share is fetched. With persistent
+    workers, the random numbers of a batch depend on its number in the user's loader.
 
     Args:
         loader: The user's loader, which is left alone.

@@ -60,10 +60,10 @@ _PLAIN = (str, bytes, int, float, bool, PurePath)
 
 
 def listed_in(data: AnyDataset, path: str = "dataset", depth: int = 8) -> dict[str, Any]:
-    """Return what a map-style data set lists its samples in, by path: attributes with one entry for each sample.
+    """Return the attributes of a map-style data set that have one entry per sample, by path.
 
-    Those of data sets in it, too. Nothing is read through `__getitem__` of a data set, which may draw random numbers or
-    open files.
+    Those of nested data sets are included. Nothing is read through `__getitem__` of a data set, which may draw random
+    numbers or open files.
     """
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         return {}

@@ -43,12 +43,12 @@ def borrowed_rng(state: StateDict) -> Iterator[None]:
 
 
 def shared_rng(rank: int, data_rank: int, rng: StateDict) -> AbstractContextManager[None]:
-    """Return a context in which a process that reads rank 0's share, but is not rank 0, draws as that one does.
+    """Return a context in which another process that reads rank 0's share draws the same random numbers as rank 0.
 
     Args:
         rank: Rank of this process.
-        data_rank: Which share it reads; those of other shares take care of themselves.
-        rng: Where rank 0's generators are.
+        data_rank: Which share it reads. For shares other than the first, the context does nothing.
+        rng: The state of rank 0's generators.
     """
     return borrowed_rng(rng) if rank and not data_rank else nullcontext()
 

@@ -94,7 +94,7 @@ class ShardedIterableSource(Source):
     """The share of one process of a DataLoader with a `ShardedIterable`.
 
     Every process reads the full stream, so each knows the end of the epoch without communication.
-    A place is a number of samples; going back to it reads what comes before it again.
+    A position is a number of samples; returning to it reads the samples before it again.
 
     Args:
         loader: The same on all ranks.

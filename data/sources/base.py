@@ -36,10 +36,10 @@ class Source(ABC):
     Attributes:
         length: Batches in an epoch, as the loader says; None when it does not say. A loader that has more is left
             there; one that has fewer ends its epoch early.
-        position: Batches given since the epoch began.
+        position: Batches returned since the epoch began.
         ends_at_length: Whether an epoch is open that ends after `length` batches for certain, so that `has_next`
             is not needed.
-        most: Where a limit ends an epoch before the loader does: nothing behind it is read.
+        most: Where a limit ends an epoch before the loader does: nothing after it is read.
 
     Batches are counted as one process gets them. A run that continues with more or fewer processes, or with
     another batch size, keeps its count: `first` batches were given in the epoch before, which are `first + shift`
@@ -65,7 +65,7 @@ class Source(ABC):
         """Begin a pass over the loader; draws what the loader itself draws when iterated."""
 
     def begin_shared(self, epoch: int, shared_rng: StateDict) -> None:
-        """Begin with the random numbers of rank 0 where the ranks have to draw the same; where not, just begin."""
+        """Begin a pass, with the random numbers of rank 0 if the ranks have to draw the same."""
         self.begin(epoch)
 
     @abstractmethod
@@ -74,12 +74,12 @@ class Source(ABC):
 
     @abstractmethod
     def take(self) -> Batch:
-        """Return the next batch; called once per micro-batch, after `has_next` said that there is one."""
+        """Return the next batch; called once per micro-batch, where there is one."""
 
     def at_most(self, upto: int) -> int:
         """Return how many batches are left, at most `upto`: 0 for certain at the end, else a bound.
 
-        Called where `ends_at_length` is False: a loader may say that it has more than it gives.
+        Called where `ends_at_length` is False: a loader may claim to have more batches than it yields.
         """
         if self.length is not None:
             upto = min(upto, self.length - self.position)
@@ -104,7 +104,7 @@ class Source(ABC):
         """
 
     def can_go_back(self, back: int) -> bool:
-        """Return whether `state_dict` can tell how things were `back` batches ago, in this epoch."""
+        """Return whether `state_dict` can return the state of `back` batches ago, in this epoch."""
         return back <= self.position
 
     def load_state_dict(self, state: StateDict) -> None:

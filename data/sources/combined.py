@@ -14,7 +14,7 @@ from .base import Source
 
 
 def combined_length(lengths: Sequence[int | float], mode: str) -> int | float:
-    """Return how many batches loaders of these lengths give together; `math.inf` stands for an unknown length."""
+    """Return how many batches loaders of these lengths have together; `math.inf` stands for an unknown length."""
     if not lengths:
         return 0
     if mode == "min_size":
@@ -23,7 +23,7 @@ def combined_length(lengths: Sequence[int | float], mode: str) -> int | float:
 
 
 def no_batches(number: int, loader: Loaders, *, is_reread: bool = False) -> DataError:
-    """Return the error for a loader of a collection that cannot give its part of a batch."""
+    """Return the error for a loader of a collection that has no batch for it."""
     return DataError(
         f"Loader {number} of the collection ({type(loader).__name__}) yields no batches"
         f"{' when reread' if is_reread else ''}.",

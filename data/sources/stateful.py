@@ -26,7 +26,7 @@ def is_stateful(loader: Loaders) -> TypeGuard[StatefulLoader]:
 
 
 def has_stateful_data(loader: Loaders) -> TypeGuard[DataLoader[Batch]]:
-    """Return whether this is a DataLoader that reads, in this process, a streaming data set which saves its place.
+    """Return whether this is a DataLoader that reads, in this process, a streaming data set which saves its position.
 
     With workers, each of them has its own data set, whose position the loader does not know.
     """
@@ -40,7 +40,7 @@ def has_stateful_data(loader: Loaders) -> TypeGuard[DataLoader[Batch]]:
 
 
 class StatefulSource(Source):
-    """A loader that brings `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader.
+    """A loader with `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader.
 
     Its state is taken on demand, at the last batch that was given. One without a length is read one batch ahead,
     to know the end of the epoch; then its state is taken before each look, and it draws from random numbers of its

@@ -1,4 +1,4 @@
-"""Callbacks as programs for Lightning see them: what they override, ask for and find installed."""
+"""Callbacks as programs for Lightning expect them: methods, attributes, and those that packages add."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks with what programs for Lightning read of them besides."""
+"""Callbacks with the additional attributes that programs for Lightning read."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TQDMProgressBar(callbacks.TQDMProgressBar, metaclass=Served):
 
 
 class RichProgressBar(callbacks.RichProgressBar, metaclass=Served):
-    """`lw.RichProgressBar` with the numbers of its tasks; None for a task that is not there."""
+    """`lw.RichProgressBar` with the numbers of its tasks; None for a task that does not exist."""
 
     def get_metrics(self, trainer: Trainer, pl_module: nn.Module) -> _Shown:
         """Return what is shown beside the bar."""
@@ -159,7 +159,7 @@ class SpikeDetection(callbacks.SpikeDetection, metaclass=Served):
 
 
 class ModelCheckpoint(callbacks.ModelCheckpoint, metaclass=Served):
-    """`lw.ModelCheckpoint`, which saves by the steps of Lightning's where a subclass overrides one of them."""
+    """`lw.ModelCheckpoint`, which calls the private methods of Lightning's where a subclass overrides one of them."""
 
     _lw_own_last_path = ""  # that a program which saves by itself has assigned
 

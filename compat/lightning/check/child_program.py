@@ -16,7 +16,7 @@ from .compare import Trace, read_record
 __all__ = ["Outcome", "copy_files", "has_lightning", "run_side"]
 
 RECORDER = Path(__file__).with_name("recorder.py")
-# Of a folder that is copied for a side: what is bigger is linked.
+# Size above which a file is linked, not copied, for a side.
 _MAX_FILES = 2000
 _MAX_FILE_BYTES = 10 * 2**20
 _MAX_BYTES = 100 * 2**20
@@ -92,7 +92,7 @@ def run_side(
 
 
 def copy_files(source: Path, target: Path, *, left_out: Path | None = None) -> None:
-    """Copy a folder, so that what a program writes beside its files stays apart; what is big is linked.
+    """Copy a folder, so that a program does not write into the original; large files are linked.
 
     Args:
         source: The folder.

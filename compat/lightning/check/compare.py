@@ -93,7 +93,7 @@ class FirstDifference:
         what: What differs, in words.
         theirs: Lightning's side, in words.
         ours: Loopwright's.
-        verb: The verb in whose course it happened, None before the first.
+        verb: The verb during which it happened, None before the first.
         names: Names of the values that differ; of hooks and rows, the name itself where that differs.
         clock: Training steps of the verb that had begun.
     """
@@ -141,7 +141,7 @@ def find_difference(theirs: Trace, ours: Trace) -> FirstDifference | None:
     """Return what differs first; None if nothing does.
 
     Calls, rows, weights and files are sequences of their own, because a row may be written before or after a hook is
-    called. Of their first differences the one counts that was recorded first.
+    called. Of their first differences, the one that was recorded first is returned.
 
     Args:
         theirs: Lightning's record.

@@ -1,4 +1,4 @@
-"""Compares a program's first steps under Lightning and under Loopwright, and says what was found."""
+"""Compares a program's first steps under Lightning and under Loopwright, and prints the result."""
 
 from __future__ import annotations
 

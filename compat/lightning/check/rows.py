@@ -1,4 +1,4 @@
-"""What docs/migrating.md says of a difference: its switch of parity, or the row that parity does not cover."""
+"""What docs/migrating.md says about a difference: its parity switch, or the row that parity does not cover."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _verb(found: FirstDifference) -> str:
     return "" if found.verb is None else found.verb.name
 
 
-# Under "What parity does not change", from the special to the general.
+# The rows of "What parity does not change", the most specific first.
 NOT_COVERED = (
     _Row(
         "A search of a learning rate or a batch size saves no checkpoint of its own",

@@ -1,8 +1,8 @@
-"""What a program uses of Lightning that is not there: found in its source, before anything runs.
+"""Uses of Lightning that are not supported, found in the source of a program before anything runs.
 
 `find_unserved` reads the text of a file. It knows names that are imported, attributes of imported modules, of Trainers
-and of `self.trainer`, keyword arguments of what is called by an imported name, and methods that are overridden and
-never called.
+and of `self.trainer`, keyword arguments of what is called by an imported name, and overridden methods that are never
+called.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Use", "find_unserved", "local_imports"]
 
 
 class Use(NamedTuple):
-    """A use of something that is not served.
+    """A use of something that is not supported.
 
     Attributes:
         line: Its line, from 1.
@@ -38,7 +38,7 @@ class Use(NamedTuple):
 
 
 def find_unserved(source: str, filename: str) -> list[Use]:
-    """Return what a program uses of Lightning that is not served, by line.
+    """Return the uses of Lightning in a program that are not supported, by line.
 
     Args:
         source: Its text.
@@ -70,10 +70,10 @@ class _Reader:
         self._objects: dict[str, Any] = {}  # Any: a module of the tables, or what a name means
         self._trainers = {"self.trainer"}
         self._trainer: Any = None
-        self._bases: dict[str, list[type]] = {}  # class of the program -> those that it derives from
+        self._bases: dict[str, list[type]] = {}  # class of the program -> its base classes
 
     def uses(self) -> Iterator[Use]:
-        """Yield what is not served."""
+        """Yield what is not supported."""
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Import):
                 yield from self._read_import(node)

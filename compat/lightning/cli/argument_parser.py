@@ -41,7 +41,7 @@ __all__ = ["ActionConfigFile", "LightningArgumentParser", "Namespace", "class_fr
 
 Classes: TypeAlias = type | tuple[type, ...]
 
-# Since 4.49, jsonargparse has other names for two of its own, and warns of the former.
+# Since version 4.49, jsonargparse has new names for two of its parameters, and warns about the old ones.
 _HAS_INSTANTIATE = hasattr(ArgumentParser, "instantiate")
 _OF_TRAINER = frozenset(
     (
@@ -164,7 +164,7 @@ class LightningArgumentParser(ArgumentParser):
 
 
 def _for_lightning(config: Namespace) -> Namespace:
-    """Take out, in place, what Lightning's classes do not have and is left at its default."""
+    """Remove, in place, settings at their defaults that Lightning's classes do not have."""
     for value in [config, *(one for _, one in config.items(branches=True))]:
         for node in value if isinstance(value, list) else [value]:
             if isinstance(node, Namespace):
@@ -203,7 +203,7 @@ def _declare_types() -> None:
 
 
 def _nameable(annotation: Any) -> Any:
-    """Return an annotation with stand-ins for Loopwright's classes."""
+    """Return an annotation in which the classes under Lightning's names replace Loopwright's."""
     inner = tuple(map(_nameable, typing.get_args(annotation)))
     if inner:
         kind = typing.get_origin(annotation)

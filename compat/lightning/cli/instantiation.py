@@ -27,7 +27,7 @@ __all__ = [
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """torch's schedule, which knows the metric that it reads."""
+    """torch's schedule with the name of the metric that it reads."""
 
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)

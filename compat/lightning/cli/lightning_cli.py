@@ -43,7 +43,7 @@ _INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 
 
 class LightningCLI:
-    """A command line made of the signatures of a program's classes; see docs/cli.md for what can be typed.
+    """A command line derived from the signatures of a program's classes; docs/cli.md describes its syntax.
 
     Args:
         model_class: The model's class, or a function that returns a model; None: the user names one.
@@ -57,7 +57,7 @@ class LightningCLI:
         parser_class: LightningArgumentParser, or a subclass.
         subclass_mode_model: Whether the user names a subclass of the model's class.
         subclass_mode_data: Whether the user names a subclass of the data module's class.
-        args: What was typed, or settings as nested dicts; None: `sys.argv`.
+        args: The command line arguments, or settings as nested dicts; None: `sys.argv`.
         run: False makes the objects only.
         auto_configure_optimizers: Whether settings may name an optimizer and a schedule of the model.
         load_from_checkpoint_support: Whether `save_hyperparameters` keeps the settings that the model is made of, so
@@ -140,7 +140,7 @@ class LightningCLI:
         return main, {key: value for key, value in parser_kwargs.items() if key in names}
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Return what settings are declared with. May be overridden."""
+        """Return the parser. May be overridden."""
         parser = self.parser_class(**kwargs)
         parser.add_argument("-c", "--config", action=ActionConfigFile, help="A configuration file, or its text.")
         return parser
@@ -239,7 +239,7 @@ class LightningCLI:
 
         Args:
             parser: The parser.
-            args: What was typed, or settings as nested dicts or namespaces; None: `sys.argv`.
+            args: The command line arguments, or settings as nested dicts or namespaces; None: `sys.argv`.
         """
         self.config = parser.parse_object(args) if isinstance(args, dict | Namespace) else parser.parse_args(args)
 
@@ -261,7 +261,7 @@ class LightningCLI:
         name = hparams.pop("_class_path", None)
         typed = _plain(self.config.get(f"{command}.model")) or {}
         typed = typed.get("init_args", typed)
-        # The file may be somebody else's: what the user has typed as well does not come from it.
+        # The file may come from someone else; settings that the user typed do not come from it.
         hparams = {key: value for key, value in hparams.items() if key not in typed or typed[key] != value}
         model = hparams if name is None else {"class_path": name, "dict_kwargs": hparams}
         try:
@@ -315,7 +315,7 @@ class LightningCLI:
             return made(*args, **kwargs)
 
     def before_instantiate_classes(self) -> None:
-        """Do something when nothing has been made. Override it."""
+        """Hook before objects are created. Override it."""
 
     def instantiate_classes(self) -> None:
         """Make model, data and trainer. May be overridden."""
@@ -326,7 +326,7 @@ class LightningCLI:
         self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
-        """Do something when all objects are there. Override it."""
+        """Hook after all objects are created. Override it."""
 
     def instantiate_trainer(self, **kwargs: Any) -> BaseTrainer:
         """Return a trainer of the settings. May be overridden.
@@ -359,7 +359,7 @@ class LightningCLI:
     def configure_optimizers(
         lightning_module: Any, optimizer: Optimizer, lr_scheduler: LRSchedulerTypeUnion | None = None
     ) -> Any:
-        """Return what `configure_optimizers` of the model gives where settings name an optimizer. May be overridden.
+        """Return the result of the model's `configure_optimizers` if settings name an optimizer. May be overridden.
 
         Args:
             lightning_module: The model.
@@ -478,7 +478,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 @contextmanager
 def _without_imports(settings: dict[str, Any]) -> Iterator[None]:
-    """Let nothing be imported that settings of somebody else name, while a parser reads them.
+    """Prevent imports of what settings from an unknown source name, while a parser reads them.
 
     Raises:
         ConfigError: They name a function that is imported already.

@@ -20,7 +20,7 @@ def refuse(what: str, why: str) -> NoReturn:
         what: The name in the user's code.
         why: The alternative, as a sentence that begins in lower case.
     """
-    raise NotServed(f"{what} is not served by loopwright.compat.lightning.", fix=f"{why}; see docs/migrating.md.")
+    raise NotServed(f"{what} is not supported by loopwright.compat.lightning.", fix=f"{why}; see docs/migrating.md.")
 
 
 class _Absent(type):

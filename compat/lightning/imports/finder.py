@@ -49,7 +49,7 @@ class LightningFinder:
     It has the methods of importlib's finders and loaders, without their base classes, whose import takes 5 ms.
 
     Attributes:
-        serves_classes_of: The package of the classes that stand for Lightning's: a command line finds them by name.
+        serves_classes_of: The package with the classes under Lightning's names: a command line finds them by name.
         parity: Names of the switches that make the program's numbers those of Lightning; see parity/switches.py.
         replacement_of: Returns what a name means by one of these switches, None where it means what it always does.
     """
@@ -66,7 +66,7 @@ class LightningFinder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to load a module of the tables, or the one where libraries read the rank; None for any other."""
+        """Return the spec of a module of the tables, or of the one with the rank; None for others."""
         if fullname.split(".", 1)[0] not in ROOTS:
             return find_utilities(path) if fullname == UTILITIES else None
         place = _place(fullname)
@@ -82,7 +82,7 @@ class LightningFinder:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its names; none of them is looked up yet."""
+        """Set the names of the module, without looking them up."""
         self._root = self._root or module.__name__.partition(".")[0]
         place = _place(module.__name__)
         names = PATHS[place].split()
@@ -95,7 +95,7 @@ class LightningFinder:
             elif f"{place}.{name}".lstrip(".") in PATHS:
                 return import_module(f"{module.__name__}.{name}")
             elif place not in ROOTS.values() and not name.startswith("__") and has_home(name):
-                # Lightning's modules import from each other, and programs take a name from where they saw it.
+                # Lightning's modules import from each other, and programs import a name from any of them.
                 value = resolve(place, name)
             elif more is not None and not name.startswith("__"):
                 value = getattr(import_module(f"{__package__.rpartition('.')[0]}.{more}"), name)
@@ -113,7 +113,7 @@ class LightningFinder:
         )
 
     def replace_by(self, replacement_of: Callable[[str], object]) -> None:
-        """Let names mean something else from here on; the classes that they meant do not keep the paths."""
+        """Change the meaning of names from now on; the classes that they meant lose their paths."""
         self.replacement_of = replacement_of
         restore_paths()
         self._seen.clear()
@@ -158,7 +158,7 @@ class LightningFinder:
         return compile(text, fullname, "exec")
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
-        """Give the metadata of the packages, to programs that ask for one of them by name."""
+        """Yield the metadata of the packages, for programs that request one of them by name."""
         return find(getattr(context, "name", None), VERSION)
 
 
@@ -200,7 +200,7 @@ def _find(place: str, name: str) -> object:  # whatever the name means
 
 
 def _evaluate_annotations(found: type) -> None:
-    """Replace annotations of a constructor that are texts by what they mean, as libraries read them."""
+    """Replace string annotations of a constructor by the objects that they name, for libraries that read them."""
     for owner in found.__mro__[:-1]:
         constructor = vars(owner).get("__init__")
         annotations = getattr(constructor, "__annotations__", None)

@@ -1,6 +1,6 @@
 """The second table: the meaning of each name of Lightning. paths.py, the first table, has the modules of the names.
 
-A home is `module` or `module:name` within loopwright, or `!why` for a name without a meaning here.
+A home is `module` or `module:name` within loopwright, or `!why` for a name that is not supported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__ = ["find_home", "has_home", "shown_paths"]
 
 _OWN = "compat.lightning"
 
-# Module of loopwright -> names of Lightning that it serves; `A=B` is Lightning's A, which is called B there.
+# Module of loopwright -> names of Lightning that it provides; `A=B` is Lightning's A, which is called B there.
 _HOMES = {
     "accelerators": "Accelerator CPUAccelerator CUDAAccelerator "
     "MPSAccelerator XLAAccelerator TPUAccelerator=XLAAccelerator find_usable_cuda_devices",
@@ -111,7 +111,7 @@ _HOMES = {
     f"{_OWN}.utilities.combined": "CombinedLoader move_data_to_device",
 }  # fmt: skip
 
-# Why a name has no meaning here -> the names.
+# Why names are not supported -> the names.
 _ABSENT = {
     "its loops are not classes here: trainer/loop/ has functions of a "
     "run": "AbstractClosure Closure ClosureResult ManualResult OutputResult check_finite_loss prepare_for_backward",
@@ -137,7 +137,7 @@ _ABSENT = {
     "CustomTimeColumn MetricsTextColumn ProcessingSpeedColumn",
 }  # fmt: skip
 
-# Beginning of a module's path -> names that mean something else there than elsewhere.
+# Prefix of a module's path -> names with a different meaning there.
 _LOCAL = {
     "fabric.loggers": {
         "CSVLogger": f"{_OWN}.loggers:FabricCSVLogger",
@@ -179,9 +179,9 @@ def has_home(name: str) -> bool:
 
 
 def shown_paths() -> dict[str, list[tuple[str, str, str]]]:
-    """Return, by the name of a class here, its home's module, Lightning's name, and where Lightning defines that.
+    """Return, by class name here: its home's module, Lightning's name, and where Lightning defines it.
 
-    A class with several of Lightning's names has the one that is its own, or none.
+    If a class has several of Lightning's names, the one that equals its name is used, or none.
     """
     found: dict[str, dict[str, list[str]]] = {}
     for place, names in PATHS.items():

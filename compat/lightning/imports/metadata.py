@@ -1,4 +1,4 @@
-"""Metadata of the served packages for `importlib.metadata`, such as `version("lightning")`."""
+"""Metadata of the packages that are replaced, for `importlib.metadata`, such as `version("lightning")`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _PACKAGES = {"lightning": "lightning", "pytorch-lightning": "pytorch_lightning",
 
 
 def find(name: str | None, version: str) -> list[Distribution]:
-    """Return the distribution with this name if it is a served package; an empty list for None.
+    """Return the distribution with this name if that package is replaced; an empty list for None.
 
     Args:
         name: Name of the distribution; None for all distributions.
-        version: Version of the served packages.
+        version: Version of these packages.
     """
     wanted = None if name is None else name.lower().replace("_", "-")
     return [_Served(known, version) for known in _PACKAGES if known == wanted]
@@ -35,4 +35,4 @@ class _Served(Distribution):
         return f"{_PACKAGES[self._name]}\n" if filename == "top_level.txt" else None
 
     def locate_file(self, path: str | PathLike[str]) -> Any:  # Any: a path-like of importlib.metadata
-        raise FileNotFoundError(f"{self._name} is served by loopwright.compat.lightning and has no files")
+        raise FileNotFoundError(f"{self._name} is provided by loopwright.compat.lightning and has no files")

@@ -1,4 +1,4 @@
-"""Methods of Lightning's classes that nothing here calls: a program that overrides one changes nothing.
+"""Methods of Lightning's classes that Loopwright never calls: overriding one has no effect.
 
 For strategies and precisions `check_overrides` warns of them when a Trainer is made; `loopwright migrate check` lists
 them all.
@@ -62,7 +62,7 @@ NEVER_CALLED = {
     "Timer": "_check_time_remaining",
     "DeviceStatsMonitor": "_get_and_log_device_stats",
 }  # fmt: skip
-# Classes none of whose methods is called: counts can be read from them.
+# Classes none of whose methods is called: their counts can be read.
 LOOPS = ("_Loop", "_FitLoop", "_TrainingEpochLoop", "_EvaluationLoop", "_PredictionLoop")
 
 _MODULES = (

@@ -1,4 +1,4 @@
-"""The rank that Lightning leaves on `rank_zero_only` of the package lightning-utilities, where libraries read it."""
+"""The rank that Lightning sets on `rank_zero_only` of the package lightning-utilities, where libraries read it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UTILITIES = "lightning_utilities.core.rank_zero"
 
 
 class RankedLoader:
-    """Loads the module as its own loader does, and gives its `rank_zero_only` the rank of this process."""
+    """Loads the module with its loader, and sets the rank of this process on its `rank_zero_only`."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -35,7 +35,7 @@ class RankedLoader:
 
 
 def find_utilities(path: Sequence[str] | None) -> ModuleSpec | None:
-    """Return how to load the module with its rank; None if the package is not installed."""
+    """Return the spec of the module with its rank; None if the package is not installed."""
     spec = PathFinder.find_spec(UTILITIES, path)
     if spec is not None and spec.loader is not None:
         spec.loader = cast("Loader", RankedLoader(spec.loader))

@@ -1,4 +1,4 @@
-"""`Served`: the metaclass of classes that stand for one of the core and have Lightning's names besides."""
+"""`Served`: the metaclass of classes that replace one of the core and also have Lightning's names."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Served(ABCMeta):
 
     It is an ABCMeta, since programs derive classes from one of these and from an abstract one.
 
-    A program gets objects of the core, too: from a library that is written for Loopwright, or from a Trainer. Its
-    `isinstance` is then true for them; what only Lightning's class has, they do not have. Subclasses of a program are
+    A program also receives objects of the core, from a library written for Loopwright or from a Trainer. `isinstance`
+    is true for them, too, but they lack the members that only Lightning's class has. Subclasses of a program are
     ordinary classes.
     """
 
@@ -37,13 +37,13 @@ class Served(ABCMeta):
 
 
 def _core_of(cls: type) -> type | tuple[()]:
-    """Return the class that this one stands for, no class for one of a program."""
+    """Return the core's class that this one replaces, no class for one of a program."""
     base = cls.__base__
     return () if base is None or isinstance(base, Served) else base
 
 
 def served(core: C, members: Mapping[str, object], module: str) -> C:
-    """Return a class that stands for one of the core, and has these members besides.
+    """Return a class that replaces one of the core, with these additional members.
 
     Args:
         core: The class.
@@ -63,11 +63,11 @@ def served(core: C, members: Mapping[str, object], module: str) -> C:
 
 
 def serve(part: P, class_for: Callable[[type[P]], type[P]]) -> None:
-    """Let an object of the core be one of the class that stands for its class; leave one of a program.
+    """Change the class of an object of the core to its replacement; leave objects of a program unchanged.
 
     Args:
         part: A strategy or precision that the core made from a name, and that one Trainer or Fabric has.
-        class_for: Returns the class that stands for one of the core.
+        class_for: Returns the replacement of a class of the core.
     """
     if is_core(type(part)) and not isinstance(type(part), Served):
         part.__class__ = class_for(type(part))

@@ -1,4 +1,4 @@
-"""Averages of weights as in Lightning: which weights count, when batch norm is renewed, and what checkpoints hold."""
+"""Averages of weights as in Lightning: which weights count, when batch norm is updated, and what checkpoints hold."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class WeightAveraging(weight_averaging.WeightAveraging):
             self._average_model = AveragedModel(pl_module, device, use_buffers=self._use_buffers, **self._lw_functions)
 
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
@@ -70,7 +70,7 @@ class WeightAveraging(weight_averaging.WeightAveraging):
             own.data.copy_(average.data)
 
     def on_validation_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Swap module and average."""
@@ -83,10 +83,10 @@ class WeightAveraging(weight_averaging.WeightAveraging):
     on_validation_end = on_test_start = on_test_end = on_predict_start = on_predict_end = on_validation_start
 
     def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Let "state_dict" be the average, and keep the trained weights beside it."""
@@ -182,7 +182,7 @@ class EMAWeightAveraging(WeightAveraging):
 
 
 class StochasticWeightAveraging(stochastic_weight_averaging.StochasticWeightAveraging):
-    """Averages the weights with which each of the last epochs begins; batch norm is renewed in one more epoch.
+    """Averages the weights with which each of the last epochs begins; batch norm is updated in one more epoch.
 
     Args:
         swa_lrs, swa_epoch_start, annealing_epochs, annealing_strategy, avg_fn, device: See
@@ -273,7 +273,7 @@ class StochasticWeightAveraging(stochastic_weight_averaging.StochasticWeightAver
         assert isinstance(run, FitRun)
         self._lw_accumulation = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = int(trainer.num_training_batches) + 1
-        # Another plan: of one that is changed, the timeline would still run its own copy.
+        # A new plan: if the plan were changed in place, the timeline would still run its copy.
         run.plan = replace(run.plan, zero_grad=_do_nothing, loss_and_backward=loss_in_manual)
 
     @staticmethod
@@ -281,7 +281,7 @@ class StochasticWeightAveraging(stochastic_weight_averaging.StochasticWeightAver
         return [child for child in module.modules() if isinstance(child, _BatchNorm)]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Write the average into the module, if training was not cut short."""
@@ -295,13 +295,13 @@ class StochasticWeightAveraging(stochastic_weight_averaging.StochasticWeightAver
             self._lw_transfer(pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def state_dict(self) -> StateDict:
         """Return the average and the state of its schedule."""

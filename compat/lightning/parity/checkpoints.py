@@ -23,7 +23,7 @@ __all__ = [
 
 
 def save_last_with_best(run: Run) -> None:
-    """Let a ModelCheckpoint that counts epochs write `last` only where it writes another file, or never has."""
+    """Let a ModelCheckpoint that counts epochs write `last` only with another file, or the first time."""
     for callback in run.callbacks:
         if isinstance(callback, ModelCheckpoint):
             callback.rules = replace(callback.rules, updates_last_alone=False)
@@ -68,7 +68,7 @@ def keep_written_steps(run: Run) -> None:
 
 
 def save_with_latest_values(run: Run) -> None:
-    """Let a ModelCheckpoint save when it is due, once per step, with the values that there are."""
+    """Let a ModelCheckpoint save when it is due, once per step, with the available values."""
     callbacks = [one for one in run.callbacks if isinstance(one, ModelCheckpoint)]
     for callback in callbacks:
         callback.rules = replace(callback.rules, trigger=_trigger, is_fresh=_is_fresh)
@@ -94,7 +94,7 @@ def _trigger(callback: ModelCheckpoint, trainer: Trainer, *, strict: bool) -> No
     was_waiting = state.is_waiting and trainer.state.stage == "train"
     state.triggered_step = -1  # a score that was not kept is compared again
     callback.trigger_save(trainer, strict=strict)
-    # Only a validation saves what has waited, and only where saves follow validations.
+    # Only a validation performs a save that was postponed, and only if saves follow validations.
     callback.checkpoint_state.is_waiting = (
         callback.checkpoint_state.is_waiting or was_waiting
     ) and not callback.saves_at_epoch_end

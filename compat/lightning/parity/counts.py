@@ -87,7 +87,7 @@ def count_own_steps(run: FitRun) -> None:
 
 
 def count_cut_epochs(behavior: Behavior) -> Behavior:
-    """Let `should_stop` bring a last validation, and an epoch that a limit or a request cuts short count as one."""
+    """Let `should_stop` trigger a last validation, and let an epoch that a limit or a request cuts short count."""
     seams = behavior.loop
     changed = replace(
         seams,
@@ -126,7 +126,7 @@ def _when_to_look(loop: FitLoop, run: FitRun) -> int:
 
 
 def keep_callbacks(behavior: Behavior) -> Behavior:
-    """Let callbacks that another Trainer has trained with continue with what they know of that run."""
+    """Let callbacks that another Trainer has trained with continue with their state of that run."""
     return replace(behavior, adopt_callbacks=_adopt_as_they_are)
 
 
@@ -135,7 +135,7 @@ def _adopt_as_they_are(session: FitSession) -> None:
 
 
 def begin_anew(session: FitSession, before: StateDict | None) -> StateDict | None:
-    """Let a fit leave out what optimizers, schedules and data of the one before have left."""
+    """Let a fit ignore the states of optimizers, schedules and data from the previous fit."""
     if not session.progress.epoch_open:
         session.begin_data_anew()
     return None

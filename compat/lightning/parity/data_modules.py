@@ -1,4 +1,4 @@
-"""The data module of an earlier verb, whose hooks Lightning calls also when a verb gets loaders."""
+"""The data module of an earlier verb, whose hooks Lightning also calls when a verb receives loaders."""
 
 from __future__ import annotations
 

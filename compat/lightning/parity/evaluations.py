@@ -38,7 +38,7 @@ class BegunLoader(EvalLoader):
 
 
 def begin_before_hooks(trainer: Trainer) -> None:
-    """Let each evaluation begin to iterate before its hooks: what the first loader draws then, it draws before them."""
+    """Let each evaluation begin to iterate before its hooks, so that the first loader draws before them."""
     trainer.parts.loaders.opened = _try
 
 

@@ -181,7 +181,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def _lw_send(self, trainer: Trainer, values: dict[str, float], step: int) -> None:
         super()._lw_send(trainer, values, step)

@@ -111,11 +111,11 @@ class LoopCounts:
         }
 
     def note_checkpoint(self, checkpoint: StateDict) -> None:
-        """Note what a fit continues from; its counts are read after `on_fit_start`."""
+        """Keep the checkpoint from which a fit continues; its counts are read after `on_fit_start`."""
         self._loaded = checkpoint.get("loops", {}).get("fit_loop")
 
     def load(self) -> None:
-        """Read the counts of the checkpoint that was noted."""
+        """Read the counts of the checkpoint that was kept."""
         if self._loaded is None:
             return
         for key, count in self._of_fit().items():
@@ -194,7 +194,7 @@ class LoopCounts:
         self._loaded, self._restarts, self.leaves_validation_out = None, False, False
 
     def begin_batch(self, run: FitRun) -> None:
-        """Count a batch that is there."""
+        """Count a batch as ready."""
         self.batch.is_last_batch = not run.stream.has_next()
         self.batch.add("ready")
 

@@ -38,7 +38,7 @@ class ModelPruning(pruning.ModelPruning):
 
     @property
     def sparsity(self) -> float:
-        """The part of the weights to prune that is pruned; 0 before the first pruning. Reads the device."""
+        """The pruned fraction of the weights; 0 before the first pruning. Reads the device."""
         masks = [getattr(module, f"{name}_mask", None) for module, name in self._parameters_to_prune]
         pruned = [mask for mask in masks if mask is not None]
         total = sum(mask.numel() for mask in pruned)
@@ -89,7 +89,7 @@ class ModelPruning(pruning.ModelPruning):
             _FUNCTIONS[self.pruning_fn](module, name=name, **options)
 
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Set weights to what they were at the beginning, or to new random ones; one draw for each layer."""
+        """Reset weights to their initial values, or to new random ones; one draw for each layer."""
         drawn: dict[int, nn.Module] = {}
         for module, _ in self._parameters_to_prune:
             first = self._lw_first_layers[id(module)]
@@ -116,39 +116,39 @@ class ModelPruning(pruning.ModelPruning):
     # --- hooks -----------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: nn.Module, batch: AnyBatch, batch_idx: int) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Prune, if epochs are to be followed by it."""
+        """Prune, if it is to happen at the end of epochs."""
         if self._lw_at_epoch_end:
             self._lw_prune(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Prune, if validations are to be followed by it."""
+        """Prune, if it is to happen after validations."""
         if not self._lw_at_epoch_end and not trainer.sanity_checking:
             self._lw_prune(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Give the module plain parameters, if pruning is to be permanent."""
+        """Replace the pruned parameters by plain ones, if pruning is to be permanent."""
         if self._lw_is_permanent:
             self.make_pruning_permanent(pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: nn.Module, exception: BaseException) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def teardown(self, trainer: Trainer, pl_module: nn.Module, stage: str) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: nn.Module, checkpoint: StateDict) -> None:
         """Fold masks into the weights, if pruning is to be permanent."""
@@ -166,4 +166,4 @@ class ModelPruning(pruning.ModelPruning):
         return {}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Leave the module as its weights are."""
+        """Do nothing: masks are in the module."""

@@ -1,4 +1,4 @@
-"""Random numbers as in Lightning: one course of the global generators for everything that a process does."""
+"""Random numbers as in Lightning: one sequence of the global generators for everything that a process does."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ __all__ = [
 
 
 def draw_alike(trainer: Trainer) -> None:
-    """Let all ranks keep the generators that they have, which the same seed makes the same."""
+    """Let all ranks keep their generators, which the same seed makes equal."""
     trainer.training_rng.separates_ranks = False
 
 

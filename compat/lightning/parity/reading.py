@@ -31,8 +31,8 @@ _NOTHING: Any = object()
 class FetchedSource(Source):
     """Any loader. Its first iteration begins when the source is made, as Lightning's does before training starts.
 
-    Of a loader without a length and a limit, one batch is fetched ahead to know when it ends. A limit is taken to be
-    the length; where the data end before, the epoch does, without a step for the window that is open then.
+    For a loader without a length and a limit, one batch is fetched ahead to know when it ends. A limit counts as the
+    length; if the data end earlier, so does the epoch, without a step for the open window.
 
     Args:
         loader: A loader, or a collection of loaders.
@@ -225,7 +225,7 @@ def fetch_batches(trainer: Trainer) -> None:
 
 
 def _is_placed(loader: Loaders) -> bool:
-    """Return whether each process has its own part of the data already."""
+    """Return whether each process already has its own part of the data."""
     if is_collection(loader):
         loader = CombinedLoader(loader)
     members = loader.flattened if isinstance(loader, CombinedLoader) else [loader]

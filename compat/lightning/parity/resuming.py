@@ -1,4 +1,4 @@
-"""A resumed run as in Lightning: what it counts until training begins, and which events it leaves unfinished."""
+"""A resumed run as in Lightning: its counts until training begins, and the events that it leaves unfinished."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _restore_without_frozen(
 
 
 def begin_new_logs(behavior: Behavior) -> Behavior:
-    """Let loggers of a resumed fit write as those of any fit: where their arguments say, after the rows there are."""
+    """Let loggers of a resumed fit write as in any fit: where their arguments say, after existing rows."""
     return replace(behavior, continue_logs=_continue_nothing)
 
 

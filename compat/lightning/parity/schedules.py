@@ -72,7 +72,7 @@ def count_batches(run: FitRun) -> None:
 
 
 def save_before_plateaus(run: FitRun) -> None:
-    """Let plateau schedules be stepped after the epoch's checkpoints, at each epoch with the value that there is."""
+    """Step plateau schedules after the epoch's checkpoints, at each epoch with the latest value."""
     plan = run.plan
     if not run.is_automatic:
         return

@@ -26,11 +26,11 @@ class Switch(NamedTuple):
         changes: Where it hooks in: the moment, a colon, and a function of this package as `file.function`. Moments are
             "arguments" (those of a Trainer or Fabric, before it is made), "behavior" (returns what a Trainer does at
             the seams, given what it would do), "trainer" (its first verb begins in this process), "hooks" (a verb's
-            hooks are in order), "run" (its run is made), "step" (the functions of fit's step are bound), "before" (what
-            the Trainer's last fit left is taken), "evaluation" (that of another verb begins), "bar" (the bar's metrics
-            are read), "estimate" (so are estimated_stepping_batches), "fabric" (a Fabric was made), "sampler" (it gets
-            a loader to distribute), "loader" (that loader is prepared), and "method" (a method of a Fabric module is
-            bound).
+            hooks are in order), "run" (its run is made), "step" (the functions of fit's step are bound), "before" (the
+            state that the Trainer's last fit left is read), "evaluation" (that of another verb begins), "bar" (the
+            bar's metrics are read), "estimate" (so are estimated_stepping_batches), "fabric" (a Fabric was made),
+            "sampler" (it gets a loader to distribute), "loader" (that loader is prepared), and "method" (a method of a
+            Fabric module is bound).
         names: Names of Lightning that mean another class: `Name=file.Class`.
     """
 
@@ -52,9 +52,9 @@ SWITCHES = (
     Switch(
         "reading",
         "A loader is iterated once per epoch; batches are fetched one by one as training needs them, from the "
-        "generators of training. A run that is resumed in mid-epoch begins the loader again.",
-        "A loader's own generator is drawn from as in a plain loop, iterable data and workers have random numbers of "
-        "their own, and a run that is resumed continues with the next batch.",
+        "generators of training. A run that is resumed in mid-epoch restarts the loader.",
+        "A loader's generator is drawn from as in a plain loop, iterable data and workers have separate random "
+        "numbers, and a resumed run continues with the next batch.",
         (
             "trainer:reading.fetch_batches",
             "trainer:evaluations.begin_before_hooks",
@@ -77,7 +77,7 @@ SWITCHES = (
     Switch(
         "losses_of_none",
         "When training_step returns None, the optimizer still steps, and the step counts.",
-        "The micro-batch is skipped, and a window of only such ones makes no step.",
+        "The micro-batch is skipped, and a window without any loss makes no step.",
         ("step:windows.step_without_loss",),
     ),
     Switch(
@@ -95,8 +95,8 @@ SWITCHES = (
     ),
     Switch(
         "loop_progress",
-        "Loops count what is ready, started, processed and completed, in total and in the present epoch: at each hook, "
-        "in checkpoints, and in a run that continues from one. A fit whose limits are reached has no on_train_start.",
+        "Loops count what is ready, started, processed and completed, in total and in the current epoch: at each hook, "
+        "in checkpoints, and in a resumed run. A fit whose limits are reached has no on_train_start.",
         "The counts of fit_loop are computed from trainer.progress where they are read. Each fit has on_train_start.",
         ("trainer:progress.begin_counts", "run:progress.follow_hooks", "step:progress.count_zero_grad"),
     ),
@@ -104,7 +104,7 @@ SWITCHES = (
         "hook_order",
         "At the end of a batch and of a validation, ModelCheckpoint and EarlyStopping act before the module's hook. "
         "A checkpoint that is saved within a hook is taken there.",
-        "They act after it. A checkpoint is taken when all hooks of the event were called.",
+        "They act after it. A checkpoint is taken after all hooks of the event.",
         ("hooks:hook_order.save_within_events",),
     ),
     Switch(
@@ -154,7 +154,7 @@ SWITCHES = (
     ),
     Switch(
         "resumed_logs",
-        "A resumed fit has a new version of its logs, and files beside them. Rows that are there stay.",
+        "A resumed fit has a new version of its logs, and files beside them. Existing rows are kept.",
         "It continues in the logs of the run, without the rows after the checkpoint.",
         ("behavior:resuming.begin_new_logs",),
     ),
@@ -167,7 +167,7 @@ SWITCHES = (
     ),
     Switch(
         "cut_epochs",
-        "should_stop within an epoch brings one more validation. An epoch that is cut short by it, or by max_steps, "
+        "should_stop within an epoch triggers one more validation. An epoch that is cut short by it, or by max_steps, "
         "counts as one. One that on_train_batch_start ends with -1 is not validated.",
         "Training stops after the step. An epoch that was cut short can be continued, and does not count.",
         ("behavior:counts.count_cut_epochs",),
@@ -208,7 +208,7 @@ SWITCHES = (
     ),
     Switch(
         "rank_loggers",
-        "Loggers of the program's own are called on every rank.",
+        "Loggers that the program defines are called on every rank.",
         "They are called on rank 0.",
         ("run:rank_logs.tell_all_ranks",),
     ),
@@ -301,8 +301,8 @@ SWITCHES = (
     Switch(
         "swa",
         "StochasticWeightAveraging averages the weights with which each of the last epochs begins. Batch norm is "
-        "renewed in one more epoch, at whose end the optimizer steps with the gradients of the last batch.",
-        "The weights at the end of each of these epochs count. Batch norm is renewed in its own pass.",
+        "updated in one more epoch, at whose end the optimizer steps with the gradients of the last batch.",
+        "The weights at the end of each of these epochs count. Batch norm is updated in its own pass.",
         names=("StochasticWeightAveraging=averaging.StochasticWeightAveraging",),
     ),
     Switch(
@@ -351,7 +351,7 @@ SWITCHES = (
     ),
     Switch(
         "batch_sizes",
-        "A batch-size search ends with the first size that is not below the number of samples, takes its margin off "
+        "A batch-size search ends with the first size that is not below the number of samples, subtracts its margin "
         "whether or not memory was the limit, and in mode 'power' may end above max_val. Training continues with the "
         "random numbers after those of its trials.",
         "It ends with the largest size that was tried, fits, and is within the data and max_val.",
@@ -366,13 +366,13 @@ SWITCHES = (
     Switch(
         "fabric_methods",
         "Methods of a Fabric module other than forward run without autocast on one device.",
-        "They run in the precision that was asked for.",
+        "They run in the requested precision.",
         ("method:process.run_without_autocast",),
     ),
     Switch(
         "fabric_inputs",
         "Inputs of a Fabric module in 16-mixed and bf16-mixed are cast to 16 bits.",
-        "They are as they are, under autocast.",
+        "They are not cast; autocast applies.",
         ("fabric:process.cast_inputs",),
     ),
     Switch(

@@ -62,7 +62,7 @@ class FullRanksWindowLoss(RanksWindowLoss):
 
 
 def window_size(run: Run) -> Callable[[], int]:
-    """Return what tells the micro-batches of a window in the present epoch."""
+    """Return a function that returns the micro-batches of a window in the current epoch."""
     trainer = run.trainer
 
     def full_size() -> int:

@@ -12,7 +12,7 @@ from importlib.util import module_from_spec
 def _install() -> None:
     try:
         from loopwright.compat.lightning import install
-    except ImportError:  # an interpreter of another environment, where there is no Loopwright: none of our business
+    except ImportError:  # an interpreter of another environment, without Loopwright: nothing to do
         return
     install()
 

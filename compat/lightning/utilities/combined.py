@@ -1,4 +1,4 @@
-"""`CombinedLoader` and `move_data_to_device` with what Lightning has besides."""
+"""`CombinedLoader` and `move_data_to_device` with Lightning's additions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CombinedLoader", "move_data_to_device", "with_plain_loaders"]
 
 
 class CombinedLoader(combined.CombinedLoader, metaclass=Served):
-    """`lw.data.CombinedLoader` with its mode and its present iteration."""
+    """`lw.data.CombinedLoader` with its mode and its current iteration."""
 
     def __init__(self, iterables: Any, mode: str = "min_size") -> None:
         super().__init__(with_plain_loaders("", iterables), mode)

@@ -175,7 +175,7 @@ class BoringDataModule(LightningDataModule):
         self.random_full = RandomDataset(32, 64 * 4)
 
     def setup(self, stage: str) -> None:
-        """Cut the data of a verb."""
+        """Split off the data of a verb."""
         if stage == "fit":
             self.random_train = Subset(self.random_full, range(64))
         if stage in ("fit", "validate"):

@@ -1,4 +1,4 @@
-"""Lightning's helpers for hyperparameters and for attributes that a batch size or rate may stand under."""
+"""Lightning's helpers for hyperparameters, and for the attributes that may hold a batch size or learning rate."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def is_picklable(obj: object) -> bool:
 
 
 def clean_namespace(hparams: MutableMapping[str, object] | Namespace) -> None:
-    """Take out what pickle cannot write, in place."""
+    """Remove what pickle cannot write, in place."""
     entries: MutableMapping[str, object] = vars(hparams) if isinstance(hparams, Namespace) else hparams
     for key in [key for key, value in entries.items() if not is_picklable(value)]:
         del entries[key]
@@ -183,12 +183,12 @@ def _holders(model: object, attribute: str) -> list[object]:  # module, mapping 
 
 
 def lightning_hasattr(model: object, attribute: str) -> bool:
-    """Return whether module, data module or the hyperparameters of one have a value of this name."""
+    """Return whether the module, the data module or their hyperparameters have a value of this name."""
     return bool(_holders(model, attribute))
 
 
 def lightning_getattr(model: object, attribute: str) -> object:  # a module, and its value
-    """Return the value of this name; that of the data module wins over that of the module."""
+    """Return the value of this name; the data module takes precedence over the module."""
     holders = _holders(model, attribute)
     if not holders:
         raise AttributeError(f"{attribute!r} is neither an attribute of the model, nor in its hparams or datamodule.")

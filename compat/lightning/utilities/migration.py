@@ -1,7 +1,7 @@
 """`migrate_checkpoint`: checkpoints of former versions of Lightning in the form of its present one.
 
-Reading needs none of this, since it takes from a file what each version has. Programs call it before they change a
-file, or to convert an archive.
+Reading does not need it, because it supports the files of every version. Programs call it before they change a file, or
+to convert an archive.
 """
 
 from __future__ import annotations

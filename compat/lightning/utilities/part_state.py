@@ -1,4 +1,4 @@
-"""`PartState`: what this layer knows of a strategy or a precision, in one attribute of that object."""
+"""`PartState`: what this layer stores about a strategy or a precision, in one attribute of that object."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ATTRIBUTE = "_lw_part_state"
 
 @dataclass(slots=True)
 class PartState:
-    """What this layer knows of a strategy or a precision.
+    """What this layer stores about a strategy or a precision.
 
     Attributes:
         has_stepped: Whether the core's `optimizer_step` made a step, while one of the program runs; None before that.

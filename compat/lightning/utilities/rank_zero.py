@@ -64,7 +64,7 @@ class _RankZeroOnly:
     def __call__(self, fn: Callable[P, T], default: T) -> Callable[P, T]: ...
 
     def __call__(self, fn: Callable[P, T], default: T | None = None) -> Callable[P, T | None]:
-        """Return the function, which gives `default` on the other ranks."""
+        """Return the function, which returns `default` on the other ranks."""
 
         @functools.wraps(fn)
         def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -100,12 +100,12 @@ def rank_zero_warn(message: str | Warning, stacklevel: int = 2, **kwargs: Any) -
 
 
 def rank_zero_deprecation(message: str | Warning, stacklevel: int = 2, **kwargs: object) -> None:
-    """Warn on rank 0 that something will be taken away."""
+    """Warn on rank 0 of a deprecation."""
     rank_zero_warn(message, stacklevel=stacklevel + 1, **{"category": LightningDeprecationWarning, **kwargs})
 
 
 def rank_prefixed_message(message: str, rank: int | None) -> str:
-    """Return the message behind its rank, if there is one."""
+    """Return the message with its rank in front, if there is one."""
     return message if rank is None else f"[rank: {rank}] {message}"
 
 
@@ -119,7 +119,7 @@ class WarningCache(set[str]):
             rank_zero_warn(message, stacklevel=stacklevel + 1, **kwargs)
 
     def deprecation(self, message: str, stacklevel: int = 2, **kwargs: object) -> None:  # as warnings'
-        """Warn once of what will be taken away."""
+        """Warn once of a deprecation."""
         if message not in self:
             self.add(message)
             rank_zero_deprecation(message, stacklevel=stacklevel + 1, **kwargs)

@@ -1,4 +1,4 @@
-"""Lightning's helpers for data: lengths, batch sizes, and what becomes of a collection's leaves."""
+"""Lightning's helpers for data: lengths, batch sizes, and conversions of collections."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def sized_len(dataloader: object) -> int | None:
-    """Return the length of what has one, else None."""
+    """Return the length of an object, None without one."""
     try:
         return len(dataloader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -92,7 +92,7 @@ def convert_tensors_to_scalars(data: object) -> object:  # a nested collection
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Return how many loader workers each process of this machine can have a core for.
+    """Return the number of loader workers per process for which this machine has cores.
 
     Raises:
         ValueError: There are no processes.
@@ -104,7 +104,7 @@ def suggested_max_num_workers(local_world_size: int) -> int:
 
 
 class _Indices(Dataset[object]):
-    """A sampler's indices of one pass, as something that can be sampled from."""
+    """A sampler's indices of one pass, as a data set."""
 
     def __init__(self, sampler: Sampler[object]) -> None:
         self._sampler = sampler
@@ -124,7 +124,7 @@ class _Indices(Dataset[object]):
 
 
 class DistributedSamplerWrapper(DistributedSampler[Any]):
-    """Deals the samples of any sampler out over ranks. Trainer and Fabric do so by themselves."""
+    """Distributes the samples of any sampler over ranks. Trainer and Fabric do this by themselves."""
 
     def __init__(self, sampler: Sampler[object], *args: Any, **kwargs: Any) -> None:  # Any: DistributedSampler's
         self._indices = _Indices(sampler)
@@ -136,7 +136,7 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
 
 
 class UnrepeatedDistributedSampler(DistributedSampler[Any]):
-    """Deals every sample out once: some ranks get one less."""
+    """Distributes every sample once: some ranks get one less."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # Any: DistributedSampler's
         super().__init__(*args, **kwargs)
@@ -154,7 +154,7 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
 
 
 class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
-    """Deals every sample of any sampler out once."""
+    """Distributes every sample of any sampler once."""
 
     def __init__(self, sampler: Sampler[object], *args: object, **kwargs: object) -> None:
         self._indices = _Indices(sampler)

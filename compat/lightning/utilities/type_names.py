@@ -116,4 +116,4 @@ class Optimizable(Steppable, Protocol):
         """Return the state."""
 
     def load_state_dict(self, state_dict: StateDict, /) -> None:
-        """Put the state back."""
+        """Restore the state."""

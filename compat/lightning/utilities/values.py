@@ -1,4 +1,4 @@
-"""Constants of Lightning, and functions that have nothing to do here."""
+"""Constants of Lightning, and functions that do nothing here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What programs ask about the environment: versions and packages, as `_TORCH_GREATER_EQUAL_2_4` or `_RICH_AVAILABLE`.
+"""Versions and packages of the environment, as programs query them: `_TORCH_GREATER_EQUAL_2_4`, `_RICH_AVAILABLE`.
 
-Any such name is answered, whether Lightning has it or not.
+Any such name has a value, whether Lightning has the name or not.
 """
 
 from __future__ import annotations

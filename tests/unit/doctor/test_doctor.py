@@ -141,7 +141,12 @@ def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "advice"),
-    [(errno.ENOSPC, "make room"), (errno.EFBIG, "ulimit -f"), (errno.EROFS, "reading only"), (errno.EACCES, "rights")],
+    [
+        (errno.ENOSPC, "make room"),
+        (errno.EFBIG, "ulimit -f"),
+        (errno.EROFS, "read-only"),
+        (errno.EACCES, "permissions"),
+    ],
 )
 def test_the_advice_fits_what_the_disk_says(
     number: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -180,7 +185,7 @@ def test_a_part_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: 
             "this part",
             "could not be examined: RuntimeError: no such file",
             Level.WARNING,
-            "a report of this to Loopwright's issues helps",
+            "please report this in Loopwright's issue tracker",
         )
         in found
     )
