@@ -62,6 +62,8 @@ class FitLoop:
         self.look_at: int | float = 0
         self._validation_clock_s = 0.0
         self._asked_at = -1
+        # Of an epoch that is continued on another number of ranks: its batches then, and how many it has more in all.
+        self._moved = (0, 0)
         self._rank_zero_said = False
 
     def __getstate__(self) -> dict[str, object]:
@@ -140,7 +142,7 @@ class FitLoop:
         """
         self._check_windows(run)
         self._validation_clock_s = time.monotonic() - run.progress.validated_s
-        self._asked_at = -1
+        self._asked_at, self._moved = -1, (0, 0)
         exchanging = [one for one in run.optimizers if hasattr(one, "train") and hasattr(one, "eval")]
         if exchanging:
             from ..checkpointing.evaluation_weights import EvaluationWeights
@@ -173,13 +175,16 @@ class FitLoop:
 
     def _reopen_epoch(self, run: FitRun) -> None:
         """Go back to where the data of an open epoch were; the random number generators stay as they are."""
-        rng = capture_rng()
+        rng, planned = capture_rng(), run.stream.num_batches
         if run.stream.knows_position:
             run.stream.reopen()
         else:
             self._skip_batches(run)
         restore_rng(rng)
         run.progress.move_to(run.stream.position)
+        now = run.stream.num_batches
+        if math.isfinite(now) and math.isfinite(planned):
+            self._moved = run.stream.position, int(now - planned)
 
     def _skip_batches(self, run: FitRun) -> None:
         """Leave out the batches that an open epoch of another library had: its file says how many there were."""
@@ -241,7 +246,7 @@ class FitLoop:
     def _open_epoch(self, run: FitRun) -> None:
         progress = run.progress
         run.session.reload_training_if_due()
-        progress.batches_in_epoch = 0
+        progress.batches_in_epoch, self._moved = 0, (0, 0)
         if not progress.epoch_announced:  # a checkpoint may have been taken then
             run.lifecycle.on_train_epoch_start()
         self._open_stream(run)
@@ -349,7 +354,10 @@ class FitLoop:
         # Counted from the last validation, not from now: one that was pending in a checkpoint is still due.
         epoch_began_at = 0 if every is None else progress.total_batches - progress.batches_in_epoch
         validated = max(progress.validated_at - epoch_began_at, 0)
-        return (validated // interval + 1) * interval
+        first, offset = self._moved if every is not None else (0, 0)
+        if offset:  # validations come at the same samples as without the change
+            validated = max(validated, first - 1)
+        return ((validated - offset) // interval + 1) * interval + offset
 
     def when_to_look(self, run: FitRun) -> int | float:
         """Return the batch of this epoch from which on a validation may be due: before it, the loop does not ask."""

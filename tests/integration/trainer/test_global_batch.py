@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from toys import Net, Unsized, loader, net, quiet
+from toys import Net, Unsized, ValidatedNet, loader, net, quiet
 
 from loopwright.callbacks import Callback
 from loopwright.errors import ConfigError
@@ -48,6 +48,43 @@ def test_the_global_batch_does_not_depend_on_the_number_of_ranks(tmp_path: Path)
     for one, *others in zip(alone[2], *(each[2] for each in both), resumed[2], strict=True):
         for other in others:
             torch.testing.assert_close(one, other, **TOLERANCE)
+
+
+class Validates(Callback):
+    """Notes the steps of validations, and ends the fit after a step, whose checkpoint it saves."""
+
+    def __init__(self, stop: int, path: str) -> None:
+        self.steps: list[int] = []
+        self.stop, self.path = stop, path
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.steps.append(trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.at_step_boundary and trainer.global_step == self.stop:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def validated(rank: int, size: int, path: str, interval: float, stop: int, resume: str | None = None) -> list[int]:
+    notes = Validates(stop, path)
+    trainer = quiet(
+        max_epochs=2, devices=size, strategy="ddp" if size > 1 else "auto", global_batch_size=8, callbacks=[notes],
+        val_check_interval=interval, num_sanity_val_steps=0, limit_val_batches=1,
+    )  # fmt: skip
+    trainer.fit(net(ValidatedNet), loader(64, 2), loader(64, 2), ckpt_path=resume)
+    return notes.steps
+
+
+@pytest.mark.parametrize(("interval", "expected"), [(1.0, [8, 16]), (0.25, [2, 4, 6, 8, 10, 12, 14, 16])])
+def test_validations_come_at_the_same_steps_when_the_number_of_ranks_changes(
+    tmp_path: Path, interval: float, expected: list[int]
+) -> None:
+    path = str(tmp_path / "stopped.ckpt")
+    begun = validated(0, 1, path, interval, 5)
+    both = run_ranks(validated, 2, path, interval, 7, path, connect=False)[0]
+    ended = validated(0, 1, path, interval, -1, path)
+    assert begun + both + ended == expected
 
 
 def test_ranks_that_differ_and_numbers_that_do_not_divide_are_refused_on_all() -> None:
