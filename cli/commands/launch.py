@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import ConfigError, LaunchError, LoopwrightError, Problems
+from ...messages import counted
 from .launch_options import Request, read_request
 
 _DEFAULT_PORT = "29400"
@@ -60,7 +61,7 @@ def launch(arguments: Sequence[str]) -> int:
         a signal killed it); 2 if no process was started.
     """
     try:
-        request = read_request(arguments)
+        request = read_request(arguments, os.environ)
         plan = make_plan(request, num_gpus=_num_gpus(), num_cpus=_num_cpus(), variables=os.environ)
         if request.is_dry_run:
             sys.stdout.write(f"{plan.command()}\n")
@@ -224,7 +225,7 @@ def _start(plan: LaunchPlan) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
     os.environ.update(plan.variables)
     try:
@@ -236,6 +237,14 @@ def _start(plan: LaunchPlan) -> int:
     except SignalException as error:
         sys.stderr.write(f"loopwright launch: ended by {error.sigval.name}\n")
         return 128 + int(error.sigval)
+    except RendezvousTimeoutError as error:
+        nnodes = next((word.partition("=")[2] for word in plan.torchrun if word.startswith("--nnodes=")), "1")
+        raise LaunchError(
+            f"Expected at least {counted(int(nnodes.partition(':')[0]), 'machine')} (--nnodes={nnodes}), got fewer "
+            "until the rendezvous timed out.",
+            fix="start the same command on more machines, pass a smaller MIN in --nnodes MIN:MAX, or a longer time: "
+            "--rdzv-conf join_timeout=1800 (seconds).",
+        ) from error
     except (DistError, RendezvousError) as error:
         raise LaunchError(
             f"Expected a rendezvous of all machines, got: {error}.",

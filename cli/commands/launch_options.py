@@ -144,11 +144,12 @@ class _Found:
             )
 
 
-def read_request(arguments: Sequence[str]) -> Request:
-    """Return the options of the command line and its --config file; the command line has priority.
+def read_request(arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> Request:
+    """Return the options of the command line, its --config file, and torchrun's variables, in this order of priority.
 
     Args:
         arguments: Arguments after `loopwright launch`.
+        variables: Environment variables. Kubernetes' training jobs set those of torchrun: PET_NNODES for --nnodes.
 
     Raises:
         ConfigError: An option or key is unknown, or a value is invalid; all are named.
@@ -170,7 +171,8 @@ def read_request(arguments: Sequence[str]) -> Request:
                 fix="see `loopwright launch --help`; write your program's options after its name.",
             )
     file = _Found() if given.config is None else _read_file(given.config)
-    problems = Problems([*flags.problems, *file.problems])
+    environment = _read_variables(variables or {})
+    problems = Problems([*flags.problems, *file.problems, *environment.problems])
     if program and file.program and has_dashes:
         program, given.module = [*file.program, *program], file.is_module
     elif not program:
@@ -181,7 +183,9 @@ def read_request(arguments: Sequence[str]) -> Request:
             fix="write its name after the options: loopwright launch --nproc-per-node 2 train.py",
         )
     problems.refuse()
-    return Request({**file.options, **flags.options}, tuple(program), given.module, given.dry_run)
+    return Request(
+        {**environment.options, **file.options, **flags.options}, tuple(program), given.module, given.dry_run
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -227,6 +231,18 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
             index += 1
         ours.append(f"{name}{is_joined}{value}")
     return ours, list(arguments[index:]), False
+
+
+def _read_variables(variables: Mapping[str, str]) -> _Found:
+    """Return the options that torchrun would take from its variables."""
+    found = _Found()
+    for option in OPTIONS:
+        if option.group != "trainer":  # torchrun does not have these
+            for name in (option.name, *option.other_names):
+                variable = f"PET_{name.upper().replace('-', '_')}"
+                if variables.get(variable):
+                    found.add(option, variables[variable], variable)
+    return found
 
 
 def _read_file(path: str) -> _Found:

@@ -57,6 +57,32 @@ def test_what_the_trainer_gets_travels_in_variables() -> None:
     }
 
 
+def test_torchruns_variables_set_what_the_command_line_does_not() -> None:
+    elastic = {
+        "NNODES": "1:4",
+        "RDZV_BACKEND": "c10d",
+        "RDZV_ENDPOINT": "a:29400",
+        "RDZV_ID": "job",
+        "NPROC_PER_NODE": "8",
+    }
+    fixed = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500", "NPROC_PER_NODE": "8"}
+
+    def made(variables: dict[str, str]) -> LaunchPlan:
+        named = {f"PET_{name}": value for name, value in variables.items()}
+        request = read_request(["--nproc-per-node", "2", "a.py"], named)
+        return make_plan(request, num_gpus=0, num_cpus=8, variables=named)
+
+    assert made(elastic).torchrun == (
+        "--nnodes=1:4", "--rdzv-backend=c10d", "--rdzv-endpoint=a:29400", "--rdzv-id=job", "--nproc-per-node=2",
+    )  # fmt: skip
+    assert made(elastic).variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert made(fixed).torchrun == (
+        "--nnodes=2", "--node-rank=1", "--master-addr=a", "--master-port=29500", "--nproc-per-node=2",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="for PET_NNODES, got 'many'"):
+        made({"NNODES": "many"})
+
+
 def test_threads_are_shared_unless_the_user_says_how_many() -> None:
     assert plan("--nproc-per-node 3 a.py").variables == {"OMP_NUM_THREADS": "2"}
     assert plan("--nproc-per-node 16 a.py").variables == {"OMP_NUM_THREADS": "1"}
