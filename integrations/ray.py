@@ -139,7 +139,7 @@ class RayReport(Checkpoint):
         if not self.checkpoint:
             _report(metrics, None)
             return
-        folder, is_stored = from_rank_zero(trainer, self._lw_make_folder)
+        folder, is_stored = from_rank_zero(trainer, lambda: self._lw_make_folder(trainer.global_step))
         trainer.save_checkpoint(os.path.join(folder, _FILE))
         trainer.wait_for_save()
         mode = ray.train.CheckpointUploadMode.NO_UPLOAD if is_stored else self.checkpoint_upload_mode
@@ -147,12 +147,13 @@ class RayReport(Checkpoint):
         if trainer.is_global_zero and not is_stored and mode is not ray.train.CheckpointUploadMode.ASYNC:
             shutil.rmtree(folder)
 
-    def _lw_make_folder(self) -> tuple[str, bool]:
+    def _lw_make_folder(self, step: int) -> tuple[str, bool]:
         """Return a new folder for a checkpoint, and whether it is in Ray's storage already."""
         if self.checkpoint_upload_mode is None and not _is_trial():
             storage = ray.train.get_context().get_storage()
             if isinstance(storage.storage_filesystem, LocalFileSystem):
-                folder = os.path.join(storage.experiment_fs_path, f"checkpoint_{uuid.uuid4().hex}")
+                name = f"checkpoint_step_{step:08d}_{uuid.uuid4().hex[:8]}"  # a killed attempt may have left its own
+                folder = os.path.join(storage.experiment_fs_path, name)
                 os.makedirs(folder)
                 return folder, True
         return tempfile.mkdtemp(prefix="loopwright-"), False

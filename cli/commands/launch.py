@@ -1,4 +1,4 @@
-"""`loopwright launch`: starts a program in several processes, through torch's elastic launch (torchrun)."""
+"""`loopwright launch`: starts a program in several processes, through torch's elastic launch (torchrun) or Ray."""
 
 from __future__ import annotations
 
@@ -62,6 +62,8 @@ def launch(arguments: Sequence[str]) -> int:
     """
     try:
         request = read_request(arguments, os.environ)
+        if "ray" in request.options:
+            return _launch_on_ray(request)
         plan = make_plan(request, num_gpus=_num_gpus(), num_cpus=_num_cpus(), variables=os.environ)
         if request.is_dry_run:
             sys.stdout.write(f"{plan.command()}\n")
@@ -71,6 +73,21 @@ def launch(arguments: Sequence[str]) -> int:
     except LoopwrightError as error:
         sys.stderr.write(f"loopwright launch: {error}\n")
         return 2
+
+
+def _launch_on_ray(request: Request) -> int:
+    from .launch_ray import make_ray_plan, start_on_ray
+
+    problems = Problems()
+    _, local = _num_processes(request.options, _num_gpus(), _num_cpus(), problems)
+    _check_strategy(request.options, problems)
+    plan = make_ray_plan(request, local, _trainer_variables(request), problems)
+    problems.refuse()
+    if request.is_dry_run:
+        sys.stdout.write(f"{plan}\n")
+        return 0
+    _check_program(request)
+    return start_on_ray(plan)
 
 
 def make_plan(request: Request, *, num_gpus: int, num_cpus: int, variables: Mapping[str, str]) -> LaunchPlan:
@@ -91,7 +108,7 @@ def make_plan(request: Request, *, num_gpus: int, num_cpus: int, variables: Mapp
     rendezvous = _rendezvous(request.options, nnodes, problems)
     _check_strategy(request.options, problems)
     problems.refuse()
-    ours = {_VARIABLES[name]: value for name, value in request.options.items() if name in _VARIABLES}
+    ours = _trainer_variables(request)
     if nnodes is not None and ":" in nnodes:
         # An agent that joins a later round of the rendezvous finds the store of that round only if each has one of its
         # own (torch 2.13): with a shared one it waits for a minute, and then all agents end with a DistStoreError.
@@ -102,6 +119,10 @@ def make_plan(request: Request, *, num_gpus: int, num_cpus: int, variables: Mapp
         ours["OMP_NUM_THREADS"] = str(max(1, num_cpus // local))
     kind = ("--module",) if request.is_module else ()
     return LaunchPlan((*rendezvous, f"--nproc-per-node={nproc}", *kind), request.program, ours)
+
+
+def _trainer_variables(request: Request) -> dict[str, str]:
+    return {_VARIABLES[name]: value for name, value in request.options.items() if name in _VARIABLES}
 
 
 def _num_processes(options: Mapping[str, str], num_gpus: int, num_cpus: int, problems: Problems) -> tuple[str, int]:

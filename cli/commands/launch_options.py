@@ -71,6 +71,14 @@ OPTIONS = (
         _is_range,
         "machines",
     ),
+    Option(
+        "ray",
+        "ADDRESS",
+        "run the program in workers of Ray Train instead: address of the cluster, auto, or local for a new one; "
+        "--nproc-per-node times --nnodes is their number",
+        bool,
+        "machines",
+    ),
     Option("node-rank", "R", "index of this machine, from 0", str.isdecimal, "machines"),
     Option("main-address", "HOST", "address of machine 0", bool, "machines", ("master-addr",)),
     Option(
@@ -95,7 +103,7 @@ OPTIONS = (
     Option("max-restarts", "N", "number of restarts of all processes after a failure", str.isdecimal, "faults"),
     Option("monitor-interval", "SECONDS", "interval between checks of the processes", _is_seconds, "faults"),
     Option("shutdown-timeout", "SECONDS", "time for processes to end after a signal", str.isdecimal, "faults"),
-    Option("log-dir", "PATH", "folder for --redirects and --tee", bool, "faults"),
+    Option("log-dir", "PATH", "folder for --redirects and --tee; with --ray, its storage path", bool, "faults"),
     Option("redirects", "1|2|3", "write stdout (1), stderr (2) or both to files", bool, "faults"),
     Option("tee", "1|2|3", "as --redirects, and also to the terminal", bool, "faults"),
     Option("accelerator", "NAME", "LT_ACCELERATOR: cpu, gpu, cuda, ...", bool, "trainer"),
@@ -194,7 +202,8 @@ def _parser() -> argparse.ArgumentParser:
         usage="loopwright launch [options] script.py [arguments]\n"
         "       loopwright launch [options] -m module [arguments]\n"
         "       loopwright launch --config file.yaml [options] [-- arguments]",
-        description="Start a program in several processes, on one or more machines, through torch's elastic launch.",
+        description="Start a program in several processes, on one or more machines, through torch's elastic launch or "
+        "Ray Train.",
         allow_abbrev=False,
     )
     parser.add_argument("-m", "--module", action="store_true", help="run the program as a module, as `python -m` does")

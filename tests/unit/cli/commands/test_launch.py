@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from loopwright.cli.commands.launch import LaunchPlan, launch, make_plan
 from loopwright.cli.commands.launch_options import OPTIONS, read_request
-from loopwright.errors import ConfigError
+from loopwright.cli.commands.launch_ray import make_ray_plan, run_program
+from loopwright.errors import ConfigError, LaunchError, Problems
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "several-machines.md"
 
@@ -329,3 +332,61 @@ def test_one_remedy_of_several_problems_is_printed_once(tmp_path: Path) -> None:
         plan(f"--config {write(tmp_path, text)} a.py")
     assert str(caught.value).count("use nproc-per-node") == 1
     assert "1, 2, 3, 4. use nproc-per-node" in str(caught.value)
+
+
+# -- Ray -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "workers"),
+    [("", 1), ("--nproc-per-node 3", 3), ("--nnodes 2 --devices 2", 4), ("--nnodes 1:4 --nproc-per-node 2", (2, 8))],
+)
+def test_rays_workers_are_counted_as_processes_of_torchrun(
+    options: str, workers: int | tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"--ray auto {options} --accelerator cpu --max-restarts 3 --log-dir /runs --dry-run 'my train.py' --lr 1"
+    assert launch(shlex.split(line)) == 0
+    said = capsys.readouterr().out
+    assert f"ScalingConfig(num_workers={workers})" in said
+    assert "RunConfig(storage_path='/runs', failure_config=FailureConfig(3))" in said
+    assert said.endswith("runs: LT_ACCELERATOR=cpu python 'my train.py' --lr 1\n")
+
+
+def test_what_ray_decides_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(shlex.split("--ray auto --tee 3 --node-rank 1 --strategy ddp_spawn train.py")) == 2
+    said = capsys.readouterr().err
+    assert "--node-rank, --tee cannot be used with --ray" in said
+    assert "--strategy=ddp_spawn" in said
+
+
+def test_without_ray_the_command_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert launch(["--ray", "auto", str(tmp_path / "train.py")]) == 2
+    assert "pip install 'loopwright[ray]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("code", "ends_well"), [("None", True), ("0", True), ("3", False)])
+def test_a_program_in_a_worker_has_its_arguments_and_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: str, ends_well: bool
+) -> None:
+    (tmp_path / "beside.py").write_text("name = 'beside'")
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import os, sys, beside\n"
+        f"print(beside.name, __name__, *sys.argv[1:], os.getcwd(), os.environ['LT_PRECISION'])\nsys.exit({code})"
+    )
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LT_PRECISION", "")
+    (tmp_path / "below").mkdir()
+    request = read_request(["--ray", "auto", "--devices", "1", str(program), "--lr", "1"])
+    ray_plan = make_ray_plan(request, 1, {"LT_PRECISION": "32-true", "LT_DEVICES": "1"}, Problems())
+    assert "LT_DEVICES" not in ray_plan.variables
+    with nullcontext() if ends_well else pytest.raises(LaunchError, match="exit code 3"):
+        run_program({"plan": ray_plan, "folder": str(tmp_path / "below")})
+    assert capsys.readouterr().out == f"beside __main__ --lr 1 {tmp_path / 'below'} 32-true\n"
+    sys.modules.pop("beside")
