@@ -94,7 +94,7 @@ def show_logs() -> None:
 
 
 def is_configured() -> bool:
-    """Whether the program has a handler of its own at the root logger or at `loopwright`."""
+    """Whether the program has its own handler at the root logger or at `loopwright`."""
     return any(one is not LINES for one in _handlers())
 
 

@@ -101,7 +101,7 @@ class _Unimported(ModuleType):
 class _Utils(ModuleType):
     @staticmethod
     def get_optimize_ddp_mode() -> str:
-        return "ddp_optimizer"  # the default; nobody can have set another without importing the compiler
+        return "ddp_optimizer"  # the default; it cannot be changed without importing the compiler
 
     def __getattr__(self, name: str) -> Any:  # Any: whatever the compiler has
         return getattr(importlib.import_module(f"{_COMPILER}.utils"), name)

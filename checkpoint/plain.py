@@ -82,7 +82,7 @@ def require_plain(value: Tree, where: str = "checkpoint") -> None:
         f"the {where} has {entries}, so it could not be opened with torch.load(weights_only=True):\n    "
         + "\n    ".join(shown),
         fix="convert them (float(x), x.item(), list(x), dict(x), torch.from_numpy(x)), or wrap an object that you "
-        "trust in loopwright.Trusted(...), which is given back only to those who load with weights_only=False.",
+        "trust in loopwright.Trusted(...): only a load with weights_only=False returns it.",
     )
 
 

@@ -34,7 +34,7 @@ def _call(action: Action) -> None:
 
 
 class WriteQueue(ABC):
-    """Writes in the order in which they came; one that fails is tried again, before those behind it.
+    """Writes in the order in which they came; one that fails is tried again, before those after it.
 
     An error of the program (TypeError, ValueError, ...) would come again: its write is set aside, and the next one is
     done. Anything else is taken as passing: the write is repeated after one second, two, four, up to a minute.

@@ -35,8 +35,8 @@ class ModelParts:
     """A causal language model in two parts.
 
     Attributes:
-        decoder: Gives hidden states.
-        head: Gives logits of hidden states.
+        decoder: Computes hidden states.
+        head: Computes logits from hidden states.
         softcap: Limit of the logits' magnitude, where the model has one.
     """
 
@@ -70,7 +70,7 @@ class RouterLoss:
 
         Args:
             router_logits: Of each layer with experts.
-            is_real: Tokens that are no padding, shape (rows, length); None for all.
+            is_real: Tokens that are not padding, shape (rows, length); None for all.
         """
         return self.function(tuple(router_logits), self.num_experts, self.top_k, is_real)
 
@@ -108,7 +108,7 @@ def _base_of(model: nn.Module) -> Any:
 
 
 def find_parts(model: nn.Module) -> ModelParts | None:
-    """Return the two parts of a model of transformers or peft; None where they cannot be told apart."""
+    """Return the two parts of a model of transformers or peft; None where they cannot be distinguished."""
     base = _base_of(model)
     head = base.get_output_embeddings()
     decoder = base.get_decoder()

@@ -67,7 +67,7 @@ class RecipeModule(Module):
 
     Attributes:
         model: The model of transformers, or the PeftModel around it; None before `configure_model`.
-        notes: What is done differently from the settings, as sentences.
+        notes: Deviations from the settings, as sentences.
         grad_norm: Norm of the last step's gradients before clipping, shape (), on the device; None without clipping.
         learning_rates: That of the last step, of each group of parameters.
         recent: The latest micro-batches: index in the epoch, the rows, and `grad_norm` of the step before.
@@ -177,7 +177,7 @@ class RecipeModule(Module):
         return selected_loss(self._parts, batch, chunk, router=router, calls_head="tp" in self._sizes)
 
     def _check(self, batch: Mapping[str, Any]) -> None:
-        """Look at the model with the first batch, on all ranks at once."""
+        """Check the model with the first batch, on all ranks at once."""
         self._is_checked = True
         ids = batch["input_ids"]
         parts = find_parts(self.model) if self._may_select else None

@@ -222,7 +222,7 @@ def _make(
 
 
 def _kinds(module: nn.Module) -> dict[str, str]:
-    """Return the kinds of parameters that their layers tell: embeddings and the head, by name."""
+    """Return the kinds of the parameters that follow from their layers: embeddings and the head, by name."""
     model: Any = getattr(module, "model", module)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

@@ -1,4 +1,4 @@
-"""`RunReport`: the result of a training, as text and as JSON; and the text about the data that it begins with."""
+"""`RunReport`: the result of a training, as text and as JSON; and the text about the data at its beginning."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def make_report(
 
 
 def describe_data(data: DataReport, plan: StepBudget, *, in_color: bool) -> str:
-    """Return the text that a training begins with: counts, steps, and the first sample with its trained parts.
+    """Return the text at the beginning of a training: counts, steps, and the first sample with its trained parts.
 
     Args:
         data: Counts of the data.

@@ -82,7 +82,7 @@ class TrainingFolder:
         return read(self.recipe) if self.recipe.is_file() else None
 
     def problems(self) -> Iterator[str]:
-        """Yield why this folder can be neither a new run's nor a run's to continue."""
+        """Yield the reasons why this folder is neither new nor that of a run that can be continued."""
         if self.path.exists() and not self.path.is_dir():
             yield f"out: Expected a folder, got the file {self.path}."
         elif self.path.is_dir() and not self.recipe.is_file():

@@ -36,21 +36,21 @@ class Packing:
     """How much outputs depend on other samples in a row, relative to their magnitude.
 
     Attributes:
-        first: Difference to the sample in a row of its own, for the first sample: by rounding only.
-        others: The same for the samples behind it.
+        first: Difference to the sample in a separate row, for the first sample: by rounding only.
+        others: The same for the samples after it.
         before: Difference that other tokens in the middle sample make for the sample before it.
-        behind: The same for the sample behind it.
+        after: The same for the sample after it.
     """
 
     first: float
     others: float
     before: float = 0.0
-    behind: float = 0.0
+    after: float = 0.0
 
 
 @torch.no_grad()
 def compare_packing(forward: Forward, input_ids: Tensor) -> Packing:
-    """Compare rows of several samples with the same samples in rows of their own, and with others beside them.
+    """Compare rows of several samples with the same samples in separate rows, and with others beside them.
 
     The samples apart are shorter, so that a model in which tokens see later ones differs in the first sample as well.
     A small influence, such as that of recurrent layers at their initial values, is hidden by the rounding of rows of
@@ -85,7 +85,7 @@ def compare_packing(forward: Forward, input_ids: Tensor) -> Packing:
         first=float(to_apart[0]),
         others=float(to_apart[1:].max()),
         before=float(to_changed[0]),
-        behind=float(to_changed[-1]),
+        after=float(to_changed[-1]),
     )
 
 
@@ -129,8 +129,8 @@ def check_packing(found: Packing, *, has_experts: bool = False) -> None:
             fix="choose a causal language model, with an attention that follows position_ids.",
         )
     is_apart = found.others <= max(_LEAST, _FACTOR * found.first)
-    if not (is_apart and found.behind <= max(_LEAST_INFLUENCE, _FACTOR * found.before)):
-        got, rounding = (found.behind, found.before) if is_apart else (found.others, found.first)
+    if not (is_apart and found.after <= max(_LEAST_INFLUENCE, _FACTOR * found.before)):
+        got, rounding = (found.after, found.before) if is_apart else (found.others, found.first)
         raise ConfigError(
             "Expected packed samples that do not influence each other, got outputs that differ by "
             f"{got:.1g} of their magnitude with other samples in the row (rounding: {rounding:.1g}).",
@@ -168,7 +168,7 @@ def own_output(model: nn.Module, input_ids: Tensor) -> OwnOutput:
 
 @torch.no_grad()
 def is_head_alone(own: OwnOutput, parts: ModelParts) -> bool:
-    """Return whether the model's logits are those of its head, with nothing computed behind it that is not known."""
+    """Return whether the model's logits are those of its head, with no unknown computation after it."""
     expected: Tensor = own.output.logits.double()
     found = part_logits(parts, hidden_states(parts, own.ids, own.positions)).double()
     return found.shape == expected.shape and float((found - expected).norm()) <= _HEAD_TOLERANCE * float(

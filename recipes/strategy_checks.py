@@ -11,7 +11,7 @@ from .model.settings import ModelSettings
 
 
 def strategy_problems(settings: ModelSettings, strategy: Strategy, *, packing: bool = True) -> list[str]:
-    """Return why a strategy cannot train this model, `name: Expected ..., got ...`; also before processes start.
+    """Return why a strategy cannot train this model, as `name: Expected ..., got ...`; works before processes start.
 
     Args:
         settings: The model.

@@ -128,7 +128,7 @@ def _train(command: str, settings: TrainSettings) -> RunReport | None:
 
 
 def _begin(prepared: Prepared) -> None:
-    """Write what the folder of a run begins with, and show the data."""
+    """Write the initial files of the run's folder, and show the data."""
     run, data = prepared.run, prepared.data
     plan = prepared.plan()
     if not prepared.trainer.fast_dev_run:

@@ -18,11 +18,11 @@ from .refresh import refresh_file
 from .store import PART_BYTES, RemoteStore, check_protocol, grown_files, part_name
 
 _EVERY_S = 15.0
-_SHARE = 20  # an interval is at least so many times what the last sending took: at most 5 % of the time is spent on it
+_SHARE = 20  # an interval is at least this multiple of the time of the last transfer: it takes at most 5 % of the time
 _CLAIM = ".claim-"
 _EDGE = 4096
 _GROWING = (".csv", ".jsonl")
-# What loggers continue; beside it a folder may have checkpoints, which nobody wants to fetch.
+# Files that loggers continue; a folder may also have checkpoints, which need not be fetched.
 _CONTINUED = re.compile(r"metrics(\.\d+)?\.(csv|jsonl)|hparams(\.\d+)?\.yaml|.*\.tfevents\..*")
 
 
@@ -107,10 +107,10 @@ class RemoteFolder:
         return self._store.names(self._below(url))
 
     def claim(self, url: str) -> bool:
-        """Take a folder that nobody else has; False if it has something in it, or is being taken.
+        """Claim a folder; False if it has content or another process is claiming it.
 
-        Stores have no operation that makes a folder for one process only. A mark is put there: of two processes that do
-        it at once, both see two marks, and leave; nobody gets a folder that another one has.
+        Stores have no operation that makes a folder for one process only. A mark is put there: if two processes do it
+        at once, both see two marks and leave, so that no folder has two owners.
         """
         folder = self._below(url)
         mark = f"{folder}/{_CLAIM}{os.urandom(8).hex()}"
@@ -205,7 +205,7 @@ class RemoteFolder:
         if sent is not None and sent.version == version and not (is_end and sent.parts):
             return
         size = version[0]
-        if sent is None:  # perhaps an earlier run has left parts, of which this process has read nothing
+        if sent is None:  # an earlier run may have left parts that this process has not read
             sent = _Sent((-1, 0), 0, 0, 0, self._parts_of(name), is_continued=False)
         may_grow = sent.is_continued and not is_end and name.endswith(_GROWING)
         is_part = may_grow and size >= sent.size and PART_BYTES < size < 2 * sent.base

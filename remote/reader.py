@@ -19,13 +19,13 @@ _MOST_COPIED = 1 << 25
 
 
 class RemoteReader:
-    """Copies some files of a remote folder, and of some only name, size and time.
+    """Copies some files of a remote folder; of others it copies only name, size and time.
 
     Args:
         url: Of the folder.
-        patterns: Of the names, as the shell has them, of files or folders whose content is copied.
-        large: Of the names of files or folders of which only the newest file is copied, if it has at most 32 MiB; in
-            place of the others are files of the same size without content, which take no space.
+        patterns: Shell patterns of the names of files or folders whose content is copied.
+        large: Shell patterns of files or folders from which only the newest file is copied, if it has at most 32 MiB;
+            the others become files of the same size without content, which take no space.
 
     Raises:
         MissingDependency: The protocol needs a package that is not installed.

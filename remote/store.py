@@ -247,7 +247,7 @@ def _bare(path: str) -> str:
     return str(path).strip("/")
 
 
-def _seconds(value: Any) -> float:  # Any: each store has a type of its own
+def _seconds(value: Any) -> float:  # Any: each store has another type
     if isinstance(value, int | float):
         return float(value)
     return float(value.timestamp()) if hasattr(value, "timestamp") else 0.0

@@ -111,7 +111,7 @@ class DeferredCopies:
             return
         try:
             share.copy()
-        except BaseException as error:  # Ctrl-C, too: nobody may take this copy for complete, or wait for it forever
+        except BaseException as error:  # Ctrl-C, too: this copy must not pass for complete, or be waited for forever
             self._error = error
             if not isinstance(error, Exception):
                 raise

@@ -1,7 +1,7 @@
 """manifest.json: the content of a checkpoint folder.
 
 Its last line is a BLAKE2b digest of all bytes before it. What was decoded is consistent in itself: names lie in the
-folder, the chunks of a tensor cover it exactly, and the chunks in a file cover all its bytes behind the header. So
+folder, the chunks of a tensor cover it exactly, and the chunks in a file cover all its bytes after the header. So
 a tensor never needs more memory than the files have bytes, once their sizes were compared.
 """
 
@@ -304,7 +304,7 @@ def _inconsistencies(manifest: Manifest) -> Iterator[str]:
             shards[chunk.file].append((chunk.start, entry.chunk_bytes(chunk), path))
     for name, spans in shards.items():
         spans.sort()
-        end = spans[0][0] if spans else -1  # behind the header
+        end = spans[0][0] if spans else -1  # after the header
         for start, size, path in spans:
             if start != end:
                 yield f"the bytes of {path} in {name} do not follow those of the tensor before"

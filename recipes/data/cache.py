@@ -33,7 +33,7 @@ _SKIPPED = "skipped.txt"  # beside the tokens
 _TRIED = 200  # records that are read where other settings are wrong
 _CHARACTERS = 1 << 20  # tokenized at a time
 _DRAFTS = 1024
-_EDGE = 1 << 16  # bytes at both ends of a file that count for its identity
+_EDGE = 1 << 16  # bytes at both ends of a file that identify it
 
 logger = logging.getLogger(__name__)
 
@@ -304,7 +304,7 @@ class _Tokenizing:
 
 
 def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a digest of what decides about tokens: vocabulary, rules, special tokens and chat template."""
+    """Return a digest of what determines the tokens: vocabulary, rules, special tokens and chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
     template = json.dumps(tokenizer.chat_template, sort_keys=True)
@@ -312,7 +312,7 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _identity(file: Path, root: Path) -> list[str | int]:
-    """Return what tells a file from another one or an earlier one: name, size, time, and the bytes at both ends."""
+    """Return what distinguishes a file from other and earlier ones: name, size, time, and the bytes at both ends."""
     stat = file.stat()
     with file.open("rb") as opened:
         edges = opened.read(_EDGE)

@@ -1,9 +1,9 @@
 """`ChatText`: messages as text by the tokenizer's chat template, and which characters of it are trained.
 
-An answer is what the template writes for the conversation up to it, behind what it writes for the conversation before
-it with the generation prompt, up to the tokens that end a turn; with `{% generation %}` marks, what these cover
-of it. The answers of a chat are one sample if the text of the whole chat begins with the text up to each of them;
-otherwise, as where a template drops earlier thinking, each answer is a sample.
+An answer is what the template writes for the conversation up to it, after what it writes for the conversation before it
+with the generation prompt, up to the tokens that end a turn; with `{% generation %}` marks, what these cover of it. The
+answers of a chat are one sample if the text of the whole chat begins with the text up to each of them; otherwise, as
+where a template drops earlier thinking, each answer is a sample.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Spanned:
 
 @dataclass(frozen=True, slots=True)
 class _Closing:
-    """What a template writes behind the answer that is the last message, and how much of it are end tokens."""
+    """What a template writes after an answer that is the last message, and how much of it are end tokens."""
 
     text: str
     end: int
@@ -60,7 +60,7 @@ class ChatText:
         train_on: "assistant", "last" or "all".
 
     Attributes:
-        notes: What the template left out of the chats so far, and where generation begins otherwise than training.
+        notes: What the template left out of the chats so far, and where generation begins differently from training.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str) -> None:
@@ -70,7 +70,7 @@ class ChatText:
         special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._special = re.compile(_any_of(special))
         self._last_special = re.compile(rf"(?:{_any_of(special)})(?=\s*$)")
-        # Behind an answer the template alone writes: any token that was added may end it there.
+        # After an answer, only the template writes: any added token may end it there.
         self._end = _any_of({str(token) for token in added} | special)
         self._closing: _Closing | None = None
         self._following: dict[bool, str] = {}  # whether an answer has calls -> what begins the next turn
@@ -127,7 +127,7 @@ class ChatText:
         return list(found)
 
     def _whole(self, chat: Chat, index: int, full: str) -> Spanned:
-        """Return a chat all of which is trained, with the end of its last answer."""
+        """Return a fully trained chat, with the end of its last answer."""
         last = self._ended(chat, index, self._write(chat, index + 1)[0], 0)
         if missing := _missing(_pieces(chat.messages[index]), last.text):
             raise _unwritten(index, missing)
@@ -172,7 +172,7 @@ class ChatText:
         return marked
 
     def _first_prompt(self, chat: Chat, text: str) -> str:
-        """Return the prompt of an answer that is the first message, behind what the template may write by itself."""
+        """Return the prompt of an answer that is the first message, after what the template may write by itself."""
         header = self._header(Chat([self._shaped({"role": "user"}, _QUESTION)]), 1)
         if header in text:
             return text[: text.index(header) + len(header)] if header else self._write(chat, 0, prompt=True)[0]
@@ -181,7 +181,7 @@ class ChatText:
     def _diverging(self, chat: Chat, index: int, before: str, text: str) -> tuple[int, bool]:
         """Return where an answer begins in a text that does not begin with the answer's prompt.
 
-        Another answer in its place tells what the text is before both. Also return whether `before` can stand there
+        Another answer in its place shows what the text before both is. Also return whether `before` can stand there
         instead, as it does in generation: where the template writes earlier messages otherwise when this one follows,
         or where only white space differs. It cannot where the prompt opens a block for thinking that is not there in a
         finished message.
@@ -213,14 +213,14 @@ class ChatText:
             return Spanned(text, ((start, end),))
         if not closing.end and (following := self._follow(chat, index)):
             return Spanned(text + following, ((start, len(text + following)),))
-        # Calls may have another end than answers. A special token behind an answer without an end is its own.
+        # Calls may end differently from answers. A special token after an answer without an end belongs to the answer.
         has_other = closing.end or chat.messages[index].get("tool_calls")
         if has_other and (last := self._last_special.search(text, start)):
             return Spanned(text, ((start, last.end()),))
         return Spanned(text, ((start, len(text)),), has_end=False)
 
     def _continued(self, chat: Chat, index: int, before: str) -> Spanned | None:
-        """Return an answer as generation writes it behind a prompt that opens its thinking, which the template drops.
+        """Return an answer as generation writes it after a prompt that opens its thinking, which the template drops.
 
         None if the prompt does not end with the answer's beginning.
         """
@@ -234,7 +234,7 @@ class ChatText:
         return Spanned(text + closing.text, ((len(before), len(text) + closing.end),))
 
     def _close(self, chat: Chat, index: int) -> _Closing:
-        """Return what the template writes behind an answer in place of this one."""
+        """Return what the template writes after an answer in place of this one."""
         if self._closing is None:
             text, _ = self._write(_but(chat, index, self._answer()), index + 1)
             behind = text.partition(_ANSWER)[2]
@@ -253,7 +253,7 @@ class ChatText:
                 text, longer = self._write(here, index + 1)[0], self._write(more, index + 2)[0]
             except BadRecord:  # a template without tools: what is at the end of the text decides
                 text, longer = "", ""
-            if not has_calls:  # a further question may change what is written of earlier answers
+            if not has_calls:  # a further question may change how earlier answers are written
                 text, longer = (one.rpartition(_ANSWER)[2] for one in (text, longer))
             found = re.match(rf"\s*(?:{self._end})", longer[len(text) :]) if longer.startswith(text) else None
             self._following[has_calls] = found.group() if found else ""
@@ -280,7 +280,7 @@ class ChatText:
         return False
 
     def _fit_calls(self, chat: Chat) -> Chat:
-        """Return a chat whose calls the template writes: arguments as an object or as text, no content as None or "".
+        """Return a chat whose calls the template writes: arguments as an object or text, no content as None or "".
 
         If there is no such form, it is the first one that the template accepts.
         """
@@ -313,7 +313,7 @@ class ChatText:
         return {**message, "content": [{"type": "text", "text": content}] if self._has_parts else content}
 
     def _note_unwritten(self, chat: Chat, message: Message, text: str) -> None:
-        """Note what the template does not write of a message."""
+        """Note which parts of a message the template does not write."""
         role = message["role"]
         if role != "assistant" and _missing([_content(message)], text):
             self.notes[f"The chat template does not write all messages of role {role!r}."] = None
@@ -401,7 +401,7 @@ def _content(message: Message) -> str:
 
 
 def _pieces(message: Message) -> list[str]:
-    """Return what a template has to write of an answer: its thinking, its text, and the names in its calls."""
+    """Return what a template has to write for an answer: its thinking, its text, and the names in its calls."""
     pieces = [piece.strip() for piece in _THINKING.split(_content(message))]
     functions = [call["function"] for call in message.get("tool_calls", ())]
     arguments = [

@@ -35,7 +35,7 @@ class Draft:
         ids: Tokens.
         is_trained: Of `ids`; None for all.
         begins: Whether the tokenizer's first token is put before it.
-        ends: Whether the end-of-text token is put behind it.
+        ends: Whether the end-of-text token is put after it.
         is_last: Whether the sample ends with it.
         has_end: Whether the token that ends an answer is trained.
     """
@@ -141,7 +141,7 @@ class Encoder:
     def _count_before(self, text: str, ids: Array, starts: Array, first: int) -> int | None:
         """Return the number of tokens before a character; None if they are others than without the rest of the text.
 
-        What is before an added token does not matter to those behind it.
+        Tokens after an added token do not depend on what precedes it.
         """
         added = np.flatnonzero(np.isin(ids[: np.searchsorted(starts, first)], self._added))
         for at in [*map(int, added[:-3:-1]), 0][:2]:  # the last one may reach over white space into the answer

@@ -13,7 +13,7 @@ from .sources import Json, JsonObject
 
 Message: TypeAlias = "dict[str, Any]"  # Any: what a template reads, by the keys that it knows
 
-# Kind -> sets of keys, one of which a record of this kind has. In this order: some data sets have text beside others.
+# Kind -> sets of keys; a record of this kind has one of these sets. The order counts: some data sets also have text.
 KEYS: dict[str, tuple[frozenset[str], ...]] = {
     "chat": (frozenset({"messages"}), frozenset({"conversations"})),
     "completion": (frozenset({"prompt", "completion"}),),
@@ -21,7 +21,7 @@ KEYS: dict[str, tuple[frozenset[str], ...]] = {
     "ids": (frozenset({"input_ids"}),),
     "text": (frozenset({"text"}),),
 }
-# Keys that a kind reads beside those by which it is known; of "chat", and of completions that become one, also `_CHAT`.
+# Further keys that a kind reads; of "chat", and of completions that become one, also `_CHAT`.
 _CHAT = frozenset({"system", "tools", "functions", "chat_template_kwargs"})
 _MORE = {"instruct": frozenset({"input", "history"}), "ids": frozenset({"labels"})}
 # Names of roles in OpenAI's older form, ShareGPT, LLaMA-Factory and others; "function_call" is the assistant's too.
@@ -41,7 +41,7 @@ class BadRecord(ValueError):
 
 
 class LeftOut(Exception):
-    """A record is one that is not trained; the text says by what."""
+    """A record is not trained; the text gives the reason."""
 
 
 class NoTemplate(BadRecord):
@@ -77,7 +77,7 @@ class Prompted:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A document, all of which is trained."""
+    """A document; all of it is trained."""
 
     text: str
 
@@ -161,7 +161,7 @@ def _to_chat_completion(value: JsonObject) -> Chat:
 
 
 def _chat(value: JsonObject, messages: Json, completion: Json = None) -> Chat:
-    """Return the chat of a record with what stands beside its messages.
+    """Return the chat of a record with the other entries that templates read.
 
     Args:
         value: The record.
@@ -187,7 +187,7 @@ def _chat(value: JsonObject, messages: Json, completion: Json = None) -> Chat:
 
 
 def _tools(value: JsonObject) -> list[Any] | None:
-    """Return descriptions of tools as OpenAI has them, of which JSON text and bare functions are made."""
+    """Return descriptions of tools in the form of OpenAI, made from JSON text or bare functions, too."""
     tools = _parsed(value.get("tools") or value.get("functions"), "tools")
     described = [tools] if isinstance(tools, Mapping) else _objects(tools or [])
     if described is None:
@@ -222,7 +222,7 @@ def to_messages(messages: Json, *, may_be_empty: bool = False) -> list[Message]:
         may_be_empty: Whether an answer may have no text.
 
     Raises:
-        BadRecord: They are no messages.
+        BadRecord: They are not messages.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise BadRecord(f"Expected a list of messages, got {_brief(messages)}.")

@@ -186,7 +186,7 @@ def _missing(settings: DataSettings, train: Pieces, val: Pieces, counts: _Counts
 
 
 def _weigh(pieces: Pieces, sources: Sequence[DataSource], seed: int) -> Pieces:
-    """Return each piece as many times as its source's weight says; for a fraction a random part of them."""
+    """Repeat each piece by its source's weight; for a fraction, a random part of the pieces."""
     if all(source.weight == 1 for source in sources):
         return pieces
     weights = np.asarray([source.weight for source in sources])

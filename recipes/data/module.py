@@ -137,7 +137,7 @@ class RecipeData(DataModule):
         """Map the rows that `prepare_data` left in the cache.
 
         Raises:
-            ConfigError: They are not there.
+            ConfigError: They do not exist.
         """
         if self._layout is not None:
             return

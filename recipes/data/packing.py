@@ -1,4 +1,4 @@
-"""The plan of rows: which pieces stand in which row, by best fit, so that few positions are padding."""
+"""The plan of rows: the pieces of each row, by best fit, so that few positions are padding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RowPlan:
 
 
 def one_per_row(count: int) -> RowPlan:
-    """Return the plan in which each piece has a row of its own."""
+    """Return the plan in which each row has one piece."""
     return RowPlan(np.arange(count), np.arange(count + 1))
 
 

@@ -14,7 +14,7 @@ _BLOCK = 1 << 16  # pieces whose trained tokens are counted at a time
 
 @dataclass(frozen=True)
 class Pieces:
-    """Ranges of tokens, each of which stands in one row.
+    """Ranges of tokens; each of them is in one row.
 
     Attributes:
         shard: Index of the shard that a piece is from.
@@ -60,7 +60,7 @@ def cut_samples(shard: TokenShard, index: int, *, max_length: int, too_long: str
         index: Its number among the shards.
         max_length: Tokens in the longest piece.
         too_long: "cut" keeps the beginning of a longer sample, "drop" leaves it out, "split" makes several pieces.
-        is_stream: Whether the samples are one after the other in rows of `max_length`, whatever their own ends.
+        is_stream: Whether the samples follow each other in rows of `max_length`, wherever they end.
     """
     offsets = shard.offsets
     groups = shard.records

@@ -1,4 +1,4 @@
-"""`DataReport`: how many samples, rows and tokens the data have, and the first sample to look at."""
+"""`DataReport`: the numbers of samples, rows and tokens of the data, and the first sample."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class ShardWriter:
 
 
 def temporary_folder(target: Path) -> Path:
-    """Make a folder beside the target for its content; those of processes of this machine that died are removed."""
+    """Make a folder beside the target for its content; folders of processes of this machine that died are removed."""
     prefix = f"{target.name}.{socket.gethostname()}."
     target.parent.mkdir(parents=True, exist_ok=True)
     for left in target.parent.glob(f"{prefix}*.part"):
@@ -149,7 +149,7 @@ def publish(folder: Path, target: Path) -> None:
 
 
 def _sync(paths: Sequence[Path]) -> None:
-    """Have the content on disk, so that a power cut cannot leave a complete name with an incomplete content."""
+    """Sync the content to disk, so that after a power cut no folder with its final name is incomplete."""
     for path in paths:
         opened = os.open(path, os.O_RDONLY)
         try:

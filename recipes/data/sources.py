@@ -1,4 +1,4 @@
-"""Records of data files: jsonl, json, parquet, and text. Each record knows its place, and whether it can be read."""
+"""Records of data files: jsonl, json, parquet, and text. Each record has its place, and whether it can be read."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _LENGTH = 2048
 
 @dataclass(frozen=True)
 class EvaluateSettings(InferenceSettings):
-    """Settings of `evaluate`, beside those of the model.
+    """Settings of `evaluate`, besides those of the model.
 
     Args:
         data: Files or folders; None for the held-out data of the run that the model is from.

@@ -89,7 +89,7 @@ def _loss_function(model: Any, ids: Tensor) -> LossFunction:
 def data_batches(
     settings: DataSettings, tokenizer: PreTrainedTokenizerBase, model: Any, *, is_held_out: bool
 ) -> Iterator[Iterable[Batch]]:
-    """Prepare data and give their batches, each sample once.
+    """Prepare data and return their batches, each sample once.
 
     Args:
         settings: What data; without `cache`, the tokens are in a temporary folder.

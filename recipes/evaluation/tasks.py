@@ -1,4 +1,4 @@
-"""Tasks of lm-eval from local YAML files, on a model that is open already. Nothing is downloaded."""
+"""Tasks of lm-eval from local YAML files, on an opened model. Nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of an exported model: weights, tokenizer, model card; and loading them as anyone would."""
+"""Files of an exported model: weights, tokenizer, model card; and loading them as users do."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_weights(
         config.base_model_name_or_path = str(base.absolute() if base is not None and base.exists() else base)
         model.save_pretrained(str(folder), save_embedding_layers=False)
         return
-    model.config.use_cache = True  # training switched it off
+    model.config.use_cache = True  # training turned it off
     generation = model.generation_config
     stops = end_tokens(model, opened.tokenizer)
     if stops:

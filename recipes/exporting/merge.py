@@ -1,4 +1,4 @@
-"""Merging an adapter into its base, and what that does to the model."""
+"""Merging an adapter into its base, and comparing the models."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def last_hidden(model: Any, ids: Tensor, *, with_logits: bool = False) -> Tensor
     Args:
         model: The model.
         ids: Tokens.
-        with_logits: Whether logits are behind the hidden states of each token.
+        with_logits: Whether logits follow the hidden states of each token.
     """
     out = model(input_ids=ids.to(next(iter(model.parameters())).device), use_cache=False, output_hidden_states=True)
     hidden: Tensor = out.hidden_states[-1]
@@ -135,7 +135,7 @@ def sample_ids(model: Any) -> Tensor:
 
 
 def _separate(model: nn.Module, base: nn.Module) -> bool:
-    """Give a layer weights of its own where other modules use them, too; return whether there were any."""
+    """Copy the weights of a layer that other modules use, too; return whether there were any."""
     shared = False
     for name, parameter in list(base.named_parameters(recurse=False)):
         owners = [module for module in _owners(model, parameter) if module is not base]

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 # Any in this file: settings from YAML.
 
-# Settings that say nothing of the model.
+# Settings that do not describe the model.
 _LEFT_OUT = (
     "out", "cache", "num_workers", "resume", "trust_remote_code", "allow_download", "save_every", "verify_packing",
 )  # fmt: skip
@@ -67,7 +67,7 @@ def write_model_card(
 
 
 def public_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that tell how a model was trained, without folders of the machine."""
+    """Return the settings that show how a model was trained, without folders of the machine."""
     return {
         name: _last_part(value) if name in _PATHS else value
         for name, value in settings.items()

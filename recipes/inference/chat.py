@@ -24,7 +24,7 @@ _HELP = "/reset begins a new conversation, /exit ends the program, Ctrl-C ends a
 
 @dataclass(frozen=True)
 class ChatSettings(InferenceSettings):
-    """Settings of `chat`, beside those of the model.
+    """Settings of `chat`, besides those of the model.
 
     Args:
         system: Message of the system, before the conversation.

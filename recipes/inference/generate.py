@@ -20,7 +20,7 @@ from .sampling import Sampling, length_problem, sample
 
 @dataclass(frozen=True)
 class GenerateSettings(InferenceSettings):
-    """Settings of `generate`, beside those of the model.
+    """Settings of `generate`, besides those of the model.
 
     Args:
         prompt: A text; or pass `messages`.

@@ -182,11 +182,11 @@ class _Streamer:
 
 @contextmanager
 def _without_own_config(model: Any) -> Iterator[None]:
-    """Replace the model's own configuration: `generate` takes from it all that another one leaves open."""
+    """Replace the model's configuration: `generate` reads from it whatever the passed one does not set."""
     from transformers import GenerationConfig
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    owners = [base] if base is model else [base, model]  # a PeftModel has a reference of its own
+    owners = [base] if base is model else [base, model]  # a PeftModel has a separate reference
     before = [one.generation_config for one in owners]
     for one in owners:
         one.generation_config = GenerationConfig()
@@ -198,7 +198,7 @@ def _without_own_config(model: Any) -> Iterator[None]:
 
 
 def _generation_config(opened: OpenedModel, sampling: Sampling, stops: list[int]) -> GenerationConfig:
-    """Return a configuration that depends on the settings and the tokens, and not on the model's own."""
+    """Return a configuration that depends on the settings and the tokens only, not on the model's."""
     from transformers import GenerationConfig
 
     pad = opened.tokenizer.pad_token_id

@@ -96,7 +96,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_weight_files(folder: Path) -> None:
-    """Look whether all weights of a folder are there, as far as their files tell without reading them.
+    """Check that all weights of a folder are there, as far as headers and sizes show.
 
     Raises:
         ConfigError: As `weight_files`; or a file has a damaged header, or is shorter than its header says.

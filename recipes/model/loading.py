@@ -156,7 +156,7 @@ def _checkpoint_activations(model: Any) -> None:
 
 
 def base_dtype(config: PretrainedConfig, settings: ModelSettings) -> torch.dtype:
-    """Return the dtype of the parameters, as `dtype` and the folder ask for it."""
+    """Return the dtype of the parameters, by `dtype` and the folder."""
     if settings.dtype is not None:
         return cast(torch.dtype, getattr(torch, settings.dtype))
     if settings.lora is None:
@@ -185,8 +185,8 @@ def _quantization(settings: ModelSettings, dtype: torch.dtype) -> dict[str, Any]
 def _keep_scales(model: nn.Module) -> None:
     """Let evaluation leave quantized weights as they are.
 
-    On processors with AVX512-BF16, bitsandbytes packs the weights anew in the first evaluation. This rounds their
-    scales to bfloat16 permanently, so that training after a validation would go on with other weights, and it fails
+    On processors with AVX512-BF16, bitsandbytes packs the weights again in the first evaluation. This rounds their
+    scales to bfloat16 permanently, so that training after a validation would continue with other weights, and it fails
     for layers whose width is not a multiple of its blocks.
     """
     for module in model.modules():

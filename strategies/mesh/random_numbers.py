@@ -2,8 +2,8 @@
 
 Stages of a pipeline run a step from its beginning, and may use there what was drawn before the blocks: the mask of a
 masked language model is needed by the first stage for its input and by the last one for the loss. So a micro-batch
-begins on all stages with the same generators, and these continue behind a window as if only the code before the blocks
-had drawn. Blocks, modules beside them and the code behind each block draw from generators that are seeded for them.
+begins on all stages with the same generators, and after a window these continue as if only the code before the blocks
+had drawn. Blocks, modules beside them and the code after each block draw from generators that are seeded for them.
 
 Ranks that share a sequence draw alike as well, so that what they compute on full sequences is the same. On parts they
 must not: dropout masks would be equal on tokens that lie a part's length apart.

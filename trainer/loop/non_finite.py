@@ -138,7 +138,7 @@ class LossWatch:
             self.look(progress)
 
     def _first_bad(self, progress: Progress) -> tuple[int, float] | None:
-        """Forget the kept losses and return the first that is not finite, behind its batch; None without one."""
+        """Forget the kept losses; return the first that is not finite, with its batch; None without one."""
         if not self.losses:
             return None
         values = torch.stack([loss.reshape(()) for loss in self.losses]).tolist()

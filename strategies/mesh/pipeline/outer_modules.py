@@ -35,7 +35,7 @@ _MOST_RESULTS = 64  # of one module: shapes of batches may never repeat
 def outer_modules_of(module: nn.Module, plan: StagePlan) -> Iterator[tuple[str, tuple[nn.Module, bool]]]:
     """Yield modules beside the blocks that have parameters, and whether they belong before the blocks.
 
-    The source of forward says whether it calls a module before or behind them; where it does not, the order of
+    The source of forward says whether it calls a module before or after them; where it does not, the order of
     registration does.
     """
     path = plan.list.split(".") if plan.list else []
@@ -120,7 +120,7 @@ class OuterCall:
         is_before: Whether it belongs before the blocks, and so to the first stage; else to the last.
         is_own: Whether this rank has its parameters.
         at: Where the present step is.
-        twin: A copy with fake tensors, which knows the shapes of results; None behind the blocks.
+        twin: A copy with fake tensors, which knows the shapes of results; None after the blocks.
         mode: The mode of these tensors.
         results: Results of the twin, by the shapes of its arguments: they are computed once, not in each step.
     """

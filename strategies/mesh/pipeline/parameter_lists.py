@@ -34,7 +34,7 @@ class ParametersCall:
     def __call__(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's parameters; in a step those of other stages, too, behind them."""
+        """Yield this rank's parameters; in a step, those of other stages follow them."""
         yield from nn.Module.named_parameters(self.module, prefix, recurse, remove_duplicate)
         if self.at.stage is None and self.at.unsplit is None:
             return

@@ -27,7 +27,7 @@ _MOST_DIMS = 8
 
 
 def further_tensors(args: Args, kwargs: Kwargs, hidden: Tensor) -> list[Tensor]:
-    """Return the tensors in a block's arguments behind its hidden state, which is the first of them."""
+    """Return the tensors in a block's arguments after its hidden state, which is the first of them."""
     found = [one for _, one in leaves((args, kwargs)) if isinstance(one, Tensor)]
     first = next((number for number, one in enumerate(found) if one is hidden), 0)
     del found[first]
@@ -58,7 +58,7 @@ def choose(own: list[Tensor], received: tuple[Tensor, ...], name: str) -> tuple[
             continue
         if not (other.is_floating_point() and one.is_floating_point()):
             raise ModuleError(
-                f"Expected tensor {number + 1} behind the hidden state of {name} to be floating-point, got "
+                f"Expected tensor {number + 1} after the hidden state of {name} to be floating-point, got "
                 f"{other.dtype} with other values than on the stage before: floating-point values go over a split.",
                 fix="compute it from the batch; or name a smaller part of the model in Pipeline(module=...): what is "
                 "outside of it runs on every stage.",
@@ -78,7 +78,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def fill(own: Tensor, received: Tensor, name: str) -> None:
-    """Let a tensor of this stage be what was received, wherever the step holds it: also behind the blocks."""
+    """Let a tensor of this stage be what was received, wherever the step holds it: also after the blocks."""
     try:
         torch.utils.swap_tensors(own, received)
     except RuntimeError as error:

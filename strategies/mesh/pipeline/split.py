@@ -274,7 +274,7 @@ def _owners(
             name = f"{path}.{key}" if path else key
             owners[name] = having
             if len(having) > 1 and not isinstance(tensor, nn.Parameter):
-                # Code behind the blocks, which may change it, runs with the last stage only.
+                # Code after the blocks, which may change it, runs with the last stage only.
                 owners[name] = (last, *(rank for rank in having if rank != last))
             if isinstance(tensor, nn.Parameter):
                 names.setdefault(id(tensor), []).append(name)
@@ -319,8 +319,8 @@ def _leave_others(
 
 
 _LATE = (
-    "it is changed behind the blocks, which only the last stage does, and read elsewhere: change it before the model "
-    "is called, from what all stages have, such as the batch; or read it behind the blocks only."
+    "it is changed after the blocks, which only the last stage does, and read elsewhere: change it before the model "
+    "is called, from what all stages have, such as the batch; or read it after the blocks only."
 )
 
 

@@ -194,7 +194,7 @@ class PipelineRunner:
         return self._needed(at.awaits, passed)
 
     def _needed(self, key: tuple[int, int], passed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the part of all tensors behind a hidden state that the next stage has chosen."""
+        """Return the part of all tensors after a hidden state that the next stage has chosen."""
         return (passed[0], *(passed[1 + number] for number in self.split.at.carries[key]))
 
     # -- state ---------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class Masked(Positioned):
 
 
 class Averaging(Positioned):
-    """Subtracts the mean over the sequence behind the blocks."""
+    """Subtracts the mean over the sequence after the blocks."""
 
     def forward(self, indices: Tensor, position_ids: Tensor | None = None) -> Tensor:
         logits = super().forward(indices, position_ids)

@@ -1,6 +1,6 @@
 """What a module has beside its weights, from any layout to any other: frozen or not, modes, buffers, and user states.
 
-With pipeline stages each rank has a part of it, and code behind the blocks runs on the rank with the last stage only.
+With pipeline stages each rank has a part of it, and code after the blocks runs on the rank with the last stage only.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Body(nn.Module):
 
 
 class Net(lw.Module):
-    """A buffer that is changed behind the blocks, a sum of losses, and layers that hooks freeze and unfreeze."""
+    """A buffer that is changed after the blocks, a sum of losses, and layers that hooks freeze and unfreeze."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -170,7 +170,7 @@ def fit(rank: int, size: int, kind: type[Net], options: Pipeline, verify: bool) 
         (
             MaskedBlocks,
             "1f1b",
-            "Expected tensor 1 behind the hidden state of blocks.2 to be floating-point, got torch.bool",
+            "Expected tensor 1 after the hidden state of blocks.2 to be floating-point, got torch.bool",
         ),
         (Balanced, "1f1b", r"another value of the loss .* set blocks.0.balance, blocks.1.balance"),
         (Gathers, "1f1b", "another value of the loss"),

@@ -1,4 +1,4 @@
-"""What every pipeline stage has beside the module that is split: a teacher, and buffers changed behind the blocks."""
+"""What every pipeline stage has beside the module that is split: a teacher, and buffers changed after the blocks."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_an_update_that_pairs_parts_with_full_copies_is_an_error(tmp_path: Path)
 def test_a_buffer_changed_behind_the_blocks_cannot_be_read_before_them(tmp_path: Path) -> None:
     found = run_ranks(train, 2, "reads early", str(tmp_path / "x.ckpt"), SPLIT, connect=False)
     assert found[0].startswith("1: this stage's part of a step read center")
-    assert "it is changed behind the blocks" in found[0]
+    assert "it is changed after the blocks" in found[0]
 
 
 class ByLayer(Student):

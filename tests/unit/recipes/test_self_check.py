@@ -108,9 +108,9 @@ def test_experts_may_round_by_their_tokens(tmp_path: Path) -> None:
     assert has_experts(model)
     assert not has_experts(open_model(settings(save_model(tmp_path / "m"))))
     check_packing(compare_packing(forward_of(model), batch(length=48)["input_ids"]), has_experts=True)
-    check_packing(Packing(0.01, 0.02, before=0.01, behind=0.02), has_experts=True)
+    check_packing(Packing(0.01, 0.02, before=0.01, after=0.02), has_experts=True)
     with pytest.raises(ConfigError, match="depends on earlier ones only"):
-        check_packing(Packing(0.01, 0.02, before=0.01, behind=0.02))
+        check_packing(Packing(0.01, 0.02, before=0.01, after=0.02))
 
 
 def test_a_row_of_one_repeated_token_is_changed() -> None:
