@@ -131,6 +131,7 @@ if TYPE_CHECKING:
     from .strategies import XLAStrategy as XLAStrategy
     from .trainer.loop.loss import Loss as Loss
     from .trainer.module import Module as Module
+    from .trainer.replica_groups import TorchFT as TorchFT
     from .trainer.trainer import Trainer as Trainer
     from .tuner import LearningRateCurve as LearningRateCurve
     from .tuner import SchedulePreview as SchedulePreview
@@ -242,6 +243,7 @@ _HOME = {
     "Topology": "strategies",
     "TorchCheckpointIO": "checkpoint",
     "TorchElasticEnvironment": "fabric",
+    "TorchFT": "trainer.replica_groups",
     "TorchSyncBatchNorm": "strategies",
     "Trainer": "trainer.trainer",
     "TrainingEfficiency": "callbacks",

@@ -50,6 +50,13 @@ class _LossAndBackward(Protocol):
     def __call__(self, run: FitRun, output: StepOutput, /, *, is_first: bool, is_last: bool) -> Tensor | None: ...
 
 
+class _SharesSteps(Protocol):
+    """The part of `ReplicaGroups` that checkpoints need."""
+
+    def state_dict(self) -> StateDict: ...
+    def shared_state(self) -> StateDict: ...
+
+
 @dataclass(slots=True)
 class StepPlan:
     """The functions that one training step calls, bound at the beginning of fit.
@@ -171,6 +178,7 @@ class Run:
         is_after_error: Whether on_exception is being called: the other ranks may be elsewhere.
         at_boundary: False between two micro-batches of one window.
         carried: The window that continues in the next epoch; None without `accumulate_across_epochs`.
+        groups: This replica group among the others; None without fault tolerance.
         callback_marks: States of the user's callbacks when training began, pickled; with pipeline stages.
         own_steps: Watches for steps of optimizers that the module steps; None where the trainer makes every one.
         unreduced: Manual optimization on several ranks: the optimizers whose gradients are not averaged yet.
@@ -212,6 +220,7 @@ class Run:
     validated: ValidatedWeights | None = None
     evaluation_weights: EvaluationWeights | None = None
     carried: CarriedWindow | None = None
+    groups: _SharesSteps | None = None
     own_steps: OwnSteps | None = None
     unreduced: list[Optimizer] = field(default_factory=list)
     stepped: list[Optimizer] = field(default_factory=list)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from ..protocols import AnyOutput, Batch, Loaders, StateDict
     from .behavior import Behavior
     from .loop.training_rng import TrainingRng
+    from .replica_groups import TorchFT
     from .session.evaluation import EvaluationSession
     from .session.fit import FitSession
     from .session.session import Session
@@ -134,6 +135,7 @@ class Trainer(TrainerAttributes):
         on_oom: Reaction to an out-of-memory error in training: "raise"; or "shrink", which splits each batch of the
             window in two on all ranks and repeats the window with the same gradient. Later windows start with the
             smaller parts. See docs/guides/out-of-memory.md.
+        fault_tolerance: `TorchFT(...)` for replica groups, which continue when one of them dies; see docs/torchft.md.
 
     Raises:
         ConfigError: Names every invalid argument.
@@ -195,6 +197,7 @@ class Trainer(TrainerAttributes):
         activation_checkpointing: Any = None,  # Any: as `accelerator`
         offload_activations: bool = False,
         on_oom: str = "raise",
+        fault_tolerance: TorchFT | None = None,
     ) -> None:
         self.behavior = self.make_behavior()
         given = Arguments(
@@ -217,7 +220,7 @@ class Trainer(TrainerAttributes):
             max_tokens=max_tokens, accumulate_across_epochs=accumulate_across_epochs,
             grad_accumulation_dtype=grad_accumulation_dtype, matmul_precision=matmul_precision, compile=compile,
             activation_checkpointing=activation_checkpointing, offload_activations=offload_activations,
-            on_oom=on_oom,
+            on_oom=on_oom, fault_tolerance=fault_tolerance,
         )  # fmt: skip
         given = self._lw_read_environment(given)
         self._lw_same_everywhere = given.same_everywhere()

@@ -313,6 +313,8 @@ class ModelCheckpoint(Checkpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Determine the directory; the loggers know their version by now."""
+        if trainer._lw_saving.is_elsewhere:
+            return
 
         def decide() -> tuple[str, CheckpointState]:
             dirpath = self.given_dirpath or files.normalized(files.default_dirpath(trainer))
@@ -335,7 +337,7 @@ class ModelCheckpoint(Checkpoint):
         self._lw_validated = False
         if self._lw_interval is not None:
             self._lw_interval.begin(trainer)
-        if trainer.fast_dev_run or self.dirpath is None:
+        if trainer.fast_dev_run or self.dirpath is None or trainer._lw_saving.is_elsewhere:
             return
         self._lw_overwritable = from_rank_zero(trainer, lambda: self._lw_prepare_folder(trainer))
         self.checkpoint_state.pending_removals = []
@@ -478,7 +480,8 @@ class ModelCheckpoint(Checkpoint):
     # --- when ------------------------------------------------------------------------------------------------------
 
     def _lw_is_inert(self, trainer: Trainer) -> bool:
-        return bool(trainer.fast_dev_run) or trainer.state.fn != "fit" or trainer.sanity_checking
+        is_off = bool(trainer.fast_dev_run) or trainer._lw_saving.is_elsewhere
+        return is_off or trainer.state.fn != "fit" or trainer.sanity_checking
 
     def _lw_is_epoch_due(self, trainer: Trainer) -> bool:
         return self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0

@@ -39,6 +39,7 @@ class Saving:
         is_after_error: Whether on_exception is being called: a checkpoint is taken wherever the run stopped, and other
             ranks may be elsewhere.
         how_to_continue: What continues an interrupted run, for messages; None for `fit` with `ckpt_path`.
+        is_elsewhere: Whether another replica group writes checkpoints: nothing is saved here.
         has_score: Whether what is saved now bears the score of the latest validation, and so the weights of then.
     """
 
@@ -47,7 +48,7 @@ class Saving:
         self._pending: PendingSave | None = None
         self.is_after_error = False
         self.how_to_continue: str | None = None
-        self.has_score = False
+        self.has_score = self.is_elsewhere = False
         self._saved_at, self._saved_path = -1, ""
 
     def __getstate__(self) -> dict[str, object]:
@@ -126,6 +127,8 @@ class Saving:
                 keeps a state of; or it cannot be written; or an earlier one could not be written in the background.
         """
         trainer = self._trainer
+        if self.is_elsewhere:
+            return
         if not run.at_boundary and not self.is_after_error:
             raise CheckpointError(
                 "trainer.save_checkpoint was called between two micro-batches of one optimizer step, where a "

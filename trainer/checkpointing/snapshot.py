@@ -129,6 +129,8 @@ def _collect(run: Run, validated: ValidatedWeights | None, *, is_weights_only: b
             own = run.datamodule.state_dict()
             if own:
                 extra[type(run.datamodule).__qualname__] = own
+        if run.groups is not None:
+            extra["torchft"] = run.groups.state_dict()
     checkpoint = contents.write(
         Content(states, extra),
         epoch=run.progress.epochs,

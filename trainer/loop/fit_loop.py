@@ -25,6 +25,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class Rewind(Exception):
+    """Leaves an epoch between two windows: training continues within the epoch that a restored state names.
+
+    Args:
+        restore: Restores the state: progress, and where the data were.
+    """
+
+    def __init__(self, restore: Callable[[], None]) -> None:
+        super().__init__()
+        self.restore = restore
+
+
 class FitLoop:
     """Trains until a limit is reached.
 
@@ -164,7 +176,13 @@ class FitLoop:
         if stop_points is not None:
             stop_points.begin_phase(may_stop=self.may_stop and not self.is_at_limit)
         while not self.is_done or self._has_epoch_to_close(run):
-            self.run_epoch(run)
+            try:
+                self.run_epoch(run)
+            except Rewind as rewind:
+                if timeline.is_open:
+                    timeline.drop(run)
+                rewind.restore()
+                self._reopen_epoch(run)
             if stop_points is not None:
                 stop_points.begin_phase(may_stop=self.may_stop and not self.is_at_limit)
         self._trainer.wait_for_save()  # whoever hears of the end may read the files

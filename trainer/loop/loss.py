@@ -193,6 +193,18 @@ class WindowLoss:
         self.total = self.total + weight
         return total / self.reference
 
+    def weigh(self, num_batches: int) -> tuple[float, float]:
+        """Return the weight of all losses of the window over ranks, and the divisor of their backward passes.
+
+        It waits for the device where weights are tensors.
+
+        Args:
+            num_batches: Micro-batches that were run, of those that were planned.
+        """
+        return (float(self.count), float(self.planned)) if self.reference is None else (
+            float(self.total), float(self.reference)
+        )  # fmt: skip
+
     @property
     def is_empty(self) -> bool:
         """Whether no micro-batch of this window had a loss, so that there is nothing to step with.
@@ -341,6 +353,13 @@ class RanksWindowLoss(WindowLoss):
         if self.form is None:  # asked at each micro-batch until there is one: there was none
             return True
         return self._absent is not None and self._absent() == self._strategy.world_size
+
+    def weigh(self, num_batches: int) -> tuple[float, float]:
+        """Return the weight of all losses of the window over ranks, and their divisor; see `WindowLoss.weigh`."""
+        divisor = self._scale if self.form == "sum" else float(self.planned)
+        if self._finish is None or (self.form != "sum" and not self._counts):
+            return float(num_batches * self._strategy.topology.data_size), divisor
+        return float(self._finish()[0]), divisor
 
     def gradient_factor(self) -> Tensor | float | None:
         """Return what the averaged gradients are to be multiplied with, or None where they are right as they are."""

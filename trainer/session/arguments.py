@@ -23,6 +23,7 @@ from ..loop.non_finite import POLICIES
 if TYPE_CHECKING:
     from ...profilers import Profiler
     from ..metrics.log_output import LoggerArgument
+    from ..replica_groups import TorchFT
 
 # What may differ over ranks: where they are, and what a person sees.
 _PER_RANK = {
@@ -105,6 +106,7 @@ class Arguments:
     activation_checkpointing: Any = None  # Any: a flag, a fraction, or a policy; see `apply_activation_checkpointing`
     offload_activations: bool = False
     on_oom: str = "raise"
+    fault_tolerance: TorchFT | None = None
     profiler: Profiler | str | None = None
     logger: LoggerArgument = None
 
@@ -238,6 +240,8 @@ class Arguments:
                 problems.add(f"{what}.", fix=f"{fix}.")
         if self.on_oom not in ("raise", "shrink"):
             problems.add(f"on_oom={self.on_oom!r}.", fix="pass 'raise' or 'shrink'.")
+        if self.fault_tolerance is not None and not hasattr(self.fault_tolerance, "min_replicas"):
+            problems.add(f"fault_tolerance={self.fault_tolerance!r}.", fix="pass lw.TorchFT(...), or None.")
         if self.nonfinite_loss not in POLICIES:
             problems.add(f"nonfinite_loss={self.nonfinite_loss!r}.", fix=f"pass one of {', '.join(POLICIES)}.")
         return problems

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ...data.module import DataModule
     from ...protocols import Loaders, StateDict
     from ...strategies import TrainerConfig
+    from ..replica_groups.groups import ReplicaGroups
     from ..trainer import Trainer
 
 
@@ -53,6 +54,7 @@ class FitSession(Session):
         is_trusted: Whether objects that were marked as trusted in the checkpoint are unpickled.
 
     Attributes:
+        groups: This replica group among the others; None without fault tolerance.
         put_back: Puts back the random number generators of the checkpoint, once `start` has read one: the loop calls
             it when nothing else can draw any more.
     """
@@ -60,6 +62,7 @@ class FitSession(Session):
     run_type = FitRun
     run: FitRun
     put_back: Callable[[], None] | None
+    groups: ReplicaGroups | None = None
 
     def __init__(
         self,
@@ -173,6 +176,11 @@ class FitSession(Session):
     def launched(self) -> None:
         """Connect the ranks, tell what the fit runs on, and put the generators where training continues."""
         super().launched()
+        if self.arguments.fault_tolerance is not None:
+            from ..replica_groups.groups import ReplicaGroups
+
+            self.groups = ReplicaGroups(self.arguments.fault_tolerance, self, self.trainer._lw_saving)
+            self.log = self.groups.log
         tell_beginning(self.trainer)
         rank_drawn_as = self.strategy.topology.data_rank if self.strategy.traits.copies_draw_alike else None
         self.trainer.training_rng.begin_training(self.fabric.global_rank, self.fabric.world_size, rank_drawn_as)
@@ -194,6 +202,8 @@ class FitSession(Session):
         """Compile the lifecycle and return the run, which knows this session while it lasts."""
         run = super().make_run()
         self.run.session = self
+        if self.groups is not None:
+            self.groups.attach(self.run)
         return run
 
     def set_up(self) -> None:
@@ -333,6 +343,8 @@ class FitSession(Session):
             undo = bind_float32_gradients(trainer, run)
             if undo is not None:
                 self.ending.callback(undo)
+        if self.groups is not None:
+            self.groups.bind(content)
         if self.loop.validates_in_this_epoch:  # else the first validation asks for its loaders again
             self.loaders.epoch_of_validation = self.progress.epochs
 
