@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def describe_run(trainer: Trainer) -> None:
-    """Leave beside the logs of a fit where its time went and what it ran on, for pictures of it."""
+    """Write the time by phase and the environment of a fit beside its logs, for reports."""
     if not trainer.is_global_zero or trainer.fast_dev_run:
         return
     folder = trainer._lw_output.files_dir(cast("str | None", getattr(trainer.logger, "log_dir", None)))

@@ -41,7 +41,7 @@ def place_of(trainer: TrainerView, run: Run, error: BaseException) -> str:
         parts.append(f"stage {trainer.state.stage}, epoch {run.progress.epochs}, step {run.progress.steps}")
     stream = run.opened
     if stream is not None and hook == _LOADER and trainer.state.stage == "train":
-        parts.append(f"batch {stream.position}")  # the one that could not be read
+        parts.append(f"batch {stream.position}")  # the batch that could not be read
     elif stream is not None and not run.at_boundary:
         parts.append(f"batch {stream.position - 1}")
     return f"Loopwright: {', '.join(parts)}"

@@ -120,7 +120,7 @@ def _exporting(module: nn.Module) -> Iterator[None]:
     hidden = [(one, name, one.__dict__.pop(name)) for one in module.modules() for name in _hidden(one)]
     try:
         with evaluating(module), torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-            # torch names torch.export as what follows TorchScript; whoever asks for TorchScript has their reason.
+            # torch warns that torch.export replaces TorchScript; a user who requests TorchScript has a reason.
             warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
             yield
     finally:
@@ -130,7 +130,7 @@ def _exporting(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _scripting(module: Module) -> Iterator[None]:
-    """Let attributes that need a Trainer be absent, in properties of users as well."""
+    """Let attributes that need a Trainer be missing, also in users' properties."""
     base: Any = next(cls for cls in type(module).__mro__ if "_lw_is_scripting" in vars(cls))
     base._lw_is_scripting = True
     try:

@@ -1,4 +1,4 @@
-"""Lines that a fit tells: what it runs on, why it ended, and where its checkpoints and logs are."""
+"""Lines that a fit logs: what it runs on, why it ended, and where its checkpoints and logs are."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PYTHON_TRACEBACK = "\nTraceback (most recent call last)"  # of an exception, wh
 
 
 def tell_beginning(trainer: Trainer) -> None:
-    """Tell devices, strategy, precision and seed; once per fit, when the processes are there."""
+    """Log devices, strategy, precision and seed; once per fit, when all processes have started."""
     if not trainer._lw_reports_runs:
         return
     ranks = counted(trainer.world_size, "rank")
@@ -51,7 +51,7 @@ def _device(trainer: Trainer) -> str:
 
 
 def tell_end(trainer: Trainer, seconds: float) -> None:
-    """Tell why a fit ended, its best and last checkpoint, and how to look at its logs.
+    """Log why a fit ended, its best and last checkpoint, and how to view its logs.
 
     Args:
         trainer: Its trainer.
@@ -87,7 +87,7 @@ def _warn_of_no_step(trainer: Trainer) -> None:
 
 
 def reason(trainer: Trainer) -> str:
-    """Return why training ended: the limit that was reached, or what asked for it."""
+    """Return why training ended: the limit that was reached, or what requested it."""
     loop = trainer.fit_loop
     if loop.stops_here and not loop.is_at_limit:
         return _request(trainer)
@@ -105,7 +105,7 @@ def reason(trainer: Trainer) -> str:
 
 
 def _request(trainer: Trainer) -> str:
-    """Return who asked for the end."""
+    """Return what requested the end."""
     for callback in trainer.callbacks:
         asked = callback.stop_reason
         if isinstance(asked, str) and asked:  # a subclass may use the name for something else
@@ -145,7 +145,7 @@ def logs(trainer: Trainer) -> str:
 
 
 def shown(path: str) -> str:
-    """Return a path as it is read best: relative where it is below the present folder."""
+    """Return a path for messages: relative where it is below the current folder."""
     if "://" in path or not os.path.isabs(path):
         return path
     relative = os.path.relpath(path)
@@ -153,7 +153,7 @@ def shown(path: str) -> str:
 
 
 def _tell_interruption(trainer: Trainer, error: BaseException) -> None:
-    """Tell in one line where Ctrl-C or a signal ended a fit, what was saved, and how to continue.
+    """Log in one line where Ctrl-C or a signal ended a fit, what was saved, and how to continue.
 
     An uncaught KeyboardInterrupt prints nothing more.
     """
@@ -193,7 +193,7 @@ def _how_to_name(trainer: Trainer, path: str) -> str:
 
 
 def tell_failure(trainer: Trainer, error: BaseException) -> None:
-    """Tell of an interruption; let the failure of another rank be printed as one line.
+    """Log an interruption; print the failure of another rank as one line.
 
     That rank prints its traceback, which is not repeated where it is on this machine. One that a signal ended prints
     nothing: its stack is in this error alone.

@@ -9,12 +9,12 @@ _NO_GRAPH = "does not require grad and does not have a grad_fn"
 
 
 def advice_on_graph(error: Exception, module: nn.Module, hook: str) -> str | None:
-    """Return what to do where a backward pass met no graph, or one that is freed; None for other errors.
+    """Return advice for a backward pass without a graph, or with a freed one; None for other errors.
 
     Args:
         error: What ended a run.
-        module: Whose parameters are looked at.
-        hook: The hook that it came from; "" for none.
+        module: Its parameters are checked.
+        hook: The hook in which it was raised; "" for none.
     """
     if _FREED_GRAPH in str(error) and hook != "training_step":
         return (
@@ -43,7 +43,7 @@ def advice_on_graph(error: Exception, module: nn.Module, hook: str) -> str | Non
 
 
 def advice_on_evaluation(error: Exception, verb: str | None, inference_mode: bool) -> str | None:
-    """Return what to do where a validate, test or predict computes gradients without a graph; None for other errors.
+    """Return advice for a validate, test or predict that computes gradients without a graph; None for other errors.
 
     Args:
         error: What ended the run.

@@ -10,11 +10,11 @@ from ..protocols import Tree
 
 
 def advice_on(error: BaseException, module: nn.Module) -> str | None:
-    """Return what to do about an error that is about inference tensors; None for any other.
+    """Return advice for an error about inference tensors; None for any other.
 
     Args:
         error: What ended a fit.
-        module: Where such tensors are looked for.
+        module: Searched for such tensors.
     """
     if not isinstance(error, RuntimeError) or "inference tensor" not in str(error).lower():
         return None

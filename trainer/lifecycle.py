@@ -278,7 +278,7 @@ class Lifecycle:
         self._warn_of_unused()
 
     def __getattr__(self, name: str) -> Hook:
-        """Events are attributes that `__init__` sets from the table; after `release` they are compiled when asked."""
+        """Events are attributes that `__init__` sets from the table; after `release` they are compiled when read."""
         event = HOOKS.get(name)
         if event is None or event.kind != "event":
             raise AttributeError(name)
@@ -356,9 +356,9 @@ class Lifecycle:
         return self._fire(name, self._callback_hooks(callbacks, name), [], [])
 
     def end_step_without_batch(self, index: int) -> None:
-        """Tell the end of a window on a rank that had no batch for its last micro-batch, where others had one.
+        """Announce the end of a window on a rank that had no batch for its last micro-batch, where others had one.
 
-        Only those hear it that have to act at every step on all ranks alike: metrics, and callbacks that say
+        Only listeners that have to act at every step on all ranks are called: metrics, and callbacks with
         `hears_every_step`. Outputs and batch are None.
         """
         name = "on_train_batch_end"
@@ -443,7 +443,7 @@ class Lifecycle:
         if own or before or after:
             self._heard.add(name)
         if event.log is not None and name.endswith("_epoch_end"):
-            # Between the two the metrics are published and not yet finished: whoever runs there may log.
+            # Between the two the metrics are published and not yet finished: hooks that run there may log.
             self._metrics.late_listeners[name.removeprefix("on_").removesuffix("_epoch_end")] = bool(before or own)
         if not (own or before or after or system):
             return _unheard
@@ -459,7 +459,7 @@ class Lifecycle:
         table = metrics.table_of(name)
         if name in _FINISHED_EARLY:
             if every == tuple(system):
-                return system[0]  # it neither logs nor saves, and no listener comes after it
+                return system[0]  # it neither logs nor saves, and no listener follows
             return self._fire_to_finish(name, every)
 
         def fire(*args: object) -> None:

@@ -1,4 +1,4 @@
-"""`nearest_that_fits`: what a fit that has run out of memory could do, by its plan. Imported when that happens."""
+"""`nearest_that_fits`: what would fit after a fit has run out of memory, by its plan. Imported when that happens."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 _DEVICES = (1, 2, 4, 8)
 _TRIES = 3
-_MOST_S = 15.0  # after which no further row is begun
+_MOST_S = 15.0  # after which no further row is started
 
 
 def nearest_that_fits(trainer: TrainerView, module: nn.Module, batch: Batch, *, memory: float) -> str:
-    """Return what a fit on one device could do that has run out of memory, by the plan: a line for each way.
+    """Return what would fit after a fit on one device has run out of memory, by the plan: a line for each option.
 
     Args:
         trainer: The Trainer, with the precision and accumulation of the fit.
         module: The module, which is not changed.
-        batch: The one that was too large, on any device.
+        batch: The batch that was too large, on any device.
         memory: Of the device, in bytes.
     """
     training, _ = training_of(trainer, module, [batch])

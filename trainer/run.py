@@ -69,27 +69,29 @@ class StepPlan:
             `window.loss_and_backward`.
         backward: Backward pass, scaled where the precision scales.
         zero_grad: Zeroes the gradients.
-        zeroes_early: Whether that comes before a window's first forward pass, so that gradients and activations are not
-            there at the same time; else after it, where hooks listen that are promised so.
+        zeroes_early: Whether that comes before a window's first forward pass, so that gradients and activations do not
+            take memory at the same time; otherwise after it, where hooks listen that expect that order.
         clip: Clips the gradients, None where nothing clips.
         take_step: Steps the optimizer: `(optimizer) -> whether it stepped`.
-        step_by_module: The module's own `optimizer_step` in its place: `(closure) -> whether it stepped`; None without.
+        step_by_module: The module's own `optimizer_step`, called instead: `(closure) -> whether it stepped`; None
+            without.
         no_sync: Opens the context of a micro-batch whose gradients are not reduced over ranks; None where all are.
         optimizer: The optimizer, None when the module has none.
         needs_outputs: Whether outputs have to be made for on_train_batch_end.
         needs_loss: Whether the loss's value is needed.
         unscale: Unscales gradients before clipping, None where nothing scales.
         step_schedules: Steps the schedules that are due.
-        looks_ahead: Whether the last micro-batch of a window has to be known before it, as where ranks synchronize
-            gradients in it. Else the next one is read after it, as a handwritten loop does: the step may fill what it
-            is read from.
-        hold: Makes what takes a window's micro-batches that are not run as they come; None where all are.
+        looks_ahead: Whether the last micro-batch of a window has to be known in advance, because ranks synchronize
+            gradients in it. Otherwise the next micro-batch is read after the step, as in a handwritten loop: the step
+            may fill the source of the data.
+        hold: Creates the object that takes the micro-batches of a window that are not run as they come; None if all
+            are.
         begin_window: Starts the loss of a window that is planned to have that number of micro-batches.
         finish_window: Scales, clips and steps after the last micro-batch; see `window.finish_window`.
         run_window: The strategy's `run_window` where it takes over the inside of a window; else None.
         needs_closure: Whether the optimizer evaluates the window itself, by its closure.
         step_plateaus: Steps the plateau schedules that count epochs, given the epochs that have ended; called when the
-            epoch's metrics are there, before checkpoints are taken.
+            epoch's metrics are available, before checkpoints are taken.
         count_window: Counts a finished window's samples, and its tokens, where these are limited; else None.
     """
 
@@ -119,22 +121,22 @@ class StepPlan:
     needs_closure: bool = False
 
     def take_optimizer(self, other: StepPlan) -> None:
-        """Step another optimizer from now on: with the functions of a plan that was made for it."""
+        """Step another optimizer from now on, with the functions of a plan that was made for it."""
         self.optimizer, self.zero_grad, self.clip = other.optimizer, other.zero_grad, other.clip
         self.unscale, self.step_by_module = other.unscale, other.step_by_module
 
 
 @dataclass(slots=True)
 class BeforeValidation:
-    """What a validation changes and a resumed run must not see: a validation that has not ended is repeated.
+    """State that a validation changes, from before it: a resumed run repeats a validation that has not ended.
 
     Attributes:
-        rng: The global random number generators; a validation puts them back when it ends.
-        generators: Those in the validation loaders' own attributes.
+        rng: The global random number generators; a validation restores them when it ends.
+        generators: The generators in attributes of the validation loaders.
         metric_objects: States of the module's metric objects.
         evaluating: Paths of the modules that were in eval mode.
-        eval_batches: Evaluation batches ever seen.
-        window: Number of the window before.
+        eval_batches: Evaluation batches seen in total.
+        window: Number of the previous window.
         is_over: Whether on_validation_epoch_end is done.
         loggers: States of the loggers before the first row of the validation; None while there is no row.
     """
@@ -151,7 +153,7 @@ class BeforeValidation:
 
 @dataclass(slots=True, weakref_slot=True)
 class Run:
-    """One validate, test or predict; and what a fit has in common with them.
+    """One validate, test or predict; and the parts that a fit shares with them.
 
     A checkpoint can be taken of each. What only a fit fills is empty here.
 
@@ -168,7 +170,7 @@ class Run:
         watch: Keeps losses for the policy on those that are not finite.
         is_automatic: Whether the trainer calls backward and steps the optimizer.
         skips_bad_steps: Whether a loss that is not finite drops the step, which takes a host read per micro-batch.
-        before_validation: What a checkpoint that is taken during a validation has to hold; None outside.
+        before_validation: The state that a checkpoint during a validation has to contain; None outside.
         configured: What `configure_optimizers` returned, as plain values; see checkpointing/optimizer_record.py.
         validated: The weights that the epoch's last validation saw, while hooks may change them; else None.
         evaluation_weights: Of schedule-free optimizers; None without one.
@@ -187,8 +189,9 @@ class Run:
         batch_idx: Index of the current training batch in its epoch.
         has_stepped: Whether the window that just ended stepped the optimizer.
         is_epoch_over: Whether the epoch that is being closed has seen all its data.
-        compares_rates: Whether learning rates must be the same on all ranks, which each epoch begins by comparing.
-        monitored: Names of metrics that are still to be checked; None where there are none.
+        compares_rates: Whether learning rates must be the same on all ranks; they are compared at the start of each
+            epoch.
+        monitored: Names of metrics that are still to be checked; None without any.
     """
 
     trainer: TrainerView
@@ -259,7 +262,7 @@ class Run:
 
     @property
     def ranks_answer(self) -> bool:
-        """Whether there are other ranks, and they are at the same point: not so after an error of this rank alone."""
+        """Whether there are other ranks at the same point: False after an error of this rank alone."""
         if not self.has_ranks:
             return False
         return not self.is_after_error or (self.stop_points is not None and self.stop_points.is_by_signal)
@@ -275,12 +278,12 @@ class FitRun(Run):
     """One fit.
 
     Attributes:
-        session: What the loop asks for between two steps; there while the fit runs.
+        session: Functions that the loop calls between two steps; available while the fit runs.
         plan: The functions of a step, once the data are open and the optimizers are built.
         stream: The training data, once they are open.
         stream_state: Where the training data were when the run ended.
-        unfinished: What was due at the event in which the resumed checkpoint was taken (checkpointing/unfinished.py).
-        after_epoch: What callbacks do after the event of the epoch's end, checkpoints included.
+        unfinished: Actions that were due at the event of the resumed checkpoint (checkpointing/unfinished.py).
+        after_epoch: Actions of callbacks after the epoch's end and its checkpoints.
     """
 
     session: FitView = field(init=False)
@@ -297,7 +300,7 @@ class FitRun(Run):
 
     @property
     def is_bound(self) -> bool:
-        """Whether the functions of a step are there: not so before the loop, and after it."""
+        """Whether the functions of a step are bound: not before the loop, nor after it."""
         return hasattr(self, "plan")
 
     def release(self) -> None:

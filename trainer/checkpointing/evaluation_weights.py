@@ -1,4 +1,4 @@
-"""Optimizers that train on other weights than those to evaluate: schedule-free ones, with `train()` and `eval()`."""
+"""Weights of optimizers that train on other weights than they evaluate: schedule-free ones, with `train` and `eval`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 
 class EvaluationWeights:
-    """Exchanges the weights of training for those to evaluate, and puts the former back as they were.
+    """Exchanges the training weights for the weights to evaluate, and restores them bit for bit.
 
-    `train()` of an optimizer only recomputes them, which rounds: training would depend on when it is validated.
+    `train()` of an optimizer only recomputes them, with rounding: training would depend on when validations run.
 
     Args:
         optimizers: Optimizers with `train()` and `eval()`.
@@ -25,7 +25,7 @@ class EvaluationWeights:
         self._kept: list[tuple[Tensor, Tensor]] | None = None  # parameters and their values in training
 
     def train(self) -> None:
-        """Let the optimizers compute the weights of training, as a run begins."""
+        """Let the optimizers compute the training weights, at the beginning of a run."""
         self._call("train")
 
     def evaluate(self) -> None:
@@ -38,7 +38,7 @@ class EvaluationWeights:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Have the weights to evaluate in place."""
+        """Return a context in which the weights to evaluate are in place."""
         if self._kept is not None:
             yield
             return
@@ -50,7 +50,7 @@ class EvaluationWeights:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Have the weights of training in place, also within `evaluating`."""
+        """Return a context in which the training weights are in place, also within `evaluating`."""
         if self._kept is None:
             yield
             return

@@ -31,10 +31,10 @@ def can_be_requeued(trainer: Trainer) -> bool:
 
 
 def locate(trainer: Trainer, ckpt_path: str | Path | None, verb: str, *, has_model: bool) -> str | None:
-    """Return the path of the checkpoint that is meant, None to use the present weights.
+    """Return the path of the selected checkpoint, None to use the current weights.
 
     Args:
-        trainer: Whose checkpoint callbacks are asked.
+        trainer: Its checkpoint callbacks are searched.
         ckpt_path: A path or URL, "last", "best", "hpc", or None.
         verb: "fit", "validate", "test" or "predict".
         has_model: Whether the user passed a module; without one, evaluation means the best checkpoint.
@@ -99,7 +99,7 @@ def _best_of_files(trainer: Trainer, callback: ModelCheckpoint) -> str | None:
 
 
 def _last(trainer: Trainer) -> str | None:
-    """Return the checkpoint of the last step that is whole; each damaged one before it is said."""
+    """Return the last checkpoint that is intact; log each damaged one that is skipped."""
     paths: list[str] = []
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
@@ -127,7 +127,7 @@ def _last(trainer: Trainer) -> str | None:
 
 
 def _newest_valid(trainer: Trainer, paths: list[str], skip: Callable[[str, Exception], None]) -> str | None:
-    """Return the first checkpoint that is whole; each rank reads its share of the files. On every rank."""
+    """Return the first intact checkpoint; each rank reads its share of the files. On every rank."""
     from ...fabric.on_all_ranks import run_on_all_ranks
 
     for path in paths:

@@ -25,7 +25,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def describe(optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerConfig]) -> StateDict:
-    """Return what was configured, as plain values. To be called before anything is stepped or restored."""
+    """Return the configuration as plain values. To be called before anything is stepped or restored."""
     return {
         "optimizers": [
             {"class": type(one).__name__, "groups": [_plain(_hyperparameters(group)) for group in one.param_groups]}
@@ -39,12 +39,13 @@ def describe(optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerCon
 
 
 def differences(before: StateDict, now: StateDict, put_back: Sequence[tuple[StateDict, Sequence[int]]]) -> list[str]:
-    """Return a line for each value that was configured otherwise than for the run that is resumed.
+    """Return a line for each value that is configured differently from the run that is resumed.
 
     Args:
         before: What `describe` returned for the run that was saved.
         now: The same for this run.
-        put_back: For each optimizer what `fit_groups` returned; a value that is there as configured was overridden.
+        put_back: For each optimizer what `fit_groups` returned; a value in it that equals the configured one was
+            overridden.
     """
     lines = []
     for index, (old, new) in enumerate(zip(before["optimizers"], now["optimizers"], strict=False)):
@@ -106,12 +107,12 @@ def fit_groups(
         name: Of the optimizer's class.
 
     Raises:
-        CheckpointError: Groups hold other parameters than before; all that are in another one, new or gone are named.
+        CheckpointError: Groups hold different parameters; all that moved, are new or are missing are named.
     """
     groups = state["param_groups"]
     as_it_is = dict(state), list(range(len(own)))
     if [len(one) for one in saved] != [len(group["params"]) for group in groups]:
-        return as_it_is  # an engine counts otherwise
+        return as_it_is  # an engine counts differently
     if list(map(list, saved)) == list(map(list, own)):
         return as_it_is
     sets = [set(members) for members in saved]
@@ -138,7 +139,7 @@ def fit_groups(
 
 
 def _hyperparameters(group: ParamGroup, *, of_start: bool = True) -> StateDict:
-    """Return what a group was given. A schedule may have changed `lr` already: then the group has its `initial_lr`."""
+    """Return the configured values of a group. If a schedule has changed `lr` already, the group has `initial_lr`."""
     lr = group.get("initial_lr", group.get("lr")) if of_start else group.get("lr")
     return {"lr": lr, **{key: value for key, value in group.items() if key not in _NOT_GIVEN}}
 
@@ -166,7 +167,7 @@ def _class_changed(where: str, old: StateDict, new: StateDict) -> list[str]:
 
 
 def _are_renamed(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]], known: Collection[str]) -> bool:
-    """Whether positions agree: each name is the same, or the module has it no more."""
+    """Whether positions agree: each name is the same, or the module no longer has it."""
     return [len(one) for one in saved] == [len(one) for one in own] and all(
         old == new or old not in known
         for before, now in zip(saved, own, strict=True)

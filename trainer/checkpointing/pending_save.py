@@ -1,7 +1,7 @@
-"""A checkpoint that was begun and is being written in the background.
+"""A checkpoint that is being written in the background.
 
-What has to follow a complete file (older ones go, links move, loggers are notified) waits here, too. It communicates,
-so it is done in the main thread, at the same place of the program on every rank.
+Actions that need a complete file (removing older ones, moving links, notifying loggers) wait here, too. It
+communicates, so it is done in the main thread, at the same place of the program on every rank.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class PendingSave:
-    """One save on its way.
+    """One save in progress.
 
     Args:
         checkpoint_io: Writes it on this rank, or on another only.
-        path: Where to, for messages.
+        path: Its path, for messages.
     """
 
     def __init__(self, checkpoint_io: BackgroundPlugin, path: str) -> None:
@@ -31,18 +31,18 @@ class PendingSave:
         self._follow_ups: list[tuple[Callable[[], None], Callable[[], None] | None]] = []
 
     def then(self, done: Callable[[], None], failed: Callable[[], None] | None) -> None:
-        """Call one of these when it is known how the save went; what failed is taken back in the reverse order."""
+        """Call one of these once the outcome of the save is known; after a failure, in reverse order."""
         self._follow_ups.append((done, failed))
 
     def wait(self, *, before_save: bool) -> None:
-        """Wait until this rank has nothing on its way. Ctrl-C may end this; then it can be called again."""
+        """Wait until this rank has written its part. Ctrl-C may interrupt it; then it can be called again."""
         try:
             self._checkpoint_io.wait(before_save=before_save)
         except Exception as error:  # raised by `finish`, when all ranks know
             self._error = error
 
     def finish(self, trainer: TrainerView) -> None:
-        """Do what follows, after `wait`; on every rank.
+        """Run the actions, after `wait`; on every rank.
 
         Raises:
             CheckpointError: The save failed, on this rank or on another.
@@ -51,7 +51,7 @@ class PendingSave:
         if trainer.ranks_answer:
             error = self._error_of_all(trainer, error)
         elif not trainer.is_global_zero and error is None:
-            return  # it wrote a part at most, and no other rank can be asked about the rest
+            return  # it wrote a part at most, and the other ranks cannot be asked about the rest
         if error is None:
             for done, _ in self._follow_ups:
                 done()

@@ -1,4 +1,4 @@
-"""`Saving` writes the checkpoints of a Trainer's run, and knows of one that is still on its way to the disk.
+"""`Saving` writes the checkpoints of a Trainer's run, and tracks one that is still being written in the background.
 
 Called on every rank: some of it communicates.
 """
@@ -38,9 +38,10 @@ class Saving:
     Attributes:
         is_after_error: Whether on_exception is being called: a checkpoint is taken wherever the run stopped, and other
             ranks may be elsewhere.
-        how_to_continue: What continues an interrupted run, for messages; None for `fit` with `ckpt_path`.
+        how_to_continue: How to continue an interrupted run, for messages; None for `fit` with `ckpt_path`.
         is_elsewhere: Whether another replica group writes checkpoints: nothing is saved here.
-        has_score: Whether what is saved now bears the score of the latest validation, and so the weights of then.
+        has_score: Whether the checkpoint being saved has the score of the latest validation, and so the weights that it
+            saw.
     """
 
     def __init__(self, trainer: TrainerView) -> None:
@@ -59,7 +60,7 @@ class Saving:
         return self._saved_path if self._saved_at == step else None
 
     def keep_validated(self) -> None:
-        """Keep the weights of now until the epoch has ended, if a hook may change them before the score is saved.
+        """Keep the current weights until the epoch has ended, if a hook may change them before the score is saved.
 
         On every rank, at the end of a validation.
         """
@@ -146,7 +147,7 @@ class Saving:
             self._saved_at, self._saved_path = trainer.global_step, str(filepaths[0])
 
     def _reach_end_of_event(self, run: Run) -> None:
-        """Let everybody hear of the running event, so that nothing of it is lost on a resume."""
+        """Call the remaining listeners of the current event, so that a resume loses nothing of it."""
         run.lifecycle.finish_event()
         validation = run.before_validation
         if validation is None or validation.is_over:
@@ -228,7 +229,7 @@ class Saving:
     def write(
         self, checkpoint: StateDict, filepaths: Sequence[str | Path], storage_options: StorageOptions | None
     ) -> None:
-        """Write a checkpoint that was taken already, in another process say."""
+        """Write a checkpoint that was taken before, for instance in another process."""
         self.write_to(checkpoint, filepaths, storage_options)
         self._begin_wait(filepaths)
 
@@ -239,7 +240,7 @@ class Saving:
 
         Args:
             checkpoint: What was collected, on the ranks that write.
-            filepaths: Where to.
+            filepaths: Paths to write.
             storage_options: Passed to the plugin.
         """
         io = self._trainer.fabric.checkpoint_io
@@ -254,7 +255,7 @@ class Saving:
             io.save_checkpoint(checkpoint, filepaths[0], storage_options=storage_options, also_to=filepaths[1:])
 
     def _begin_wait(self, filepaths: Sequence[str | Path]) -> None:
-        """Note that a save is on its way, on every rank that took part in it, if that is what the plugin does."""
+        """Keep the save in progress, on every rank that took part in it, if the plugin saves in the background."""
         io = self._trainer.fabric.checkpoint_io
         if not saves_in_background(io):
             return
@@ -265,7 +266,7 @@ class Saving:
             self.wait()  # no training continues that could report an error later
 
     def wait(self, *, before_save: bool = False) -> None:
-        """Return when the last checkpoint is complete, and what follows a save is done; see `wait_for_save`."""
+        """Wait until the last checkpoint is complete, including the actions after it; see `wait_for_save`."""
         pending = self._pending
         if pending is None:
             return
@@ -274,10 +275,10 @@ class Saving:
         pending.finish(self._trainer)
 
     def wait_after(self, error: BaseException) -> None:
-        """Wait for a save that is on its way; its failure does not hide the error that ends the run."""
+        """Wait for a save in progress; its failure does not hide the error that ends the run."""
         try:
             self.wait()
-        except Exception as second:  # plugins have errors of their own
+        except Exception as second:  # plugins raise errors of any class
             logger_.exception("a checkpoint could not be written in the background, besides %s", type(error).__name__)
             add_place(error, f"and a save in the background had failed: {type(second).__name__}: {second}")
 

@@ -1,8 +1,8 @@
 """The weights that a validation has seen, kept until the checkpoint with its score is saved at the end of the epoch.
 
 Hooks that run in between (`on_train_epoch_end` of a pruning callback, or of a user) may change weights. The
-checkpoint's `state_dict` then holds those that were validated, so that the file has the score in its name. What
-training continues with stands beside them, and fit loads that.
+checkpoint's `state_dict` then holds those that were validated, so that the file has the score in its name. The weights
+with which training continues are stored beside them, and fit loads those.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EVENT = "on_train_epoch_end"
 
 
 def may_change_weights(callbacks: list[Callback], module: nn.Module) -> bool:
-    """Whether someone hears the end of an epoch who may change weights: the module, and all but built-in callbacks."""
+    """Whether a listener to the end of an epoch may change weights: the module, and all but built-in callbacks."""
     if find_override(module, _EVENT, MODULE_BASES) is not None:
         return True
     for callback in callbacks:

@@ -31,7 +31,7 @@ class CarriedWindow:
     """An accumulation window that continues in the next epoch.
 
     Args:
-        trainer: Whose accumulation and limits hold.
+        trainer: Its accumulation and limits apply.
         run: Its plan is set up, and is bound to this object here.
 
     Attributes:
@@ -39,7 +39,7 @@ class CarriedWindow:
             where on_train_batch_start has dropped it.
 
     Raises:
-        ConfigError: The run accumulates in a way that cannot be carried; says why.
+        ConfigError: The run accumulates in a way that cannot be carried; the message says why.
     """
 
     def __init__(self, trainer: TrainerView, run: FitRun) -> None:
@@ -57,7 +57,7 @@ class CarriedWindow:
 
     def _begin(self, size: int) -> None:
         if not self.count:
-            # Known before it starts where it can be: the last epoch's last window is a short one.
+            # Where it is known in advance: the last window of the last epoch may be a short one.
             self._run.window_loss.begin(size if self._ends_training() else self._trainer.accumulate_grad_batches)
         elif self._run.has_ranks:
             cast(RanksWindowLoss, self._run.window_loss).begin_part()
@@ -79,7 +79,7 @@ class CarriedWindow:
         return finish_window(run, loss)
 
     def _scale_to(self, run: FitRun, done: int) -> None:
-        """Weigh the gradients by the micro-batches that the window has, where its loss does not do so itself."""
+        """Scale the gradients by the number of micro-batches in the window, where its loss does not do so itself."""
         if run.has_ranks and run.plan.optimizer is not None:
             ranks_window = cast(RanksWindowLoss, run.window_loss)
             if ranks_window.gradient_factor() is None:
@@ -88,10 +88,11 @@ class CarriedWindow:
     # --- state -----------------------------------------------------------------------------------------------------
 
     def states(self) -> StateDict:
-        """Return what a checkpoint holds of the window: nothing where none is under way. On every rank.
+        """Return the state of the window for a checkpoint, empty where no window is open. On every rank.
 
         Raises:
-            CheckpointError: An error interrupted the part of the window in this epoch, whose gradients are in the sums.
+            CheckpointError: An error interrupted the window in this epoch, and the gradients of that part are already
+                added.
         """
         if not self.count:
             return {}

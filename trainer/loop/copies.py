@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def watch_batches(stream: BatchStream, strategy: Strategy) -> None:
-    """Let the stream compare what it gives with that of ranks that must read the same batches. On every rank.
+    """Let the stream compare its batches with those of ranks that must read the same. On every rank.
 
     Nothing is done where all ranks read different data.
     """
@@ -27,10 +27,10 @@ def watch_batches(stream: BatchStream, strategy: Strategy) -> None:
 
 
 class _ComparedBatches:
-    """Gives batches, and compares their running checksum over ranks at the 1st, 2nd, 4th, 8th, ... of them.
+    """Returns batches, and compares their running checksum over ranks at the 1st, 2nd, 4th, 8th, ... batch.
 
-    A difference is found before twice as many batches have been read, in a number of messages that hardly grows. Of a
-    batch on a device nothing is read: only the number of such batches counts.
+    A difference is found before twice as many batches have been read, and the number of messages grows with the
+    logarithm. The content of batches on a device is not read: only their number counts.
     """
 
     def __init__(self, take: Callable[[], Batch], strategy: Strategy, loader: str) -> None:

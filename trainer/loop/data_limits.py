@@ -1,8 +1,8 @@
 """`Trainer(max_samples=, max_tokens=)`: limits on samples and tokens, reached on all ranks at the same step.
 
-The counts are global, over all ranks. With several ranks each knows its own only. They exchange counts when a limit may
-be reached and not before: a step takes at most as much as its micro-batches can hold, so that the number of steps that
-cannot reach the limit is known. That takes a handful of messages per run.
+The counts are global, over all ranks. With several ranks, each knows only its own count. They exchange counts when a
+limit may be reached and not before: a step takes at most as much as its micro-batches can hold, so that the number of
+steps that cannot reach the limit is known. That takes a handful of messages per run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..run import FitRun
     from ..view import TrainerView
 
-# How much larger than the largest step so far a step may be, where nothing says how large steps can get.
+# Assumed factor by which a step can exceed the largest one so far, where the size of steps is not bounded.
 _MARGIN = 2
 
 
@@ -28,7 +28,7 @@ class DataLimits:
     """Limits on samples and tokens during one fit.
 
     Args:
-        trainer: Whose limits hold.
+        trainer: Its limits apply.
         run: Its plan is set up: batches are counted on their way to the device.
     """
 
@@ -123,7 +123,7 @@ class DataLimits:
 
 
 def is_reached(trainer: TrainerView, samples: int, tokens: int) -> bool:
-    """Return whether this number of samples or tokens is what a limit allows."""
+    """Return whether this number of samples or tokens reaches a limit."""
     return (trainer.max_samples is not None and samples >= trainer.max_samples) or (
         trainer.max_tokens is not None and tokens >= trainer.max_tokens
     )

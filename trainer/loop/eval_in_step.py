@@ -1,7 +1,7 @@
 """Evaluation in step on all ranks, where evaluation steps communicate.
 
-Ranks have different numbers of batches, since every sample is read once. Those that have none left take part in what
-the others' steps communicate, without running the user's code.
+Ranks have different numbers of batches, since every sample is read once. Ranks without a remaining batch take part in
+the communication of the others' steps, without running the user's code.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _DONE = object()
 
 
 def in_step(batches: Iterator[object], run: Run, global_batches: int | None) -> Iterator[object]:
-    """Yield this rank's batches, then take part in the global batches that only other ranks have batches of.
+    """Yield this rank's batches, then take part in the global batches in which only other ranks have one.
 
     Args:
-        batches: Those of one loader.
+        batches: The batches of one loader.
         run: The run.
-        global_batches: Batches that the rank with the most has, as far as this rank knows; None if it does not.
+        global_batches: Number of batches of the rank with the most; None if unknown.
     """
     strategy = run.fabric.strategy
     helper = evaluation_of(strategy)

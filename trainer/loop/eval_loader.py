@@ -1,4 +1,4 @@
-"""`EvalLoader`: what an evaluation stage reads, with its limits; and how it is made of the loaders that were given."""
+"""`EvalLoader`: the data of an evaluation stage, with its limits, made from the user's loaders."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class EvalLoader:
     _sizes: dict[int, BatchSizes] = field(default_factory=dict)
 
     def sizes_of(self, index: int) -> BatchSizes:
-        """Return what is known of the sizes of a loader's batches."""
+        """Return the `BatchSizes` of a loader."""
         if index not in self._sizes:
             from ...data.batch_size import BatchSizes
 
@@ -74,7 +74,7 @@ class EvalLoader:
         return sum(self.limits)
 
     def count_of(self, index: int) -> int | None:
-        """Return how many batches this rank expects that the rank with the most has; None if it cannot know."""
+        """Return the number of batches of the rank with the most, as far as this rank can know; None if unknown."""
         from ...data.distributed.evaluation import count_eval_rounds
 
         count, limit = count_eval_rounds(self.loaders[index]), self.limits[index]
@@ -96,7 +96,7 @@ def _take(loader: Loader, limit: int | float) -> Iterator[Batch]:
     iterator = iter(gathering(loader))
     # Not the iterator itself: `enumerate` and `islice` call `iter` again, and some loaders would shuffle again then.
     batches: Iterator[Batch] = map(next, itertools.repeat(iterator))
-    # islice does not ask for a batch beyond its limit.
+    # islice does not request a batch beyond its limit.
     return batches if limit == math.inf else itertools.islice(batches, math.ceil(limit))
 
 

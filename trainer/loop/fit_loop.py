@@ -41,7 +41,7 @@ class FitLoop:
     """Trains until a limit is reached.
 
     Args:
-        trainer: Whose limits and cadences hold.
+        trainer: Its limits and intervals apply.
 
     Attributes:
         max_epochs, min_epochs, max_steps, min_steps: The limits; may be changed between two fits.
@@ -101,7 +101,7 @@ class FitLoop:
 
     @property
     def data_limits(self) -> dict[str, int]:
-        """The limits that count data, of `max_samples` and `max_tokens` those that are given."""
+        """The limits that count data: `max_samples` and `max_tokens`, as far as given."""
         limits = {"max_samples": self._trainer.max_samples, "max_tokens": self._trainer.max_tokens}
         return {name: value for name, value in limits.items() if value is not None}
 
@@ -150,7 +150,7 @@ class FitLoop:
 
         Args:
             run: The run.
-            restore: Puts back the random number generators of a checkpoint; called last before training continues.
+            restore: Restores the random number generators of a checkpoint; called last before training continues.
         """
         self._check_windows(run)
         self._validation_clock_s = time.monotonic() - run.progress.validated_s
@@ -185,11 +185,11 @@ class FitLoop:
                 self._reopen_epoch(run)
             if stop_points is not None:
                 stop_points.begin_phase(may_stop=self.may_stop and not self.is_at_limit)
-        self._trainer.wait_for_save()  # whoever hears of the end may read the files
+        self._trainer.wait_for_save()  # listeners to the end may read the files
         timeline.end(run)
         run.lifecycle.on_train_end()
         if run.evaluation_weights is not None:
-            run.evaluation_weights.evaluate()  # whoever uses the module after training
+            run.evaluation_weights.evaluate()  # for users of the module after training
 
     def _reopen_epoch(self, run: FitRun) -> None:
         """Go back to where the data of an open epoch were; the random number generators stay as they are."""
@@ -205,7 +205,7 @@ class FitLoop:
             self._moved = run.stream.position, int(now - planned)
 
     def _skip_batches(self, run: FitRun) -> None:
-        """Leave out the batches that an open epoch of another library had: its file says how many there were."""
+        """Skip the batches of an open epoch of another library: its file records how many there were."""
         num_batches = run.progress.batches_in_epoch
         self._open_stream(run)
         for _ in range(num_batches):
@@ -214,7 +214,7 @@ class FitLoop:
             run.stream.next_batch()
 
     def run_epoch(self, run: FitRun) -> None:
-        """Run one epoch, or the rest of one that was left open; a subclass may do something around it."""
+        """Run one epoch, or the rest of an open one; a subclass may wrap it."""
         progress, trainer = run.progress, self._trainer
         timeline = trainer.timeline
         is_whole = not progress.epoch_open
@@ -305,7 +305,7 @@ class FitLoop:
             self._tell_of_no_step()
 
     def _tell_of_no_step(self) -> None:
-        """Say after the first epoch that the module made no step that counts; an error where only steps end the run.
+        """Warn after the first epoch if the module made no step that counts; an error where only steps end the run.
 
         Raises:
             DataError: No other limit is set.
@@ -322,7 +322,7 @@ class FitLoop:
         return run.progress.epoch_open and not run.progress.epoch_paused
 
     def _check_windows(self, run: FitRun) -> None:
-        """Refuse arguments that the optimizer cannot follow; tell how one that is not torch's steps."""
+        """Refuse arguments that the optimizer does not support; log how an optimizer that is not torch's steps."""
         plan = run.plan
         if not run.is_automatic:
             self._refuse_to_skip(run, "manual optimization")
@@ -363,7 +363,7 @@ class FitLoop:
         return every is None or (self._trainer.progress.epochs + 1) % every == 0
 
     def plan_validation(self, run: FitRun) -> int | float:
-        """Return the count of batches at which the next validation is due: in the epoch, or in all for no epoch."""
+        """Return the number of batches (of the epoch, or in total) at which the next validation is due."""
         trainer, progress = self._trainer, run.progress
         interval = run.loaders.interval_batches
         every = trainer.check_val_every_n_epoch
@@ -389,7 +389,7 @@ class FitLoop:
         return self.next_validation - began_at
 
     def validation_is_due(self, run: FitRun, *, is_epoch_over: bool) -> bool:
-        """Whether to validate now. Windows are whole: a validation due within one comes right after it."""
+        """Whether to validate now. A validation that is due within a window runs right after it."""
         trainer, progress = self._trainer, run.progress
         if not trainer.enable_validation or progress.validated_at == progress.total_batches:
             return False
@@ -407,7 +407,7 @@ class FitLoop:
         return is_epoch_over and every is not None and isinstance(interval, float) and interval == 1.0
 
     def _is_time_to_validate(self, run: FitRun, seconds: float) -> bool:
-        """Whether so much time has passed; by rank 0's clock, which every rank asks once per window."""
+        """Whether this much time has passed, by rank 0's clock, which every rank queries once per window."""
         is_time = self.seconds_since_validation() >= seconds
         if not run.has_ranks:
             return is_time

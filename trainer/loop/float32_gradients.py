@@ -35,7 +35,7 @@ class Float32Gradients:
         run: Its plan is set up, and is bound to this object here.
 
     Raises:
-        ConfigError: The run accumulates in a way that these sums cannot follow; says why.
+        ConfigError: The run accumulates in a way that these sums do not support; the message says why.
     """
 
     def __init__(self, trainer: TrainerView, run: FitRun) -> None:
@@ -49,7 +49,7 @@ class Float32Gradients:
         self._handles: dict[Tensor, RemovableHandle] = {}
 
     def close(self) -> None:
-        """Let gradients be as torch makes them again."""
+        """Let torch accumulate gradients again."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -77,7 +77,7 @@ class Float32Gradients:
         parameter.grad = None
 
     def _finish(self, run: FitRun, loss: Tensor | None) -> bool:
-        """Average, scale and cast the sums; then what any window's end does."""
+        """Average, scale and cast the sums; then finish the window as any other."""
         parameters = self._parameters()
         sums = [self._sums.pop(parameter, None) for parameter in parameters]
         window, others = run.window_loss, self._others()

@@ -54,7 +54,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What an evaluation draws and counts besides gradients: random numbers, buffers, states of metric objects."""
+    """State that an evaluation changes besides gradients: random numbers, buffers, states of metric objects."""
 
     rng: StateDict = field(default_factory=dict)
     buffers: dict[nn.Module, dict[str, Tensor | None]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Drawn:
 
     @classmethod
     def of(cls, run: FitRun) -> Drawn:
-        """Return what it is now."""
+        """Return the current state."""
         copies = {
             one: {name: None if it is None else it.detach().clone() for name, it in one._buffers.items()}
             for one in run.module.modules()
@@ -86,7 +86,7 @@ class Drawn:
 
 
 class _NothingToStepWithError(Exception):
-    """Leaves an optimizer in whose first evaluation no micro-batch of any rank had a loss."""
+    """Leaves the optimizer's step if no micro-batch of any rank had a loss in its first evaluation."""
 
 
 class HeldWindow:
@@ -301,7 +301,7 @@ class HeldWindow:
         return no_loss if loss is None else loss
 
     def _forward_muted(self, batch: object, offset: int) -> Any:
-        """Run training_step for a stage before the last, and return what comes out; nothing that it logs counts."""
+        """Run training_step for a stage before the last, and return its result; what it logs is ignored."""
         metrics = self._run.metrics
         # Outside of the table of training_step: it gets no key that only stages before the last have.
         was_disabled, metrics.is_disabled = metrics.is_disabled, True
@@ -327,7 +327,7 @@ class HeldWindow:
         return self._run.fabric.precision.scale_loss(share)
 
     def _reduce_after_last(self) -> None:
-        """Let ranks know what the window weighs when all its losses are known: before the last backward pass."""
+        """Reduce the weight of the window over ranks when all its losses are known: before the last backward pass."""
         is_complete = self._num_steps == len(self._micro_batches) and len(self._shares) == self._num_losses
         if self._run.has_ranks and is_complete:
             self._run.window_loss.reduce()

@@ -114,7 +114,7 @@ class WindowLoss:
 
     __slots__ = ("count", "device", "has_parts", "is_divided", "is_finite", "planned", "reference", "total")
     form: str | None = "any"  # "mean" or "sum" where all ranks must have the same; None before any of them had a loss
-    has_nothing = False  # whether a window that other ranks skip, too, is skipped because nothing counts on any of them
+    has_nothing = False  # whether the window is skipped on all ranks because none of them has a loss
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -136,7 +136,7 @@ class WindowLoss:
         """Begin to add up over ranks what the window weighs: when its losses are known, before the last backward."""
 
     def join_stages(self) -> None:
-        """Let pipeline stages without losses know what the last one knows of the window; see `StagesWindowLoss`."""
+        """Pass the result of the last pipeline stage to stages without losses; see `StagesWindowLoss`."""
 
     def is_to_be_skipped(self) -> bool:
         """Return whether some loss was not finite, where bad steps are skipped."""
@@ -229,7 +229,7 @@ class WindowLoss:
 
 
 class RanksWindowLoss(WindowLoss):
-    """The losses of one window over several ranks: each gives its micro-batches shares, and all have one factor.
+    """The losses of one window over several ranks: shares for micro-batches, and one factor for all ranks.
 
     Args:
         device: Where losses live.
@@ -268,7 +268,7 @@ class RanksWindowLoss(WindowLoss):
         self.has_nothing = False
 
     def begin_part(self, name: str | None = None) -> None:
-        """Continue the window in another epoch: what ranks add up or note counts for this part of it.
+        """Continue the window in another epoch: sums and notes of ranks count for this part of it.
 
         Args:
             name: The same on all ranks, where an earlier run began the window; no other run has had it.
@@ -344,13 +344,13 @@ class RanksWindowLoss(WindowLoss):
     def is_empty(self) -> bool:
         """Whether no micro-batch of any rank had a loss. Waits for the device only on a rank without one.
 
-        A rank that had a loss knows the answer; those without find out, and all come to the same.
+        A rank that had a loss knows the answer; the others find out, and all get the same.
         """
         if self.count or self.reference is not None:
             return False
         if self._finish is not None:
             return bool(self._finish()[2].item() == 0)
-        if self.form is None:  # asked at each micro-batch until there is one: there was none
+        if self.form is None:  # compared at each micro-batch until one has a loss: none had
             return True
         return self._absent is not None and self._absent() == self._strategy.world_size
 

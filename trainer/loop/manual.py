@@ -63,7 +63,7 @@ def manual_backward(run: Run, loss: Tensor, *args: object, **kwargs: object) -> 
 def reduce_gradients(run: Run, optimizer: Optimizer) -> None:
     """Average an optimizer's gradients over ranks, if a backward pass has changed them since. On every rank alike.
 
-    Averages of averages and new gradients are right, too: what is equal on all ranks stays as it is.
+    Averaging again with new gradients is correct, too: averages are equal on all ranks and do not change.
     """
     if any(optimizer is one for one in run.unreduced):
         run.unreduced = [one for one in run.unreduced if one is not optimizer]
@@ -157,7 +157,7 @@ def _evaluating(run: Run, optimizer: Optimizer, closure: Closure) -> Callable[[]
 
 
 def waiting_gradients(run: Run) -> list[list[Tensor | None]]:
-    """Return the gradients that a module accumulates over batches: where the last batch did not step the optimizer.
+    """Return the gradients that a module accumulates over batches, of optimizers that the last batch did not step.
 
     Returns:
         A list for each optimizer, empty where nothing waits: the gradients of its parameters, in order.
@@ -201,7 +201,7 @@ def _placed(gradient: Tensor | TensorInFile, parameter: Tensor) -> Tensor:
 def step_given(run: Run, optimizer: Optimizer, closure: Closure | None) -> bool:
     """Step for a module's own `optimizer_step` in automatic optimization.
 
-    The closure evaluates the window for optimizers that do so themselves; else it only hands back the loss.
+    The closure evaluates the window for optimizers that evaluate it; otherwise it only returns the loss.
     """
     return run.fabric.optimizer_step(optimizer, closure)
 

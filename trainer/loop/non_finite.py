@@ -1,6 +1,6 @@
 """The policy on losses that are not finite, and the account of steps that were skipped.
 
-Losses are looked at in one packed copy per log boundary. A skipped step is known to the host where it is skipped: it is
+Losses are checked in one packed copy per log boundary. A skipped step is known to the host where it is skipped: it is
 counted, logged the first time, and named as a share at the end of fit.
 """
 
@@ -22,7 +22,7 @@ POLICIES = ("warn", "raise", "skip", "ignore")
 
 logger = logging.getLogger(__name__)
 
-_MANY = 50  # steps after which it is said that all were skipped
+_MANY = 50  # steps after which a warning says that all were skipped
 _NOTHING_TRAINED = (
     "Nothing was trained: all %d steps were skipped, because training_step returned None, or a loss of weight 0. "
     "Return the loss: a tensor, lw.Loss, or a dict with the key 'loss'; or set self.automatic_optimization = False, "
@@ -40,16 +40,16 @@ MOST_KEPT = 256
 
 
 class LossWatch:
-    """Keeps the losses since the last look, on the device.
+    """Keeps the losses since the last check, on the device.
 
     Args:
-        policy: "warn" (once), "raise", "skip" (the step itself looks, at each loss), or "ignore".
+        policy: "warn" (once), "raise", "skip" (the step itself checks each loss), or "ignore".
 
     Attributes:
         losses: Losses of micro-batches: shape (), detached.
         gather: Returns the objects of all ranks in rank order; None where there is one process. All ranks then act
             alike on the loss of any of them.
-        describe: Returns what a batch of this rank held, by its number in the run, for the message; None for nothing.
+        describe: Describes a batch of this rank by its number in the run, for the message; None without a description.
     """
 
     def __init__(self, policy: str) -> None:
@@ -62,7 +62,7 @@ class LossWatch:
         self._told: set[str] = set()
 
     def note_skipped(self, progress: Progress, reason: str, *, is_rank_zero: bool) -> None:
-        """Count a window without a step, and say so the first time for each reason. On every rank alike.
+        """Count a window without a step, and log the first one for each reason. On every rank alike.
 
         Args:
             progress: Counts of the run; the window is not counted yet.
@@ -89,7 +89,7 @@ class LossWatch:
             logger.info(text)
 
     def note_left(self, progress: Progress, *, is_rank_zero: bool) -> None:
-        """Say the first time that the rest of an epoch is skipped."""
+        """Log the first time that the rest of an epoch is skipped."""
         if "left" not in self._told and is_rank_zero:
             self._told.add("left")
             logger.info(
@@ -99,7 +99,7 @@ class LossWatch:
             )
 
     def counts(self, progress: Progress) -> dict[str, float]:
-        """Return what rows of the loggers say of skipped steps, and of batches that are split: nothing without any."""
+        """Return the counts of skipped steps and of split batches for rows of the loggers; empty without any."""
         counts = {} if progress.parts_per_batch == 1 else {"parts_per_batch": float(progress.parts_per_batch)}
         if not progress.skipped_steps:
             return counts
@@ -109,7 +109,7 @@ class LossWatch:
         return counts
 
     def conclude(self, progress: Progress) -> None:
-        """Name the share of skipped steps at the end of fit; a warning where losses were not finite, or it is large."""
+        """Log the share of skipped steps at the end of fit; a warning if losses were not finite, or if it is large."""
         skipped, total = progress.skipped_steps, progress.steps + progress.skipped_steps
         if not skipped:
             return
@@ -149,7 +149,7 @@ class LossWatch:
         return max(progress.total_batches - (len(values) - bad), 0), values[bad]
 
     def look(self, progress: Progress) -> None:
-        """Look at the kept losses and forget them. Waits for the device; with several ranks, on every rank.
+        """Check the kept losses and forget them. Waits for the device; with several ranks, on every rank.
 
         Raises:
             NonFiniteError: One is NaN or infinite and the policy is "raise"; the first is named.

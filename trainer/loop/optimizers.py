@@ -116,7 +116,7 @@ class ManagedOptimizer:
 
     @contextmanager
     def _observed(self, kwargs: dict[str, object], results: list[object]) -> Iterator[None]:
-        """Let the optimizer's own `step` have these arguments, and keep what it returns; not for one of torch.
+        """Pass these arguments to the optimizer's `step`, and keep what it returns; not for an optimizer of torch.
 
         An engine's optimizer takes no arguments: its step is the engine's.
         """

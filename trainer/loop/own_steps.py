@@ -1,4 +1,4 @@
-"""Steps that a module makes itself, with any optimizer of its parameters: they count as the trainer's own do.
+"""Steps that a module makes itself, with any optimizer of its parameters: they count like the trainer's.
 
 Watched in manual optimization, and where `configure_optimizers` returned None: by torch's hooks around each optimizer's
 step, from the beginning of fit until its end.
@@ -50,7 +50,7 @@ class OwnSteps:
             self._handles.append(register_optimizer_step_pre_hook(self._before))
 
     def remove(self) -> bool:
-        """Watch no longer; return whether it did."""
+        """Stop watching; return whether it was watching."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
@@ -69,7 +69,7 @@ class OwnSteps:
         run = self._run
         if self._kind_of(optimizer) != "elsewhere":
             run.stepped.append(optimizer)
-            if run.has_ranks:  # a backward pass of the module's own may follow, without notice
+            if run.has_ranks:  # the module may run another backward pass that is not seen here
                 run.unreduced = list(run.optimizers)
 
     def _kind_of(self, optimizer: Optimizer) -> _Kind:

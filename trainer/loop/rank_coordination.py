@@ -1,4 +1,4 @@
-"""Coordination of the ranks of a run beside gradients: equal arguments, data, random numbers, meetings, files.
+"""Coordination of the ranks of a run, except gradients: equal arguments, data, random numbers, meetings, files.
 
 Each function communicates and is called on every rank.
 """
@@ -100,8 +100,8 @@ def compare(strategy: Strategy, facts: dict[str, str], where: str = "", fix: str
     Args:
         strategy: Communicates.
         facts: Name -> fact as a short text.
-        where: When it is, for the message.
-        fix: What to do, for the message.
+        where: Place in the run, for the message.
+        fix: The remedy, for the message.
 
     Raises:
         ConfigError: On every rank: names each fact that differs, its values, and the ranks that have them.
@@ -158,7 +158,7 @@ def distribute_loaders(loaders: StageLoaders, strategy: Strategy, *, splits: boo
 def open_epoch(run: FitRun) -> None:
     """Begin an epoch of the training data, whose samplers draw as they would in one process.
 
-    Whatever the ranks have drawn for their own data: all use the generators of rank 0.
+    All ranks use the generators of rank 0, whatever they have drawn for their own data.
     """
     _compare_steps(run)
     strategy, topology = run.fabric.strategy, run.fabric.strategy.topology
@@ -171,7 +171,7 @@ def open_epoch(run: FitRun) -> None:
 
 
 def _compare_steps(run: FitRun) -> None:
-    """Compare what the steps of an epoch are made with: callbacks may have changed it, by chance or by a clock.
+    """Compare the settings of the steps of an epoch: callbacks may have changed them at random or by a clock.
 
     Raises:
         ConfigError: On every rank: names each fact that differs.
@@ -197,7 +197,7 @@ def _compare_steps(run: FitRun) -> None:
 
 
 def check_first_batch(run: FitRun, batch: Batch) -> None:
-    """Find out, once per run, whether ranks read what they should: their own share of one order.
+    """Check, once per run, that ranks read their own shares of one order.
 
     Args:
         run: The run, in its first window.
@@ -234,9 +234,9 @@ def check_first_batch(run: FitRun, batch: Batch) -> None:
 
 
 def _compare_listed(strategy: Strategy, loaders: Sequence[Loaders]) -> None:
-    """Compare what map-style data sets list their samples in: the order of the same samples must be the same.
+    """Compare the lists of samples in map-style data sets: the same samples must have the same order.
 
-    Samples that differ are none of our business: a data set may be another one on each rank, or hold paths of its rank.
+    Samples may differ: each rank may have another data set, or paths of its own machine.
 
     Raises:
         DataError: On every rank: names the attribute, and the ranks that have another order.
@@ -276,7 +276,7 @@ def gather_data(strategy: Strategy, state: StateDict) -> StateDict:
 
 
 def one_of_each_share(strategy: Strategy, obj: T) -> list[T]:
-    """Return the objects of ranks that read different data, by data rank: of ranks that read the same, one's."""
+    """Return the objects of ranks that read different data, by data rank: one for ranks that read the same."""
     topology = strategy.topology
     of_rank: dict[int, T] = {}
     for data_rank, theirs in topology.reports(strategy.gather_objects((topology.data_rank, obj))):
@@ -292,7 +292,7 @@ _MOST_NAMED = 16
 
 
 def meet(trainer: TrainerView, what: str) -> None:
-    """Wait until every rank is here, outside of any collective: so a call that some ranks leave out can be named.
+    """Wait until every rank is here, without a collective, so that a call that some ranks omit can be named.
 
     Args:
         trainer: Knows the other ranks.
@@ -313,7 +313,7 @@ def meet(trainer: TrainerView, what: str) -> None:
 
 
 def require_skip_everywhere(trainer: TrainerView) -> None:
-    """Wait until every rank skips the rest of the epoch, outside of any collective. On each rank that does.
+    """Wait until every rank skips the rest of the epoch, without a collective. On each rank that does.
 
     Raises:
         ModuleError: Another rank trains on, or did not come at all.
@@ -337,7 +337,7 @@ def _wait_for_all(
 
     Args:
         trainer: Knows the other ranks.
-        has_left: Whether a rank that is at the first place will not come to the second, which is this rank's.
+        has_left: Whether a rank at the first place will not reach the second, which is this rank's.
 
     Returns:
         None when all are here, and without a store; else some of the missing ranks, and the seconds waited, None where
@@ -371,7 +371,7 @@ def _wait_for_all(
         run = trainer.present_run()
         mine = {} if run is None else run.place()
         left = {rank for rank in missing if rank in ahead or has_left(places.get(rank, {}), mine)}
-        if left & left_before:  # seen twice: a place is what a rank said up to a second ago
+        if left & left_before:  # seen twice: a place may be a second old
             return sorted(left & left_before), None
         left_before = left
         if now - began > watch.stall_timeout_s:
@@ -405,7 +405,7 @@ def write_on_rank_zero(strategy: Strategy, write: Callable[[], None], what: str)
     if strategy.is_global_zero:
         try:
             write()
-        # Whatever went wrong is raised below, when the other ranks know.
+        # The error is raised below, once the other ranks know.
         except Exception as caught:
             error = caught
     answer = strategy.broadcast(None if error is None else f"{type(error).__name__}: {error}")
@@ -418,7 +418,7 @@ def write_on_rank_zero(strategy: Strategy, write: Callable[[], None], what: str)
 
 
 def require_full(checkpoint: StateDict, path: str | Path) -> None:
-    """Refuse a checkpoint with parts on other ranks that do not answer, after an error of this rank alone.
+    """Refuse a checkpoint with parts on other ranks that no longer answer, after an error of this rank alone.
 
     Raises:
         CheckpointError: There are such parts.

@@ -1,7 +1,8 @@
-"""Random numbers of ranks: those that read different data draw different ones; copies, if they must, the same.
+"""Random numbers of ranks: different ones for ranks that read different data, the same for copies that need it.
 
 Ranks that work on the same samples (along a tensor or context parallel axis) must draw the same dropout masks: their
-strategy has `copies_draw_alike`, and their generators take the same course. With stages, those of one stage do.
+strategy has `copies_draw_alike`, and their generators draw the same sequence. With stages, this holds within each
+stage.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def align_copies(strategy: Strategy) -> None:
 
 
 def separate(strategy: Strategy) -> None:
-    """Give ranks that read different data random numbers of their own: dropout is to differ, too. On every rank.
+    """Give ranks that read different data different random numbers, so that dropout differs, too. On every rank.
 
-    Rank 0, and the copies of it that draw alike, keep its course, which is that of a single process.
+    Rank 0, and the copies of it that draw alike, keep its sequence, which is that of a single process.
     """
     align_copies(strategy)
     rank, _ = _drawn_as(strategy)
@@ -48,7 +49,7 @@ def separate(strategy: Strategy) -> None:
 
 
 def check_copies(strategy: Strategy) -> None:
-    """Compare the generators that masks come from over ranks that must draw alike. On every rank, once per epoch.
+    """Compare the generators of masks over ranks that must draw alike. On every rank, once per epoch.
 
     Raises:
         ModuleError: On every rank: some of them have drawn what their copies did not draw; names them.
@@ -108,10 +109,10 @@ def own_state(strategy: Strategy, states: Sequence[StateDict], places: Places | 
 
 
 def resumed(strategy: Strategy, states: Sequence[StateDict], places: Places | None) -> Callable[[], None]:
-    """Return what puts this rank's generators back.
+    """Return a function that restores this rank's generators.
 
     Exact on as many ranks that read different data as saved. On another number, rank 0 and its copies continue as rank
-    0 was, and the others get a course that depends on rank 0's and their number.
+    0 was, and the others get a sequence that depends on rank 0's and their number.
 
     Args:
         strategy: Knows this rank's place now.
@@ -140,7 +141,7 @@ def _drawn_as(strategy: Strategy) -> tuple[int, int]:
 
 
 def _portable(state: StateDict, device: torch.device) -> StateDict:
-    """Return a state in which every GPU has the course of this process's: its copies compute on other ones."""
+    """Return a state in which every GPU has the sequence of this process's GPU: its copies compute on other GPUs."""
     if device.type != "cuda" or "cuda" not in state:
         return state
     index = torch.cuda.current_device() if device.index is None else device.index

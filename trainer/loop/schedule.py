@@ -36,7 +36,7 @@ class LRSchedulerConfig:
         interval: "step" counts optimizer steps (never micro-batches), "epoch" counts epochs.
         frequency: Number of intervals between two steps of the schedule.
         monitor: Name of the logged metric that a plateau schedule reads.
-        strict: Whether a missing metric is an error (else it is said once and the schedule is not stepped).
+        strict: Whether a missing metric is an error; otherwise a warning, and the schedule is not stepped.
         name: Name in the logs of LearningRateMonitor.
         reduce_on_plateau: Whether `scheduler.step` takes the metric.
         last_metric_step: `global_step` of the metric value that it was last stepped with: no value counts twice.
@@ -231,7 +231,7 @@ def step_due_schedules(run: Run, interval: str, count: int) -> None:
 
 
 def step_plateaus(run: Run, epochs: int) -> None:
-    """Step the plateau schedules that count epochs, after the epoch's metrics are there."""
+    """Step the plateau schedules that count epochs, once the epoch's metrics are available."""
     if not run.is_automatic:
         return
     own = run.lifecycle.own("lr_scheduler_step")
@@ -241,10 +241,10 @@ def step_plateaus(run: Run, epochs: int) -> None:
 
 
 def _step_plateau(run: Run, config: LRSchedulerConfig, own: StepFunction | None) -> None:
-    """Step a plateau schedule with its metric, unless it has had this very value before. On every rank."""
+    """Step a plateau schedule with its metric, unless it was already stepped with this value. On every rank."""
     name = config.monitor
     assert name is not None
-    run.metrics.synchronize([name])  # ranks with rates of their own would diverge
+    run.metrics.synchronize([name])  # ranks with different rates would diverge
     at = run.metrics.metric_step(name)
     if at is None:
         if run.trainer.enable_validation and run.progress.validated_at < 0:

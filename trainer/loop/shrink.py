@@ -49,7 +49,7 @@ _ELSE = "pass a smaller batch size, or see docs/guides/out-of-memory.md for what
 
 
 class _OutOfMemoryError(Exception):
-    """Leaves an attempt for which some rank had no memory."""
+    """Leaves an attempt in which some rank ran out of memory."""
 
 
 class ShrinkingWindow(HeldWindow):
@@ -108,7 +108,7 @@ class ShrinkingWindow(HeldWindow):
             strategy.average_gradients(parameters_of(optimizer))
 
     def _forget(self) -> None:
-        """Drop what the attempt has left."""
+        """Undo the attempt."""
         run = self._run
         self._shares.clear()
         self._of_losses.clear()
@@ -124,7 +124,7 @@ class ShrinkingWindow(HeldWindow):
     # --- one attempt -------------------------------------------------------------------------------------------------
 
     def _reduce_after_last(self) -> None:
-        """Leave it to the end of an attempt for which all ranks had memory to add up what the window weighs."""
+        """Do nothing: the weight of the window is summed after an attempt that succeeded on all ranks."""
 
     def _compare_forms(self, loss: Tensor | Loss | None) -> None:
         self._counts.end_forward()
@@ -182,7 +182,7 @@ class ShrinkingWindow(HeldWindow):
         return True
 
     def _run_extra(self, one: MicroBatch) -> None:
-        """Take part in a pass of ranks with more micro-batches, with a loss that counts nothing."""
+        """Take part in a pass of ranks with more micro-batches, with a loss of weight 0."""
         before = Drawn.of(self._run)
         loss = self._run_muted(one.batch, one.offset)
         self._counts.end_forward()
@@ -228,14 +228,14 @@ def _has_parts(batch: object) -> bool:
 
 
 class _Counts:
-    """The collectives of one micro-batch on this rank, which it is not to be in again where it rejoins the others.
+    """The collectives of one micro-batch on this rank, which it must not repeat when it rejoins the others.
 
     Args:
-        strategy: Counts them; None where no pass communicates.
+        strategy: Counts them; None if passes do not communicate.
 
     Attributes:
-        forward: Those of the forward pass, by process group, once the pass is stopped.
-        backward: Those of the backward pass.
+        forward: Collectives of the forward pass, by process group, once the pass is stopped.
+        backward: Collectives of the backward pass.
     """
 
     def __init__(self, strategy: RejoinsPasses | None) -> None:
@@ -309,7 +309,7 @@ def bind_shrinking(trainer: TrainerView, run: FitRun, *, syncs_norms: bool) -> N
         syncs_norms: Whether batch norms see the batches of all ranks.
 
     Raises:
-        ConfigError: They cannot be; says why.
+        ConfigError: They cannot be repeated; the message says why.
     """
     _refuse(trainer, run, syncs_norms=syncs_norms)
     plan = run.plan
@@ -350,7 +350,7 @@ def _refuse(trainer: TrainerView, run: FitRun, *, syncs_norms: bool) -> None:
 
 
 def _stepping_again(take_step: TakeStep, device: torch.device) -> Callable[..., bool]:
-    """Return a step that is made again, with the memory that is free then, where it ran out before any change."""
+    """Return a step that is repeated, with the memory that is free by then, if memory ran out before any change."""
 
     def step(optimizer: Optimizer, closure: Closure | None = None) -> bool:
         known = {id(parameter) for parameter in optimizer.state}

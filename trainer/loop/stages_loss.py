@@ -19,7 +19,8 @@ class StagesWindowLoss(RanksWindowLoss):
     """The losses of one window over several ranks, where only those with the last pipeline stage have losses.
 
     These ranks add up what the window weighs, as ranks without stages do. After the backward passes, `join_stages`
-    tells the other stages, which then scale their gradients by the same factor and know whether there was any loss.
+    passes the result to the other stages, which then scale their gradients by the same factor and know whether there
+    was a loss.
 
     Plain means need neither where all ranks have equally many, once all stages know that they are means: a step with
     stages that returns no loss is an error.
@@ -63,7 +64,7 @@ class StagesWindowLoss(RanksWindowLoss):
         self._scale = 2.0 ** round(math.log2(largest)) if largest > 0 else 1.0
 
     def join_stages(self) -> None:
-        """Take over what the last stage knows of the window. On every rank, after the backward passes."""
+        """Take over the last stage's result for the window. On every rank, after the backward passes."""
         if not self._joins:
             return
         dtype = accumulation_dtype(self.device)

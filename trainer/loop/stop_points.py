@@ -23,12 +23,12 @@ class StopPoints:
     """The coordination of one run's ranks on where it stops.
 
     Args:
-        trainer: Its `should_stop` becomes a request, and is set where another rank's was.
+        trainer: Its `should_stop` becomes a request, and is set if another rank's was set.
         run_signals: Ends the run after a signal.
         coordinator: Agrees with the other ranks on where to stop.
 
     Attributes:
-        is_to_stop: Whether all ranks know that `should_stop` was asked for; the fit loop acts on it.
+        is_to_stop: Whether all ranks know that `should_stop` was requested; the fit loop acts on it.
     """
 
     def __init__(self, trainer: TrainerView, run_signals: RunSignals, coordinator: StopCoordinator) -> None:
@@ -49,7 +49,7 @@ class StopPoints:
             may_stop: Whether `should_stop` counts now; equal on all ranks.
 
         Raises:
-            KeyboardInterrupt, StopBySignal: A signal asked for the end, on this rank or on another.
+            KeyboardInterrupt, StopBySignal: A signal requested the end, on this rank or on another.
             CheckpointError: A save in the background failed, on this rank or on another.
         """
         if self.is_to_stop:
@@ -88,7 +88,7 @@ class StopPoints:
             self._run_signals.stop()
         if self._stop_coordinator.reason == FAILED_SAVE:
             self._trainer.wait_for_save()
-            # Nothing was raised: all ranks know of the failure already, from a place that came before this one.
+            # Nothing is raised here: all ranks already know of the failure, from an earlier place.
             self._run_signals.is_called = self._run_signals.requested is not None
             self._stop_coordinator.reset()
             if not go_on():

@@ -1,4 +1,4 @@
-"""The random numbers of training, kept apart from what else draws from the global generators.
+"""The random numbers of training, separate from everything else that draws from the global generators.
 
 Training draws as a handwritten loop does: samplers and dropout from the global generators, one after the other. So that
 the order of samples depends on the seed, the epoch and training alone, nothing else may move them in between:
@@ -44,7 +44,7 @@ class _Process:
 
 
 class TrainingRng:
-    """Where one Trainer's training is in its random numbers.
+    """The position of one Trainer's training in its random numbers.
 
     A verb calls `enter` first and `leave` last; fit calls `begin_training` when its rank is known. Subclasses may
     override any method.
@@ -64,11 +64,11 @@ class TrainingRng:
         self._at_entry: RngState = {}
 
     def note_left(self, left: RngState | list[RngState]) -> None:
-        """Note where a fit has stopped, under the seed of this process."""
+        """Record the generators at the end of a fit, under the seed of this process."""
         self.left, self._seed = left, torch.initial_seed()
 
     def enter(self) -> None:
-        """Note where the generators are when a verb begins."""
+        """Record the generators when a verb begins."""
         _Process.num_running += 1
         self._at_entry = capture_rng()
         self._is_of_seed = torch.initial_seed() == self._seed
@@ -92,35 +92,35 @@ class TrainingRng:
             restore_rng(evaluated[0])
 
     def separate_ranks(self, strategy: Strategy) -> None:
-        """Give ranks that read different data random numbers of their own. On every rank, before its first step."""
+        """Give ranks that read different data different random numbers. On every rank, before its first step."""
         if self.separates_ranks:
             rank_rng.separate(strategy)
 
     def resume(self, put_back: Callable[[], None] | None) -> Callable[[], None] | None:
-        """Return what puts the generators back when a checkpoint is resumed; called last before training continues.
+        """Return a function that restores the generators of a checkpoint; called last before training continues.
 
         Args:
-            put_back: What puts them where the checkpoint was taken; None where it has none.
+            put_back: Restores the generators of the checkpoint; None if it has none.
         """
         return put_back
 
     def leave_validation(self, run: Run, before: BeforeValidation) -> None:
-        """Put the generators where training continues after a validation within fit.
+        """Restore the generators for training after a validation within fit.
 
         Args:
             run: The run; its loaders may hold generators, too.
-            before: Where all of them were before the validation.
+            before: The state of all generators before the validation.
         """
         run.loaders.restore_shared_generators(before.generators)
         restore_rng(before.rng)
 
     def leave(self, *, has_trained: bool) -> None:
-        """Note what a verb has drawn; within another one, undo it."""
+        """Record what a verb has drawn; if it ran within another one, undo it."""
         _Process.num_running -= 1
         if has_trained:
             self.note_left(capture_rng())
         elif self._is_of_seed:
-            self._seed = torch.initial_seed()  # a step that seeds is not the user who starts again
+            self._seed = torch.initial_seed()  # a step that seeds does not restart training
         if _Process.num_running:
             restore_rng(self._at_entry)
         elif has_trained:

@@ -12,8 +12,9 @@ from torch import Tensor
 from ...errors import ModuleError
 from ...protocols import Batch, StateDict, Tree
 
-# Values are folded into the running sum in chunks of this size. The chunks are counted from the epoch's beginning and
-# what is not yet folded is part of a checkpoint, so that a resumed epoch adds in the same order, to the same bits.
+# Values are folded into the running sum in chunks of this size. Chunks are counted from the epoch's beginning, and
+# values that are not yet folded are part of a checkpoint, so that a resumed epoch adds in the same order, to the same
+# bits.
 _CHUNK = 256
 
 Number: TypeAlias = Tensor | float
@@ -68,7 +69,7 @@ def is_metric(value: Logged) -> bool:
 
 
 def shapes_of(batch: Batch) -> Tree:
-    """Return the sizes of everything in a batch, to tell whether two batches look alike."""
+    """Return the sizes of everything in a batch, to compare two batches."""
     if isinstance(batch, Tensor):
         return tuple(batch.shape)
     if isinstance(batch, Mapping):
@@ -94,7 +95,7 @@ class ScalarAccumulator:
         reduce: "mean", "sum", "min" or "max".
         sync_dist: Whether the value of a step is that of all ranks, at log boundaries.
         rank_zero_only: Whether rank 0's values are the only ones that count.
-        weighs: Whether the values of a mean always need their weights: where they are joined with others.
+        weighs: Whether the values of a mean always need their weights, because they are joined with others.
         synchronized: The ranks' common value of the step of `synchronized_window`.
         window: Number of the window that `step_values` belong to.
         step: `global_step` that a step value logged now belongs to.

@@ -1,4 +1,4 @@
-"""Step values for the bar as of now, between two log boundaries, where reading them waits for nothing."""
+"""Current step values for the bar, between two log boundaries, where reading them does not wait for the device."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class CurrentValues:
         return {**self.__dict__, "_copy": None, "_at": -1}
 
     def read(self) -> dict[str, float]:
-        """Return the values; {} where they are as of the last log boundary, or would have to be waited for.
+        """Return the values; {} if they are those of the last log boundary, or are not available yet.
 
-        With several ranks a value is this rank's own, and left out once that of all ranks is known.
+        With several ranks, a value is this rank's, and is omitted once the value of all ranks is known.
         """
         metrics = self.metrics
         kind = metrics.device.type
@@ -52,7 +52,7 @@ class CurrentValues:
         return self._from_device(values)
 
     def _from_device(self, values: dict[str, Tensor | float]) -> dict[str, float]:
-        """Return what the last call began to copy, if it is there, and begin to copy these."""
+        """Return the values that the last call began to copy, if the copy is complete, and begin to copy these."""
         window = self.metrics.window
         if self._copy is not None:
             names, host, event = self._copy

@@ -1,4 +1,4 @@
-"""The arguments of `self.log`: what a call may say in which hook, and the accumulator that a new key gets.
+"""The arguments of `self.log`: what a call may pass in which hook, and the accumulator of a new key.
 
 All of this runs when a key is logged for the first time, or with other arguments than before.
 """
@@ -48,7 +48,8 @@ def check_call(
         requested: Arguments of the call.
 
     Raises:
-        ModuleError: Nothing can be logged in this hook, or not so, or earlier calls had other arguments.
+        ModuleError: Nothing can be logged in this hook, or not with these arguments, or earlier calls had other
+            arguments.
     """
     rule = table.rule
     if rule is None:
@@ -101,7 +102,7 @@ def _other_arguments(
 
 
 def check_name(name: str, *, add_dataloader_idx: bool) -> None:
-    """Refuse what is not a string, and a name that already has the number that a loader's batches add to it.
+    """Refuse what is not a string, and a name that already contains a loader's number.
 
     Raises:
         ModuleError: It is one of these.
@@ -126,7 +127,7 @@ def make_accumulator(
     device: torch.device,
     kind: type[ScalarAccumulator] = ScalarAccumulator,
 ) -> ScalarAccumulator:
-    """Return an empty accumulator for a key, of the kind and dtype that its first value asks for.
+    """Return an empty accumulator for a key, of the kind and dtype of its first value.
 
     Args:
         key: The key, with the loader's number.
@@ -168,7 +169,7 @@ def make_accumulator(
 
 
 def refuse_conflict(new: ScalarAccumulator, tables: Iterable[HookTable], *, window: int) -> None:
-    """Refuse a key whose values another key in use would take or give.
+    """Refuse a key that conflicts with the keys of another one in use.
 
     The same name in two hooks is one key with two sources, as in the field: the latest value counts.
 
@@ -178,7 +179,7 @@ def refuse_conflict(new: ScalarAccumulator, tables: Iterable[HookTable], *, wind
         window: Number of the present window.
 
     Raises:
-        ModuleError: Another key has the same name, or gives one of the same keys to loggers.
+        ModuleError: Another key has the same name, or passes one of the same keys to loggers.
     """
     names = _names_that_meet(new.name)
     for table in tables:
@@ -193,7 +194,7 @@ def refuse_conflict(new: ScalarAccumulator, tables: Iterable[HookTable], *, wind
 
 
 def _names_that_meet(key: str) -> set[str]:
-    """Return the names under which an accumulator may have been logged that gives a key of this one."""
+    """Return the names of accumulators that may share a key with this one."""
     name, mark, index = key.partition("/dataloader_idx_")
     names = {name, f"{name}_step", f"{name}_epoch", name.removesuffix("_step"), name.removesuffix("_epoch")}
     return names | {f"{one}{mark}{index}" for one in names}

@@ -1,8 +1,8 @@
 """The loggers of a Trainer: they get what is logged, and their errors do not stop the training.
 
-A logger with `writes_behind` gets its rows on its own thread, in order; anything else that it gets comes after
-the rows before it. What a logger cannot take now waits (loggers/write_behind.py). With several ranks only rank 0's
-loggers get anything; the others know in which folder it writes.
+A logger with `writes_behind` gets its rows on its own thread, in order; other calls follow the rows before them. What a
+logger cannot accept now waits (loggers/write_behind.py). With several ranks, only rank 0's loggers are called; the
+others know in which folder it writes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 LoggerArgument: TypeAlias = "Logger | str | Sequence[Logger | str] | bool | None"
 Row = tuple[dict[str, float], int, Mapping[str, float], float]
-"""Values, the step, where training stands otherwise, and the seconds since the row before."""
+"""Values, the step, the other counts of training, and the seconds since the previous row."""
 
 
 class LogOutput:
@@ -48,7 +48,7 @@ class LogOutput:
 
     Attributes:
         latest: Key -> value last sent; the same on every rank.
-        is_silent: Whether another rank tells the loggers.
+        is_silent: Whether another rank calls the loggers.
         records_at: Steps and epochs that rows of an evaluation outside of fit belong to.
         told_here: Loggers that get rows on this rank also where it is silent; none by default.
 
@@ -118,8 +118,8 @@ class LogOutput:
     def agree(self, strategy: Strategy, *, checks: bool = False) -> None:
         """Let every rank know in which folders rank 0 writes; there are folders from then on.
 
-        Called by the Trainer on every rank when a verb begins, after a resumed run has taken its earlier folders back.
-        With one process a folder is taken when something is written.
+        Called by the Trainer on every rank when a verb begins, after a resumed run has chosen its earlier folders
+        again. With one process, a folder is chosen when something is written.
 
         Args:
             strategy: Connects the ranks.
@@ -163,9 +163,9 @@ class LogOutput:
                 logger.join_version(version)
 
     def tell(self, logger: Logger, action: Callable[[], Tree]) -> None:
-        """Let a logger do something, on rank 0, after the rows that it was given.
+        """Call an action of a logger, on rank 0, after the rows before it.
 
-        Where these cannot be written now, or the action fails for a reason that may pass, it is done later.
+        If the rows cannot be written now, or the action fails for a transient reason, it is called later.
         """
         if self.is_silent:
             if any(logger is one for one in self.told_here):
@@ -181,7 +181,7 @@ class LogOutput:
         self._say(logger, queue)
 
     def ask(self, logger: Logger, action: Callable[[], Tree]) -> None:
-        """Let a logger answer something, on rank 0, if all rows that it was given are written; else leave it out."""
+        """Return the result of a call of a logger, on rank 0, if all its rows are written; otherwise skip the call."""
         if self.is_silent:
             return
         queue = self._queue(logger)
@@ -235,7 +235,7 @@ class LogOutput:
         return queue
 
     def finalize(self, status: str) -> None:
-        """Write what waits and close every logger: "success" or "failed". Rows that cannot be written go to a file."""
+        """Write pending rows and close every logger: "success" or "failed". Rows that fail go to a file."""
         for logger in self._loggers:
             self.tell(logger, lambda logger=logger: logger.finalize(status))  # type: ignore[misc]
         self._is_running = False
@@ -253,7 +253,7 @@ class LogOutput:
                 logger.queue = None
 
     def _keep(self, logger: Logger, rows: Sequence[Row]) -> None:
-        """Write rows that a logger did not take into a file."""
+        """Write rows that a logger did not accept into a file."""
         name = type(logger).__name__
         start = f"unwritten_rows_{name}"
         path = os.path.join(self._root, f"{start}.jsonl")
@@ -279,7 +279,7 @@ class LogOutput:
         return first.files_dir if isinstance(first, FolderLogger) else None
 
     def send_files(self) -> None:
-        """Send what was written beside the logs after they were ended, if they are at a URL; on every rank."""
+        """Upload files that were written beside the logs after those were closed, if at a URL; on every rank."""
         for logger in self._loggers:
             if isinstance(logger, FolderLogger):
                 try:
@@ -331,7 +331,7 @@ def _default_logger(root: str) -> Logger:
 
 
 class RowWriter:
-    """Gives rows to a logger; a row that is tried again continues with what failed.
+    """Passes rows to a logger; a row that is retried continues with the part that failed.
 
     Args:
         logger: Any object with `log_metrics`, and whatever else of a Logger it has.
@@ -374,7 +374,7 @@ def by_loader(
 
 
 def tables_of(verb: str, results: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return the metrics of each loader as a table for people, in the order of the loaders."""
+    """Return the metrics of each loader as a readable table, in the order of the loaders."""
     tables = []
     for index, metrics in enumerate(results):
         title = f"{verb} metrics" + (f", loader {index}" if len(results) > 1 else "")

@@ -1,8 +1,8 @@
 """The states of torchmetrics objects, of one process and of several ranks.
 
-Over ranks, a metric object is joined by what it says of its own states (`_reductions`), from states that were gathered
-as objects. Not by its `sync`, which gathers tensor by tensor: there a rank that never updated the metric, or has
-another number of tensors in a list, would leave the others waiting.
+Over ranks, a metric object is joined by the reductions that it declares (`_reductions`), from states that were gathered
+as objects. Its `sync` is not used, because it gathers tensor by tensor: there a rank that never updated the metric, or
+has another number of tensors in a list, would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def to_cpu(value: Tree) -> Any:  # Any: of the kind that it is given
 
 
 def compute_joined(metric: TorchMetric, everywhere: Sequence[States]) -> Tree:
-    """Return what the metric computes from the states of all ranks; its own state is put back.
+    """Return what the metric computes from the states of all ranks; its own state is restored.
 
     A later `compute()` by the user returns the same value, until the metric is updated or reset.
 
@@ -129,7 +129,7 @@ def _own_states(module: nn.Module, states: States | list[States], rank: int, siz
 def _joined(metric: TorchMetric, states: Sequence[StateDict], *, path: str | None = None) -> StateDict:
     """Join the states of one metric; with a path, into a form that can be updated further.
 
-    Ranks without an update do not count: their values are only where the metric begins.
+    Ranks without an update do not count: they only have initial values.
     """
     filled = [state for state in states if state["update_count"]] or list(states[:1])
     if len(filled) == 1:

@@ -1,9 +1,9 @@
 """Logged metrics: values stay on the device as (sum, weight) until a log boundary or the end of an epoch.
 
 One `Metrics` serves one Trainer. The lifecycle sets `table` to that of the running hook, which knows the defaults of
-`log` there; the loops say which window and which batch it is. Nothing here reads a device but `read_step` and
-`finish_epoch`, which make one packed copy each. With several ranks these two and `publish_epoch` join what the ranks
-have: trainer/metrics/ranks_metrics.py.
+`log` there; the loops say which window and which batch it is. Only `read_step` and `finish_epoch` read from a device,
+with one packed copy each. With several ranks, these two and `publish_epoch` join the values of the ranks:
+trainer/metrics/ranks_metrics.py.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class Metrics:
         device: Where sums live.
         table: Table of the hook that is running now.
         batch: The current micro-batch, which determines the weight of a value; None outside batches.
-        sized: The batch whose size is known; whoever sets another `batch` sets it to None, or it would live on.
+        sized: The batch whose size is known; set to None with each new `batch`, because it would keep the batch alive.
         sizes: Numbers of samples in batches of the current loader; None before the first loader.
         source: Returns the tensor that was detached last, while it lives: a weak reference keeps no graph.
-        detached: What came of it; the step takes it over where the loss itself was logged.
+        detached: The result of detaching it; the step uses it if the loss itself was logged.
         window: Number of the present window (or evaluation batch); step values of older ones are not logged again.
         step: `global_step` after the present window.
         is_weighing_steps: Whether a window has several micro-batches, so that step values need weights.
@@ -103,7 +103,7 @@ class Metrics:
         accumulator_type: The class of accumulators of numbers that are logged for the first time.
         shows_evaluated_batches: Whether step values of evaluations count as a key's latest value.
         pools_objects: Whether a metric object may count what two places have updated, as in Lightning.
-        late_listeners: Stage -> whether anybody's hook runs between `publish_epoch` and `finish_epoch`, and may log.
+        late_listeners: Stage -> whether a hook runs between `publish_epoch` and `finish_epoch`, and may log.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -231,7 +231,7 @@ class Metrics:
                 else:
                     self.source = ref(value)
                     value = self.detached = value.detach()
-            if value.is_inference():  # it has no version to tell a change by
+            if value.is_inference():  # it has no version by which a change shows
                 if value.is_cpu and not value.ndim:
                     value = value.item()  # on the host already: a seventh of what a copy takes
                 else:
@@ -333,7 +333,7 @@ class Metrics:
                 raise pooled_object(one, stage)
 
     def select_batch(self, batch: Batch, size: int | None = None) -> None:
-        """Let values that are logged from now on be of this batch.
+        """Let values that are logged from now on belong to this batch.
 
         Args:
             batch: A batch of the loader, or a part of one.
@@ -354,7 +354,7 @@ class Metrics:
             self.sized = batch
         if self.size is not None:
             return self.size
-        # The size of the batch is unknown. As long as all batches look the same they weigh the same.
+        # The size of the batch is unknown. As long as all batches have the same shapes, they weigh the same.
         shapes = shapes_of(batch)
         if accumulator.shapes is None:
             accumulator.shapes = shapes
@@ -495,7 +495,7 @@ class Metrics:
     def show_epoch(self, stage: str) -> None:
         """Let the progress bar show the epoch's values and each key's latest step value. Reads nothing from the device.
 
-        With several ranks, a step value of the last log boundary stays: it is of all ranks, and the latest is not.
+        With several ranks, the step value of the last log boundary stays: it covers all ranks, the latest does not.
         """
         shown, newest = self.newest_bar, self.newest_steps()
         for accumulator in self.accumulators(stage):
@@ -568,7 +568,7 @@ class Metrics:
         return row, everything
 
     def find_loaders(self, stage: str) -> dict[str, set[int]]:
-        """Return which loaders' batches have logged each key on this rank; what hooks of an epoch log is of none.
+        """Return which loaders' batches have logged each key on this rank; values of epoch hooks belong to none.
 
         Empty where there is one loader.
         """

@@ -3,7 +3,7 @@
 Each rank keeps its own sums. When an epoch is published, one exchange carries the (sum, weight) of every key, in
 float64 on the host, and every rank merges them in rank order: so all have the same bits. A key counts wherever it was
 logged: a rank without batches, or one that does not log it, adds nothing. Metric objects take a second exchange, of
-their states. What a hook logs at the end of the epoch takes another one, which is left out where nothing reads it.
+their states. Values that hooks log at the end of the epoch take another one, which is omitted if nothing reads them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one rank has of one key: how it was logged, and the reduction over its own values.
+    """One rank's share of one key: how it was logged, and the reduction over its values.
 
     Attributes:
         total: Sum (of value times weight, for a mean), minimum or maximum; 0 for a metric object.
@@ -198,14 +198,14 @@ class RanksMetrics:
             for key, share in known.items():
                 logged.setdefault(key, share)
         for key, share in logged.items():
-            # One that this rank updated and did not log counted, and starts over like those that were logged.
+            # An object that this rank updated and did not log counted, and starts over like those that were logged.
             metric = self._find(share.path) if key not in epoch.sent else None
             if metric is not None:
                 metric.reset()
         return logged
 
     def _shares(self, accumulators: Iterable[ScalarAccumulator], loaders: Mapping[str, set[int]]) -> dict[_Key, _Share]:
-        """Return this rank's shares, read in one packed copy; `loaders` are those of each epoch's key."""
+        """Return this rank's shares, read in one packed copy; `loaders` are the loaders of each epoch's key."""
         metrics = self._metrics
         accumulators = list(accumulators)
         sums = [
@@ -281,7 +281,7 @@ class RanksMetrics:
             return None
         for parent in self._module.modules():
             if hasattr(parent, "compute_groups"):
-                # Members of a collection that have equal states share one: asking for them gives each its own.
+                # Members of a collection with equal states share one state; reading them gives each a separate state.
                 list(parent.items())  # type: ignore[operator]  # a MetricCollection
         metric = dict(self._module.named_modules()).get(path)
         return metric if is_metric(metric) else None
@@ -330,7 +330,7 @@ class RanksMetrics:
             if first.prog_bar:
                 metrics.show(value, key, first.name)
         for key, share in everywhere[self.rank][0].items():
-            if key not in mine:  # this rank logs nothing: another one reports for it
+            if key not in mine:  # this rank logs nothing: another rank reports for it
                 number = values[key] if share.is_synced and not share.rank_zero_only else share.value
                 metrics.take_over(torch.tensor(number, dtype=share.dtype), metrics.step, key, share.name)
         for accumulator in accumulators:
@@ -400,7 +400,7 @@ def _joined_accumulators(ranks: list[list[StateDict]]) -> list[StateDict]:
 
 
 def _refuse_other_hooks(name: str, known: Sequence[Mapping[_Key, _Share]]) -> None:
-    """Refuse a name that ranks log in other hooks, none of them in common: each value would miss some ranks."""
+    """Refuse a name that ranks log in other hooks, none of them in common: each value would lack some ranks."""
     hooks = {rank: {hook for hook, one in theirs if one == name} for rank, theirs in enumerate(known)}
     hooks = {rank: found for rank, found in hooks.items() if found}
     if not set.intersection(*hooks.values()):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..metrics.log_output import LoggerArgument
     from ..replica_groups import TorchFT
 
-# What may differ over ranks: where they are, and what a person sees.
+# Arguments that may differ between ranks: place of the rank, and output for people.
 _PER_RANK = {
     "devices", "default_root_dir", "enable_progress_bar", "enable_model_summary", "logger", "callbacks", "profiler",
 }  # fmt: skip
@@ -119,7 +119,7 @@ class Arguments:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def same_everywhere(self) -> dict[str, Any]:  # Any: see the fields
-        """Return the arguments that must be equal on all ranks: not where they are, nor what a person sees."""
+        """Return the arguments that must be equal on all ranks: all but the place of the rank and output for people."""
         return {name: value for name, value in self.values().items() if name not in _PER_RANK}
 
     def make_fabric(self) -> Fabric:

@@ -65,7 +65,7 @@ def order_callbacks(callbacks: list[Callback]) -> list[Callback]:
     Raises:
         ConfigError: Two callbacks with state have the same `state_key`.
     """
-    # A stable sort: what settles the plan of a run comes first, checkpoints last.
+    # A stable sort: callbacks that determine the settings of a run come first, checkpoints last.
     ordered = sorted(callbacks, key=lambda c: 2 if isinstance(c, Checkpoint) else 0 if c.runs_first else 1)
     seen: dict[str, Callback] = {}
     for callback in ordered:
@@ -82,7 +82,7 @@ def order_callbacks(callbacks: list[Callback]) -> list[Callback]:
 
 
 def default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callback]:
-    """Return the callbacks that the arguments ask for and the user did not pass.
+    """Return the callbacks that the arguments require and the user did not pass.
 
     Raises:
         ConfigError: An argument and a callback contradict each other.
@@ -91,7 +91,7 @@ def default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callbac
     def has(kind: type) -> bool:
         return any(isinstance(callback, kind) for callback in own)
 
-    from ...callbacks import ProgressBar  # here and below: only what the arguments ask for is imported
+    from ...callbacks import ProgressBar  # here and below: only what the arguments require is imported
 
     problems: list[str] = []
     if not arguments.enable_checkpointing and has(Checkpoint):
@@ -173,7 +173,7 @@ def bind_step(run: Run, name: str, *, several_loaders: bool = False) -> StepFunc
 
 
 def _mover(run: Run) -> Callable[..., Batch]:
-    """Return what moves a batch to the device: beside the computation, where the device has streams."""
+    """Return the function that moves a batch to the device, during its computation if the device has streams."""
     if run.device.type != "cuda":
         move, device = run.fabric.move_batch, run.device
         return mover_to(device) if move is move_to_device else lambda batch, *_: move(batch, device)
@@ -276,7 +276,7 @@ def _zero_grad(run: FitRun, optimizer: Optimizer | None) -> Callable[[], object]
 
 
 def _zeroes_early(run: FitRun) -> bool:
-    """Return whether nothing can tell that gradients are zeroed before the forward pass: no hook, no engine."""
+    """Return whether gradients can be zeroed before the forward pass, unnoticed by hooks and engines."""
     strategy, life = run.fabric.strategy, run.lifecycle
     is_heard = life.own("optimizer_zero_grad") is not None or life.is_heard("on_before_zero_grad")
     has_engine = strategy.traits.owns_optimizers or strategy.traits.traces_lazily
@@ -302,7 +302,7 @@ def _clip(run: FitRun, trainer: TrainerView, optimizer: Optimizer | None) -> Cal
 
 
 def _step_by_module(run: FitRun) -> Callable[[Callable[[], Tensor | None]], bool] | None:
-    """Return what lets the module's own `optimizer_step` make the step; None where it has none."""
+    """Return a function that steps through the module's own `optimizer_step`; None if it has none."""
     own = run.lifecycle.own("optimizer_step")
     if own is None or not run.managed:
         return None
@@ -349,7 +349,7 @@ def has_override(module: nn.Module, name: str) -> bool:
 
 
 def check_parameters(module: nn.Module, optimizers: list[Optimizer]) -> None:
-    """Refuse an optimizer that holds parameters which are not (any more) the module's.
+    """Refuse an optimizer that holds parameters which do not, or no longer, belong to the module.
 
     Raises:
         ModuleError: Names how many, which parameters are not trained in their place, and what usually causes it.

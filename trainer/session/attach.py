@@ -1,4 +1,4 @@
-"""A module and a data module belong to one session at a time: how they are attached to it, and let go."""
+"""Attaching a module and a data module to a session, and detaching them; they belong to one session at a time."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _members(session: Session, module: nn.Module) -> Callable[[], None]:
 
 
 def know_weakly(trainer: Trainer, owner: nn.Module | DataModule) -> None:
-    """Let a module or data module find its Trainer as long as somebody else has it: they form no cycle."""
+    """Attach the Trainer by a weak reference, so that it and the module or data module form no cycle."""
     reference, is_finalizing = weakref.ref(owner), sys.is_finalizing  # the interpreter clears globals when it ends
 
     def forget(weak: object) -> None:
@@ -99,7 +99,7 @@ def _parts(owner: nn.Module | DataModule) -> list[nn.Module] | list[DataModule]:
 
 
 def _states(module: nn.Module, *, trains: bool) -> Callable[[], None]:
-    """Return what restores what a run on this module changes, besides the weights that it trains."""
+    """Return a function that restores what a run on this module changes, except the weights that it trains."""
     from ..metrics.metric_objects import load_metric_states, metric_states  # only where runs are nested
 
     modes = [(child, child.training) for child in module.modules()]
@@ -119,13 +119,13 @@ def _states(module: nn.Module, *, trains: bool) -> Callable[[], None]:
 
 
 def adopt(trainer: Trainer, module: nn.Module, datamodule: DataModule | None, train_dataloaders: Loaders) -> None:
-    """Let a Trainer show what a search was about, as after a run: its module, data module, and training loaders.
+    """Set the module, data module and training loaders of a search on its Trainer, as after a run.
 
     Args:
         trainer: The Trainer of the search.
         module: The module, which gets this Trainer and its loggers.
         datamodule: The data module, None for none.
-        train_dataloaders: What the search trained with, None if it did not train.
+        train_dataloaders: The loaders of the search, None if it did not train.
     """
     if isinstance(module, Module):
         module.trainer, module.fabric = trainer, trainer.fabric

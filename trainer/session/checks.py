@@ -1,4 +1,4 @@
-"""What was passed to a verb: the user's module, its data, and what they lack. All of it before processes start."""
+"""Checks of what was passed to a verb: the module and the data. All of them run before processes start."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def both_given(name: str) -> ConfigError:
 
 
 def check(session: Session, module: nn.Module, datamodule: DataModule | None) -> None:
-    """Refuse module and data that look like something else than they are."""
+    """Refuse a module and data that are mistaken for something else."""
     if not isinstance(module, Module):
         from .forward_loss import equip
 

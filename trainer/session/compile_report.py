@@ -25,7 +25,7 @@ _MEASURED = 3  # steps after the first compiled one
 
 
 class CompileReport:
-    """Follows the steps that the timeline measures, and says once what compiling cost and gains.
+    """Follows the steps that the timeline measures, and logs once what compiling cost and gains.
 
     It reads nothing from the device, and between measured steps it does nothing.
 
@@ -45,7 +45,7 @@ class CompileReport:
         self._has_said = False
 
     def start(self, stack: ExitStack) -> None:
-        """Follow until the stack is closed, then say what is still to say."""
+        """Follow until the stack is closed, then log what is left."""
         timeline = self._timeline
         timeline.follower, timeline.in_a_row = self.follow, self._compare + 1 + _MEASURED
         stack.callback(self._end)
@@ -54,7 +54,7 @@ class CompileReport:
             stack.callback(torch.compiler.set_stance, "default")
 
     def follow(self, record: StepRecord) -> None:
-        """Take note of a measured step."""
+        """Record a measured step."""
         self._closed += 1
         if self._closed == self._compare:
             torch.compiler.set_stance("default")

@@ -35,13 +35,13 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def begin_compiling(run: Run, given: Compiler | None, options: dict[str, object]) -> ExitStack:
-    """Compile what a run will call, in place; closing what is returned puts the module back as it was.
+    """Compile what a run will call, in place; closing the returned object restores the module.
 
     Called after `configure_model` and before the strategy adds its hooks, so that these stay outside of the graphs.
 
     Args:
         run: Its module is the user's own.
-        given: What the user compiled the module with, which goes before the Trainer's options; None: nothing.
+        given: The user's own options for compiling the module, which take precedence over the Trainer's; None without.
         options: Of `Trainer(compile=)`.
 
     Raises:
@@ -67,7 +67,7 @@ def begin_compiling(run: Run, given: Compiler | None, options: dict[str, object]
         if is_by_parts or blocks:
             parts = [*blocks, *find_parts(module, blocks)]
             if not parts and not strategy.traits.has_module_hooks:
-                parts = [module]  # its forward computes with parameters of its own
+                parts = [module]  # its forward computes with its own parameters
             if not parts and not compiled_parts(module) and run.trainer.is_global_zero:
                 warn(
                     f"compile= compiles nothing: {type(module).__name__} has only single layers, and under "
@@ -92,9 +92,9 @@ def _compile_steps(module: nn.Module, compiler: Compiler, stack: ExitStack) -> N
 
 
 def _defer_log(module: nn.Module) -> Callable[[], None] | None:
-    """Let `self.log` within a graph note what is logged; what is returned logs it, when the step is over.
+    """Let `self.log` within a graph record values; the returned function logs them after the step.
 
-    So a step with `self.log` is one graph. Elsewhere `self.log` works at once, as always.
+    So a step with `self.log` is one graph. Elsewhere, `self.log` logs immediately.
     """
     children = [one for one in module.modules() if isinstance(one, Module)]
     if not children or children[0]._lw_log is None:

@@ -1,8 +1,8 @@
 """A second `fit` of one Trainer: it continues what the first one built, as in one run of the total length.
 
 Counts, data, random numbers and callbacks are the Trainer's and continue by themselves. `configure_optimizers` makes
-new optimizers and schedules at each fit; here they get the state of those before. What it gives otherwise than before
-holds as given, and whatever cannot continue starts from scratch: both are logged, once.
+new optimizers and schedules at each fit; here they get the state of the previous ones. Values that are configured
+differently now are used, and what cannot continue starts from scratch: both are logged, once.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Before = StateDict  # states of optimizers and schedules, in torch's layout
 
 
 def take_before(trainer: Trainer, model: nn.Module) -> Before | None:
-    """Return what the last fit of this Trainer left, before a new one sets the module up; None if there was none.
+    """Return the state that the last fit of this Trainer left, before a new one sets the module up; None without one.
 
     On every rank: where parameters are sharded, each rank takes its own.
 
     Args:
         trainer: The Trainer.
-        model: What is about to be trained.
+        model: The module that is about to be trained.
     """
     if not trainer.progress.total_batches:
         return None
@@ -67,7 +67,7 @@ def take_before(trainer: Trainer, model: nn.Module) -> Before | None:
 
 
 def begin_epoch_again(trainer: Trainer, run: FitRun) -> None:
-    """Let the epoch that the last fit left open begin again, with the loaders of this one."""
+    """Restart the epoch that the last fit left open, with the loaders of this one."""
     progress = run.progress
     if trainer.is_global_zero:
         log.info(
@@ -113,7 +113,7 @@ def continue_training(trainer: TrainerView, run: FitRun, before: Before) -> None
         what = type(config.scheduler).__name__
         if index in new_schedules or not is_equal_number:
             if before["schedulers"]:
-                told.append(f"schedule {index} ({what}) starts from scratch: it is configured otherwise than before")
+                told.append(f"schedule {index} ({what}) starts from scratch: it is configured differently from before")
             continue
         config.scheduler.load_state_dict(before["schedulers"][index])
         config.last_metric_step = before["schedule_progress"][index]
@@ -126,7 +126,7 @@ def continue_training(trainer: TrainerView, run: FitRun, before: Before) -> None
 
 
 def _new_schedules(configured: StateDict, run: FitRun, before: Before) -> set[int]:
-    """Return the schedules that were configured otherwise, or were not there."""
+    """Return the schedules that were configured differently, or did not exist."""
     old, new = configured["schedules"], run.configured["schedules"]
     have = len(before["schedulers"])
     if have != len(run.schedulers) or have != len(old):
@@ -135,7 +135,7 @@ def _new_schedules(configured: StateDict, run: FitRun, before: Before) -> set[in
 
 
 def _differ(was: StateDict, now: StateDict) -> bool:
-    """Whether two schedules are of another class or other arguments; their rates are the optimizer's to tell."""
+    """Whether two schedules differ in class or arguments, except in rates, which are compared with the optimizer."""
     rates = ("base_lrs", "_last_lr")
     values = [{key: value for key, value in one["values"].items() if key not in rates} for one in (was, now)]
     return was["class"] != now["class"] or values[0] != values[1]
@@ -144,7 +144,7 @@ def _differ(was: StateDict, now: StateDict) -> bool:
 def _continue_optimizer(
     trainer: TrainerView, run: FitRun, index: int, before: Before, record: StateDict, *, restarts_lr: bool
 ) -> list[str]:
-    """Give one optimizer the state of the one before; return what is to be said."""
+    """Give one optimizer the state of the previous one; return lines to log."""
     optimizer, state = run.optimizers[index], before["optimizers"][index]
     name = type(optimizer).__name__
     where = f"optimizer {index} ({name})" if len(run.optimizers) > 1 else name
@@ -174,7 +174,7 @@ def _keep_what_is_new(
     *,
     restarts_lr: bool,
 ) -> list[str]:
-    """Let values hold that are configured otherwise than for the fit before; return a line for each."""
+    """Keep values that are configured differently from the previous fit; return a line for each."""
     told = []
     for number, (group, fresh, now) in enumerate(zip(optimizer.param_groups, given, new["groups"], strict=False)):
         was = old["groups"][order[number]] if order[number] < len(old["groups"]) else {}
@@ -194,7 +194,7 @@ def _keep_what_is_new(
 
 
 def _say(trainer: TrainerView, text: str) -> None:
-    if trainer.is_global_zero and not trainer.fit_loop.is_at_limit:  # with nothing to do nothing is lost
+    if trainer.is_global_zero and not trainer.fit_loop.is_at_limit:  # without further training, nothing is lost
         progress = trainer.progress
         warn(
             f"trainer.fit continues after epoch {progress.epochs}, step {progress.steps}, and {text}. For a run from "

@@ -24,12 +24,12 @@ class EvaluationSession(Session):
     """One validate, test or predict.
 
     Args:
-        trainer: Whose arguments hold.
+        trainer: Its arguments apply.
         verb: "validate", "test" or "predict".
-        model: What was passed; None for the module of the last run.
+        model: The passed module; None for the module of the last run.
         datamodule: The user's data module, or None.
-        dataloaders: What was passed instead.
-        ckpt_path: Whose weights are evaluated: a path, "best", "last", or None.
+        dataloaders: The loaders that were passed instead.
+        ckpt_path: Checkpoint whose weights are evaluated: a path, "best", "last", or None.
         is_trusted: Whether objects that were marked as trusted in the checkpoint are unpickled.
 
     Attributes:
@@ -56,7 +56,7 @@ class EvaluationSession(Session):
         self.model, self.ckpt_path, self.is_trusted = model, ckpt_path, is_trusted
 
     def start(self) -> None:
-        """Attach module and data, load the weights that are meant, and open the data.
+        """Attach module and data, load the selected weights, and open the data.
 
         locate      the checkpoint, which callbacks may know
         begin       see `Session.begin`
@@ -73,7 +73,7 @@ class EvaluationSession(Session):
         steps, epochs = self.progress.steps, self.progress.epochs
         if path is not None:
             counts = self.load_weights(path, is_trusted=self.is_trusted).states.get("progress", {})
-            # Records belong to the step of the weights, not to that of a training which this Trainer did before.
+            # Records belong to the step of the weights, not to the step of an earlier training of this Trainer.
             steps, epochs = counts.get("steps", steps), counts.get("epochs", epochs)
         self.output.records_at = (steps, epochs)
         self.synchronize_folders()

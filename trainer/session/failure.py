@@ -1,4 +1,4 @@
-"""The end of a verb with an error: its subject, who is notified, and what is reported. Imported when that happens."""
+"""The end of a verb with an error: its cause, who is notified, and what is logged. Imported when that happens."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 
 
 def fail(session: Session, error: BaseException) -> None:
-    """Let callbacks, data module and loggers know that the verb has failed, and tell it.
+    """Notify callbacks, data module and loggers that the verb has failed, and log it.
 
     Args:
-        session: The verb; its run is there, or not yet.
+        session: The verb; its run may not exist yet.
         error: What ended it.
 
     Raises:
@@ -64,7 +64,7 @@ def _cause_elsewhere(session: Session, error: BaseException) -> BaseException | 
 
 
 def _explain(session: Session, run: Run, error: BaseException) -> None:
-    """Add to an error of the user's code where it happened, and what to do about it where that is known."""
+    """Add to an error of the user's code where it happened, and a remedy if one is known."""
     if not isinstance(error, Exception) or isinstance(error, LoopwrightError):
         return
     add_place(error, place_of(session.trainer, run, error))
@@ -88,7 +88,7 @@ def _explain(session: Session, run: Run, error: BaseException) -> None:
 
 
 def _report_memory(session: Session, run: Run, error: Exception) -> str:
-    """Return who holds the memory that ran out, and what takes less of it."""
+    """Return what holds the memory that ran out, and what takes less of it."""
     optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in run.optimizers]
     report = memory_report(run.module, optimizers, device=run.device, error=error)
     trains = session.trainer.state.stage == "train"
@@ -106,12 +106,12 @@ def _report_memory(session: Session, run: Run, error: Exception) -> str:
 
     try:
         return f"{text}\n{nearest_that_fits(session.trainer, run.module, batch, memory=total)}"
-    except Exception as second:  # of the user's module, which cannot run without memory: the first error is to be seen
+    except Exception as second:  # of the user's module, which cannot run without memory: the first error must be shown
         return f"{text} A plan of what fits failed: {type(second).__name__}: {second}"
 
 
 def _notify(session: Session, run: Run, error: BaseException) -> None:
-    """Tell callbacks and data module; close the loggers. A hook that fails here does not hide the first error."""
+    """Notify callbacks and data module; close the loggers. A hook that fails here does not hide the first error."""
     saving = session.trainer._lw_saving
     saving.is_after_error = run.is_after_error = True
     try:
@@ -119,7 +119,7 @@ def _notify(session: Session, run: Run, error: BaseException) -> None:
         run.metrics.table = run.metrics.nowhere
         run.lifecycle.on_exception(error)
         saving.wait_after(error)
-    # The first error is the one to see: whatever a hook raises now is added to it as a note.
+    # The first error is raised: whatever a hook raises now is added to it as a note.
     except Exception as second:
         logger_.exception("on_exception failed after %s", type(error).__name__)
         add_place(error, f"then on_exception failed: {type(second).__name__}: {second}")

@@ -46,8 +46,8 @@ class FitSession(Session):
     """One fit.
 
     Args:
-        trainer: Whose arguments hold.
-        model: What was passed.
+        trainer: Its arguments apply.
+        model: The module that was passed.
         datamodule: The user's data module, or None.
         given: The loaders that were passed, "train" and "validation".
         ckpt_path: What to resume from: a path, "last", "best", or None.
@@ -55,8 +55,8 @@ class FitSession(Session):
 
     Attributes:
         groups: This replica group among the others; None without fault tolerance.
-        put_back: Puts back the random number generators of the checkpoint, once `start` has read one: the loop calls
-            it when nothing else can draw any more.
+        put_back: Restores the random number generators of the checkpoint, once `start` has read one: the loop calls it
+            when nothing else can draw.
     """
 
     run_type = FitRun
@@ -174,7 +174,7 @@ class FitSession(Session):
         }
 
     def launched(self) -> None:
-        """Connect the ranks, tell what the fit runs on, and put the generators where training continues."""
+        """Connect the ranks, log what the fit runs on, and set the generators to where training continues."""
         super().launched()
         if self.arguments.fault_tolerance is not None:
             from ..replica_groups.groups import ReplicaGroups
@@ -207,7 +207,7 @@ class FitSession(Session):
         return run
 
     def set_up(self) -> None:
-        """Run the hooks up to `configure_model`; batch norms see the batches of all ranks where that is wanted."""
+        """Run the hooks up to `configure_model`; batch norms see the batches of all ranks where that is requested."""
         super().set_up()
         self._checkpoint_activations()
         sync = self.fabric.layer_sync
@@ -221,7 +221,7 @@ class FitSession(Session):
         self.ending.callback(sync.revert, self.module)
 
     def _checkpoint_activations(self) -> None:
-        """Let modules compute their activations again in the backward pass, until fit ends, where that is wanted."""
+        """Let modules recompute their activations in the backward pass, until fit ends, where that is requested."""
         wanted = self.arguments.activation_checkpointing
         if wanted is None or wanted is False:
             return
@@ -349,7 +349,7 @@ class FitSession(Session):
             self.loaders.epoch_of_validation = self.progress.epochs
 
     def _place_stream(self, content: Content | None, path: str | None) -> None:
-        """Tell the stream where the data were: in the checkpoint, or when the last fit of this Trainer ended."""
+        """Set the position of the stream: that of the checkpoint, or of the end of the last fit of this Trainer."""
         stream, progress = self.run.stream, self.progress
         state = content.states.get("data") if content is not None else self.trainer._lw_stream_state
         if state is not None:
@@ -396,7 +396,7 @@ class FitSession(Session):
             )
 
     def _set_modes(self, content: Content | None) -> None:
-        """Put the module into training mode; what is frozen and what ranks draw is as in the checkpoint."""
+        """Put the module into training mode; frozen parameters and random numbers of ranks are as in the checkpoint."""
         # A submodule that the user put into eval mode (a frozen batch norm) stays there.
         if not self.module.training:
             self.module.train()
@@ -409,7 +409,7 @@ class FitSession(Session):
     # --- the data --------------------------------------------------------------------------------------------------
 
     def open_data(self) -> None:
-        """Ask for the training data, unless that was done already."""
+        """Request the training data, unless that was done already."""
         if self.run.opened is None:
             self._take_stream()
 
@@ -419,13 +419,13 @@ class FitSession(Session):
         return self.run.stream.num_batches
 
     def reload_training_if_due(self) -> None:
-        """Ask for training loaders when `reload_dataloaders_every_n_epochs` says so. Called before each epoch."""
+        """Request training loaders when `reload_dataloaders_every_n_epochs` says so. Called before each epoch."""
         every = self.arguments.reload_dataloaders_every_n_epochs
         if every and self.progress.epochs and self.progress.epochs % every == 0:
             self._replace_stream()
 
     def reload_validation_if_due(self) -> None:
-        """Ask for validation loaders when `reload_dataloaders_every_n_epochs` says so. Called before a validation."""
+        """Request validation loaders when `reload_dataloaders_every_n_epochs` says so. Called before a validation."""
         every, epoch = self.arguments.reload_dataloaders_every_n_epochs, self.progress.epochs
         if not every or self.loaders.epoch_of_validation == epoch:
             return
@@ -437,7 +437,7 @@ class FitSession(Session):
             self.loaders.epoch_of_validation = epoch
 
     def reload_loaders(self) -> None:
-        """Ask for new loaders now; called between two epochs, by the tuner when it changed the batch size."""
+        """Request new loaders now; called between two epochs, by the tuner when it changed the batch size."""
         self._replace_stream()
         self.loaders.drop_validation()
         self.loaders.open_validation()
@@ -471,7 +471,7 @@ class FitSession(Session):
 
     @contextmanager
     def gradients(self) -> Iterator[None]:
-        """Let gradients be on, also within an evaluation of another Trainer; look for anomalies if asked to."""
+        """Enable gradients, also within an evaluation of another Trainer; detect anomalies if requested."""
         with torch.inference_mode(False), torch.enable_grad(), set_detect_anomaly(self.arguments.detect_anomaly):
             yield
 
@@ -488,7 +488,7 @@ class FitSession(Session):
         super().finish()
 
     def report(self) -> None:
-        """Leave beside the logs where the time went, and tell why training ended."""
+        """Write the timeline beside the logs, and log why training ended."""
         from ..describe_run import describe_run
 
         describe_run(self.trainer)
@@ -504,7 +504,7 @@ class FitSession(Session):
         self.trainer._lw_toggles.end()
 
     def keep(self, run: Run) -> None:
-        """Keep what the fit has built, and where its data were."""
+        """Keep what the fit has built, and the position of its data."""
         trainer = self.trainer
         trainer._lw_last_run = run
         assert isinstance(run, FitRun)

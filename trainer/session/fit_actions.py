@@ -1,4 +1,4 @@
-"""`FitActions`: what the Trainer does at events of a fit, after everybody's hooks and before checkpoints are taken."""
+"""`FitActions`: what the Trainer does at events of a fit, after the user's hooks and before checkpoints are taken."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class FitActions:
             run.watch.judge(probed, progress)
 
     def after_epoch_start(self) -> None:
-        """Note that the epoch's start has been announced."""
+        """Record that the hooks of the epoch's start have been called."""
         self._progress.epoch_announced = True
 
     def after_train_epoch(self) -> None:
@@ -84,7 +84,7 @@ class FitActions:
         progress.is_closing_epoch = run.is_epoch_over
 
     def after_validation(self) -> None:
-        """Log the values of a validation, and note that it is done; not of the sanity check."""
+        """Log the values of a validation, and record that it is done; not of the sanity check."""
         before = self._session.run.before_validation
         if before is not None:
             before.is_over = True
@@ -94,5 +94,5 @@ class FitActions:
             self._progress.validation_ending = True
 
     def after_validation_end(self) -> None:
-        """Note that nothing of the validation is due any more."""
+        """Record that the validation is complete."""
         self._progress.validation_ending = False

@@ -1,7 +1,7 @@
 """Steps and an optimizer for Hugging Face models, whose `forward` returns a loss: they are trained as they are.
 
-A model from transformers or peft has no `training_step`. It gets the steps that any of them would have, as attributes
-of the instance, so that its class, its parameters' names and its `save_pretrained` stay what they are.
+A model from transformers or peft has no `training_step`. It gets the same steps for every model, as attributes of the
+instance, so that its class, its parameters' names and its `save_pretrained` are unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..hooks import MODULE_BASES, find_override
 
 _KEYS = {"training_step": "train_loss", "validation_step": "val_loss", "test_step": "test_loss", "predict_step": None}
 _CLASSES = (("transformers", "PreTrainedModel"), ("peft", "PeftModel"))
-_LR = 5e-5  # what transformers' Trainer begins with
+_LR = 5e-5  # the default of transformers' Trainer
 
 
 class ForwardStep:
@@ -27,7 +27,7 @@ class ForwardStep:
 
     Args:
         model: The model; its `forward` returns an output with `loss`, or a tuple that begins with it.
-        key: Under which name the loss is logged; None for prediction, which returns the output.
+        key: Name under which the loss is logged; None for prediction, which returns the output.
 
     Attributes:
         log: The run's `log`; None between runs.

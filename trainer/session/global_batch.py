@@ -1,4 +1,4 @@
-"""`Trainer(global_batch_size=)`: the accumulation that follows from the loader, and the line that fit begins with."""
+"""`Trainer(global_batch_size=)`: the accumulation that follows from the loader, and the line that fit logs about it."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def derive_accumulation(trainer: TrainerView, run: FitRun) -> int:
 
 
 def plan_accumulation(wanted: int, micro: int | None, data_size: int) -> int | None:
-    """Return what `derive_accumulation` will, before processes start; None where that is not known yet."""
+    """Return the result of `derive_accumulation`, before processes start; None if it is not known yet."""
     unit = 0 if micro is None else micro * data_size
     return wanted // unit if unit and not wanted % unit else None
 
 
 def report_global_batch(trainer: TrainerView, run: FitRun) -> None:
-    """Tell once per fit, on rank zero, how many samples a step takes: below the model's summary, else in the log."""
+    """Log once per fit, on rank zero, how many samples a step takes: below the model's summary, else in the log."""
     if not trainer._lw_reports_runs:
         return
     micro = micro_batch_size(run.loaders.train)

@@ -1,4 +1,4 @@
-"""The data of a run: the source of its loaders, how much of them is read, and how often fit validates."""
+"""The data of a run: the source of its loaders, their limits, and how often fit validates."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ class StageLoaders:
         interval_s: Seconds between two validations; None where batches are counted.
         shard: What part of the data this rank reads; None with one rank.
         agree: Lets the ranks agree on a number of batches; None with one rank.
-        waits_for_validation: Whether the first validation asks for its loaders, and not the beginning of fit.
-        epoch_of_validation: Epochs completed when the loaders of fit's validations were asked for, in an epoch that
+        waits_for_validation: Whether the first validation requests its loaders, not the beginning of fit.
+        epoch_of_validation: Epochs completed when the loaders of fit's validations were requested, in an epoch that
             validates; else -1.
         evaluation: How evaluation loaders are distributed: `share` and `count` of `make_eval_loader`; empty with one
             rank.
         make_stream: Makes the stream of the training loaders; takes the arguments of `BatchStream`.
-        apart: Opens the context in which fit asks for validation loaders before training.
-        keeps_generators: Whether generators of the validation loaders are put back after a validation.
+        apart: Opens the context in which fit requests validation loaders before training.
+        keeps_generators: Whether generators of the validation loaders are restored after a validation.
         prepare: Called with a stage and its loaders, as the user passed or made them; returns those to read.
-        opened: Called with the loaders of an evaluation that were asked for.
-        pins: Whether training batches are wanted in pinned memory, from which copies to a device run beside its work.
+        opened: Called with the loaders of an evaluation that were requested.
+        pins: Whether training batches are pinned, so that copies to a device overlap with its work.
     """
 
     def __init__(self, arguments: Arguments) -> None:
@@ -91,13 +91,13 @@ class StageLoaders:
         self.pins = False
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out what belongs to a run; how many batches its loaders had stays known."""
+        """Drop what belongs to a run; the numbers of batches of its loaders are kept."""
         sizes = {**self._sizes, **{stage: list(data.limits) for stage, data in self.eval.items()}}
         left_out = {"_module": None, "_datamodule": None, "shard": None, "agree": None, "prepare": _as_given}
         return {**self.__dict__, **left_out, "_given": {}, "eval": {}, "evaluation": {}, "_sizes": sizes}
 
     def begin(self, module: nn.Module, datamodule: DataModule | None, given: dict[str, Loaders]) -> None:
-        """Forget the loaders of an earlier run; how many batches they had is known until its stage is run again."""
+        """Forget the loaders of an earlier run; their numbers of batches are kept until the stage runs again."""
         self._sizes.update((stage, list(data.limits)) for stage, data in self.eval.items())
         for stage in given:
             self._sizes.pop(stage, None)
@@ -108,7 +108,7 @@ class StageLoaders:
 
     @property
     def given(self) -> dict[str, Loaders]:
-        """The loaders that were passed to the verb, by stage; None where none was."""
+        """The loaders that were passed to the verb, by stage; None without one."""
         return self._given
 
     def hook(self, stage: str) -> Callable[[], Loaders] | None:
@@ -147,7 +147,7 @@ class StageLoaders:
         return self.prepare(stage, given)
 
     def open_training(self) -> BatchStream:
-        """Ask for the training loaders and return them as one stream; settles the validation interval."""
+        """Request the training loaders and return them as one stream; determines the validation interval."""
         loader = self._ask("train")
         if self._arguments.overfit_batches:
             loader = without_shuffle(loader, "training")
@@ -187,7 +187,7 @@ class StageLoaders:
             self.interval_s = seconds_of(cast(Any, interval))  # Any: checked by Arguments
 
     def may_validate(self) -> bool:
-        """Whether fit can validate; says once which half is missing."""
+        """Whether fit can validate; logs once which half is missing."""
         if self._module is None or self._arguments.limit_val_batches == 0:
             return False
         has_step = find_override(self._module, "validation_step", MODULE_BASES) is not None
@@ -203,7 +203,7 @@ class StageLoaders:
         return has_step and has_loader
 
     def open_eval(self, stage: str) -> EvalLoader:
-        """Return the loaders of an evaluation stage with their limits; asks for them once."""
+        """Return the loaders of an evaluation stage with their limits; requests them once."""
         if stage not in self.eval:
             name = f"limit_{LOADER_OF[stage].removesuffix('_dataloader')}_batches"
             limit = getattr(self._arguments, name)
@@ -226,16 +226,16 @@ class StageLoaders:
         """Return the loaders to validate with inside fit, None where it does not validate."""
         if "validation" in self.eval or not self.may_validate():
             return self.eval.get("validation")
-        with self.apart():  # a split at random, say, must not move training's numbers
+        with self.apart():  # a random split, for instance, must not advance the generators of training
             return self.open_eval("validation")
 
     def drop_validation(self) -> None:
-        """Ask for the validation loaders again at the next validation."""
+        """Request the validation loaders again at the next validation."""
         self.shut_down()
         self.eval.pop("validation", None)
 
     def shut_down(self) -> None:
-        """End workers that persist: found by the garbage collector, they would take seconds to end."""
+        """End persistent workers: if the garbage collector found them, they would take seconds to end."""
         for data in self.eval.values():
             for loader in data.loaders:
                 if hasattr(loader, "shut_down"):
@@ -258,11 +258,11 @@ class StageLoaders:
         return capture_generators(self._generators()) if self.keeps_generators else {}
 
     def restore_generators(self, states: StateDict) -> None:
-        """Put them back where `capture_generators` saw them."""
+        """Restore the states that `capture_generators` returned."""
         restore_generators(self._generators(), states)
 
     def restore_shared_generators(self, states: StateDict) -> None:
-        """Put those back that the training loaders hold, too: a validation must not change the order of training.
+        """Restore those that the training loaders hold, too: a validation must not change the order of training.
 
         Args:
             states: What `capture_generators` returned before the validation.
@@ -272,7 +272,7 @@ class StageLoaders:
 
     @contextmanager
     def before_validation(self, states: StateDict) -> Iterator[None]:
-        """Let the generators that both hold be for a block where they were before the validation under way."""
+        """Return a context in which the generators that both hold are as before the current validation."""
         shared = self._shared_generators() if states else {}
         now = capture_generators(shared)
         restore_generators(shared, states)
@@ -308,7 +308,7 @@ def _leave(data: EvalLoader) -> None:
 
 @contextmanager
 def _kept_rng() -> Iterator[None]:
-    """Put the global generators back after a block."""
+    """Restore the global generators after a block."""
     rng = capture_rng()
     yield
     restore_rng(rng)

@@ -29,7 +29,7 @@ _CONDITIONS = {"sanity_checking", "current_epoch", "global_step"}
 class MonitoredNames:
     """The metrics that callbacks and schedules monitor in a fit.
 
-    A name that a later hook may log is left alone: it is an error where it is needed.
+    A name that a later hook may log is not checked here: it is an error where it is needed.
 
     Args:
         run: The run; its optimizers are built.
@@ -139,7 +139,7 @@ def _overrides(owner: object, names: Iterable[str], bases: tuple[type, ...]) -> 
 
 
 def _logs_by_condition(run: Run) -> bool:
-    """Return whether a hook of the module's validation looks at where the run is, and so may log later only."""
+    """Return whether a hook of the module's validation reads the position of the run, and so may log only later."""
     for name in _VALIDATION_HOOKS:
         hook = find_override(run.module, name, MODULE_BASES)
         code = getattr(getattr(hook, "__func__", hook), "__code__", None)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def build_training(run: FitRun) -> None:
-    """Build optimizers and schedules of a run, and what watches them."""
+    """Build optimizers and schedules of a run, and the objects that watch them."""
     build_optimizers(run)
     monitored = [*run.schedulers, *run.callbacks]
     run.metrics.decisive = frozenset(str(name) for one in monitored if (name := getattr(one, "monitor", None)))
@@ -81,7 +81,7 @@ def manage_optimizers(run: Run) -> None:
 
 
 def _no_parameters(module: nn.Module) -> ModuleError:
-    """Return the error of an optimizer without parameters, which says what the module has."""
+    """Return the error for an optimizer without parameters, which describes those of the module."""
     parameters = list(module.parameters())
     trained = sum(one.requires_grad for one in parameters)
     if not parameters:

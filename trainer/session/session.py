@@ -53,7 +53,7 @@ class Session(ABC):
     what this and `begin` have set. After an error it notifies callbacks and loggers first.
 
     Args:
-        trainer: Whose arguments hold, and who keeps what is there after the verb.
+        trainer: Its arguments apply, and it keeps the results of the verb.
         verb: "fit", "validate", "test" or "predict".
         datamodule: The user's data module, or None.
         given: The loaders that were passed to the verb, by stage.
@@ -64,8 +64,8 @@ class Session(ABC):
         profiler: None where there is nothing to measure, so that steps are not bracketed.
         log: Where `self.log` of modules goes.
         ending: Undoes, when the verb ends, what it has begun.
-        attachment: Lets go of the module and its data after that.
-        behavior: What is done at the seams, where other libraries do something else.
+        attachment: Detaches the module and its data after that.
+        behavior: The functions at the seams, which a layer for another library may replace.
         begun_s: When the verb began, in seconds of the monotonic clock.
         is_compiled: Whether what the run calls was compiled.
     """
@@ -91,7 +91,7 @@ class Session(ABC):
     # --- around a verb ---------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        """Set what holds during the verb."""
+        """Set the state of the verb."""
         trainer, arguments = self.trainer, self.arguments
         if trainer._lw_run is not None:
             raise ConfigError(
@@ -125,7 +125,7 @@ class Session(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Tell everyone of an error, and undo what the session has set."""
+        """Notify listeners of an error, and undo what the session has set."""
         with self.ending:
             if error is not None:
                 from .failure import fail
@@ -254,7 +254,7 @@ class Session(ABC):
         return self.run
 
     def _window_loss(self) -> WindowLoss:
-        """Return what weighs the losses of a window over ranks."""
+        """Return the `WindowLoss` of the run."""
         strategy = self.strategy
         counts = strategy.uneven == "zero_weight" or self.arguments.nonfinite_loss == "skip"
         kind: type[RanksWindowLoss] = RanksWindowLoss
@@ -265,7 +265,7 @@ class Session(ABC):
         return kind(self.fabric.device, strategy, counts=counts)
 
     def _stop_coordination(self) -> StopPoints | None:
-        """Return what lets all ranks stop at the same point; None without a watch."""
+        """Return the object through which all ranks stop at the same point; None without a watch."""
         signals = self.trainer._lw_run_signals
         if signals.stop_coordinator is None:
             return None
@@ -275,7 +275,7 @@ class Session(ABC):
 
     @abstractmethod
     def actions(self) -> Mapping[str, Callable[..., object]]:
-        """Return what the Trainer does at events, after everybody's hooks, by the name of the event."""
+        """Return what the Trainer does at events, after the user's hooks, by the name of the event."""
 
     def set_up(self) -> None:
         """Run the hooks up to `configure_model`, and let the ranks compare what they have. On every rank."""
@@ -350,14 +350,14 @@ class Session(ABC):
         return self.strategy.place_module(module)
 
     def load_weights(self, path: str, *, is_trusted: bool) -> Content:
-        """Put back the module of a checkpoint, with data module and callbacks; return the checkpoint. On every rank."""
+        """Restore the module of a checkpoint, with data module and callbacks; return the checkpoint. On every rank."""
         self.trainer.ckpt_path = path
         content = snapshot.read(self.fabric, path, is_trusted=is_trusted)
         snapshot.restore_module(self.run, content)
         return content
 
     def synchronize_folders(self) -> None:
-        """Let all ranks know where loggers write, and the profiler where it reports."""
+        """Let all ranks know where loggers write, and set the folder of the profiler."""
         self.output.agree(self.strategy, checks=self.verb == "fit")
         if self.profiler is not None:
             rank = self.fabric.global_rank if self.run.has_ranks else None
@@ -401,8 +401,8 @@ class Session(ABC):
 
     def evaluation_loop(self, stage: str, data: EvalLoader) -> EvalLoop:
         """Return the loop over the data of "validation", "test" or "predict"; called through `behavior`."""
-        # What a step in inference mode leaves behind cannot be trained: a buffer or a cache of the user, what a
-        # compiled module keeps, gathered parameters. So training's own validations do without.
+        # Tensors from a step in inference mode cannot be trained: buffers or caches of the user, or of a compiled
+        # module, gathered parameters. So validations within fit do not use it.
         keeps_tensors = (
             self.verb == "fit"
             or self.strategy.traits.shards_parameters
@@ -442,7 +442,7 @@ class Session(ABC):
         self.output.send_files()
 
     def report(self) -> None:
-        """Print what the profiler has measured, or leave it where it reports."""
+        """Print the measurements of the profiler, or write them to its folder."""
         if self.profiler is not None:
             if self.trainer.is_global_zero and self.profiler.filename is None:
                 self.trainer.print(self.profiler.summary())
@@ -467,7 +467,7 @@ class Session(ABC):
             run.release()
 
     def keep(self, run: Run) -> None:
-        """Keep what is there after the verb."""
+        """Keep the results of the verb."""
         # What a fit built stays readable, and can be saved, after the same module was evaluated.
         if self.trainer._lw_last_run is None or self.trainer._lw_last_run.module is not run.module:
             self.trainer._lw_last_run = run
@@ -488,4 +488,4 @@ class Session(ABC):
 
 
 def _log_nothing(*_: object) -> None:
-    """Stand for `log` in barebones mode."""
+    """Do nothing, in place of `log` in barebones mode."""

@@ -95,7 +95,7 @@ def _run_in_child(trainer: Trainer, verb: str, module: nn.Module | None, argumen
 
 
 def _module_content(trainer: Trainer, run: Run, checkpoint: StateDict) -> StateDict:
-    """Return what the module has beside its checkpoint, which hooks may have changed. On every rank: communicates."""
+    """Return state of the module that no checkpoint has and hooks may have changed. On every rank: communicates."""
     strategy = trainer.strategy
     weights = move_to_device(strategy.gather_state(every_weight(strategy, run.model)), _CPU)
     names = set(weights)
@@ -126,7 +126,7 @@ def _are_equal(value: Tensor, saved: Tensor) -> bool:
 
 
 def _put_back_callbacks(trainer: Trainer, module: nn.Module, result: StateDict) -> None:
-    """Let the Trainer have the callbacks that the module configured in the other processes, for their states."""
+    """Give the Trainer the callbacks that the module configured in the other processes, for their states."""
     known = {callback.state_key for callback in trainer.callbacks}
     if set(result["callbacks"]) <= known or not assemble.has_override(module, "configure_callbacks"):
         return
@@ -135,7 +135,7 @@ def _put_back_callbacks(trainer: Trainer, module: nn.Module, result: StateDict) 
 
 
 def _put_back_trainer(trainer: Trainer, module: nn.Module, result: StateDict) -> None:
-    """Let the Trainer be as if it had run the verb itself."""
+    """Set the state of the Trainer as if it had run the verb itself."""
     checkpoint = result.get("checkpoint")
     if checkpoint is not None:
         trainer.progress.load_state_dict(result["progress"])
@@ -161,7 +161,7 @@ def _put_back_trainer(trainer: Trainer, module: nn.Module, result: StateDict) ->
 
 
 def _put_back_module(trainer: Trainer, module: nn.Module, result: StateDict, datamodule: DataModule | None) -> None:
-    """Let the module be as it is on rank 0: weights, buffers, what is trained, and hyperparameters that are plain.
+    """Set the module to its state on rank 0: weights, buffers, frozen parameters, and plain hyperparameters.
 
     Layers that `configure_model` has built only there are built here.
 
@@ -176,7 +176,7 @@ def _put_back_module(trainer: Trainer, module: nn.Module, result: StateDict, dat
     strategy = trainer.strategy
     if not weights.keys() <= Strategy.module_state_dict(strategy, module).keys():
         _build(trainer, module)
-    # Of this module as it is: the strategy's own methods would ask what runs it, which was only there.
+    # Read from the module itself: the strategy's methods need its wrapper, which exists only in the other processes.
     own = Strategy.module_state_dict(strategy, module)
     only_there = [name for name in weights if name not in own]
     only_here = [name for name in own if name not in weights]
@@ -202,14 +202,14 @@ def _put_back_module(trainer: Trainer, module: nn.Module, result: StateDict, dat
 
 def _build(trainer: Trainer, module: nn.Module) -> None:
     _attach(trainer, module)
-    # What is drawn here is replaced: this process draws later what it would have drawn without it.
+    # The generators are restored afterwards, so that later draws of this process do not change.
     with torch.random.fork_rng(devices=[]), trainer.fabric.precision.module_init_context():
         for name in builders(module, trainer.behavior.find_override):
             getattr(module, name)()
 
 
 def _attach(trainer: Trainer, module: nn.Module) -> None:
-    """Let the module know its Trainer, which its hooks may ask."""
+    """Attach the Trainer to the module, whose hooks may use it."""
     if isinstance(module, Module):
         module.trainer = trainer
         module.fabric = trainer.fabric

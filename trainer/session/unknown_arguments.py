@@ -76,7 +76,7 @@ def refuse_arguments(unknown: Iterable[str], known: Collection[str]) -> NoReturn
 
     Args:
         unknown: Names that were passed.
-        known: Names of the arguments that there are.
+        known: Names of the valid arguments.
 
     Raises:
         UnknownArgument: Always.

@@ -40,7 +40,7 @@ def check_sanity(session: FitSession) -> None:
 
 
 def validate(session: FitSession) -> None:
-    """Validate between two training steps. Training's random number generators are untouched by it."""
+    """Validate between two training steps. The random number generators of training do not change."""
     run, loaders, state = session.run, session.loaders, session.state
     _share_buffers(run)
     run.metrics.batch = run.metrics.sized = None  # the last training batch is not kept during the validation
@@ -76,6 +76,6 @@ def free_gradients(run: FitRun) -> None:
 
 
 def _share_buffers(run: FitRun) -> None:
-    """Let all ranks evaluate the same module: running statistics are of each rank's own data until now."""
+    """Let all ranks evaluate the same module: until now, each rank has running statistics of its own data."""
     if run.has_ranks:
         run.fabric.strategy.sync_buffers(run.model)

@@ -208,7 +208,7 @@ def two_fits(module: Any, other: Any = None) -> tuple[lw.Trainer, list[str]]:
         (faster, "AdamW: lr=0.5 is configured now, and was 0.02"),
         (other_class, "SGD starts from scratch: it was AdamW"),
         (regrouped, "Adam starts from scratch: .*other parameter groups"),
-        (one_cycle, r"schedule 0 \(OneCycleLR\) starts from scratch: it is configured otherwise"),
+        (one_cycle, r"schedule 0 \(OneCycleLR\) starts from scratch: it is configured differently"),
     ],
 )
 def test_what_is_configured_otherwise_holds_and_is_said_once(configure: Configure, said: str) -> None:
