@@ -153,6 +153,13 @@ class StopBySignal(SystemExit):
         super().__init__(143)
 
 
+class ReplayEnd(SystemExit):
+    """The step that is replayed has been made; the program ends here, with exit code 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the nearest of the known names, or an empty string."""
     matches = get_close_matches(name, list(known), n=3, cutoff=0.6)

@@ -50,6 +50,7 @@ _OWN_STATES = (
     "excluded",
     "unfinished",
     "after_validation",
+    "program",
 )
 
 # What readers rely on. A type; a tuple of alternatives; a list of one shape for each entry; a dict of shapes by name,
@@ -105,6 +106,8 @@ _OWN_SHAPE = {
     "unfinished?": {"validation_end?": {"rng_of_ranks": [_RNG], "rng_places?": ([[int]], None)},
                     "told_later?": {"event": str, "callbacks": _NAMES}},
     "after_validation?": ({"*": object}, None),  # a Tensor, or a part of one in a folder
+    "program?": {"command": ([str], None), "folder": str, "revision": (str, None), "variables": {"*": str},
+                 "threads": int, "ranks_by": str},
 }  # fmt: skip
 _COUNTS = {"*": int}
 _SHAPE = {

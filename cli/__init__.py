@@ -34,6 +34,7 @@ _COMMANDS = {
     "migrate": "run a program under Lightning and Loopwright, and list what is not supported",
     "plan": "show which strategies fit a program's training, and what they need, without training",
     "recipe": "language models: tokenizer, pretrain, finetune, plan, chat, generate, evaluate, export",
+    "replay": "make one step of a run again, and show its losses, norms and samples; or compare two runs",
     "report": "write an HTML report of runs: curves, metrics, checkpoints, configuration",
     "run-lightning": "run a program written for Lightning on Loopwright",
     "watch": "show the curves of running jobs in the terminal",
@@ -76,6 +77,10 @@ def run(arguments: Sequence[str]) -> int:
         from .commands.plan import plan
 
         return plan(arguments[1:])
+    if arguments and arguments[0] == "replay":
+        from .commands.replay import replay
+
+        return replay(arguments[1:])
     if arguments and arguments[0] == "completion":
         from .commands.completion import completion
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import DataError
 from ..messages import warn
-from ..protocols import Loaders, StateDict
+from ..protocols import Indices, Loaders, StateDict
 from .limit import resolve_limit
 
 if TYPE_CHECKING:
@@ -172,6 +172,10 @@ class BatchStream:
     def count_latest(self) -> int | None:
         """Return the number of samples that the sampler drew for the latest batch; None if unknown."""
         return self._source.count_latest()
+
+    def latest_indices(self) -> Indices:
+        """Return the indices of the latest batch in the data set, in the shape of the loaders; None if unknown."""
+        return self._source.latest_indices()
 
     def describe_order(self) -> int | None:
         """Return a number that depends on the order of samples: equal on all ranks if they distribute the same.

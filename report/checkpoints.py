@@ -62,7 +62,7 @@ class CheckpointReader:
     def assign(self, root: Path, runs: Sequence[LoggedRun]) -> None:
         """Assign checkpoints to the runs found below a directory."""
         by_run: dict[int, list[Path]] = {}
-        for path in _find(root):
+        for path in find_checkpoints(root):
             owner = _owner(path, runs)
             if owner is not None:
                 by_run.setdefault(owner, []).append(path)
@@ -108,7 +108,8 @@ class CheckpointReader:
         return known[1]
 
 
-def _find(root: Path) -> list[Path]:
+def find_checkpoints(root: Path) -> list[Path]:
+    """Return all checkpoints below a folder, files and folders; no hidden ones."""
     found = []
     for folder, below, files in os.walk(root):
         found += [Path(folder, name) for name in files if name.endswith(_SUFFIX) and not name.startswith(".")]

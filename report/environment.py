@@ -39,9 +39,9 @@ def describe_environment() -> dict[str, str]:
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script:
         found["script"] = os.path.abspath(script)
-    revision = _revision(os.path.dirname(os.path.abspath(script)) if script else os.getcwd())
-    if revision:
-        found["revision"] = revision
+    commit = revision(os.path.dirname(os.path.abspath(script)) if script else os.getcwd())
+    if commit:
+        found["revision"] = commit
     return found
 
 
@@ -69,7 +69,7 @@ def _processor() -> str:
 
 
 @cache  # git looks at every file for it
-def _revision(folder: str) -> str | None:
+def revision(folder: str) -> str | None:
     """Return the commit, with `+changes` if files differ from it; None outside of a repository, or without git."""
     try:
         done = subprocess.run(

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 class _Saving(Protocol):
+    program: StateDict | None
+
     def complete(self, checkpoint: StateDict) -> None: ...
 
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing_extensions import override
 
 from ...errors import DataError
-from ...protocols import Batch, StateDict
+from ...protocols import Batch, Indices, StateDict
 from ..rng import RngStream, capture_rng, derive_key
 from ..sources.base import Source, position_of
 from .shard import NO_BATCH, Shard
@@ -198,6 +198,10 @@ class SynchronizedSource(Source):
     @override
     def count_latest(self, back: int = 0) -> int | None:
         return self._inner.count_latest(back + len(self._ahead))
+
+    @override
+    def latest_indices(self, back: int = 0) -> Indices:
+        return self._inner.latest_indices(back + len(self._ahead))
 
     @override
     def describe_order(self) -> int | None:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Final
 
 from ...errors import DataError
-from ...protocols import Batch, Loaders, StateDict
+from ...protocols import Batch, Indices, Loaders, StateDict
 from ..limit import find_length, resolve_limit
 
 
@@ -146,6 +146,10 @@ class Source(ABC):
         Args:
             back: For the batch that came this number of batches before it.
         """
+        return None
+
+    def latest_indices(self, back: int = 0) -> Indices:
+        """Return the indices of the latest batch in the data set; None where they are not known. As `count_latest`."""
         return None
 
     def describe_order(self) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from ...errors import DataError
-from ...protocols import Batch, Loaders, StateDict
+from ...protocols import Batch, Indices, Loaders, StateDict
 from ..tree import unflatten
 from .base import Source
 
@@ -154,6 +154,12 @@ class CombinedSource(Source):
             if not self._has(number):
                 raise no_batches(number, source.loader, is_reread=bool(self.position))
         return source.take()
+
+    @override
+    def latest_indices(self, back: int = 0) -> Indices:
+        if self._mode == "sequential":
+            return self._sources[self._current].latest_indices(back)
+        return unflatten(self.loader, [source.latest_indices(back) for source in self._sources])
 
     @override
     def announce_epoch(self, epoch: int) -> None:

@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, MapDataPipe
 from typing_extensions import override
 
 from ...errors import DataError
-from ...protocols import AnySampler, Batch, Loaders, StateDict, Tree
+from ...protocols import AnySampler, Batch, Indices, Loaders, StateDict, Tree
 from ..gather import gathering_parts, pinned_parts
 from ..limit import find_length
 from ..rng import capture_generators, capture_rng, derive_key, find_generators, restore_generators, restore_rng
@@ -182,9 +182,13 @@ class IndexedSource(Source):
 
     @override
     def count_latest(self, back: int = 0) -> int | None:
-        index = self._index.find(self.position + self.shift - back)
+        index = self.latest_indices(back)
         # Without automatic batching, an index is a batch of unknown size unless it is a list.
         return count_indices(index) if self.loader.batch_sampler is not None or type(index) is list else None
+
+    @override
+    def latest_indices(self, back: int = 0) -> Indices:
+        return self._index.find(self.position + self.shift - back)
 
     @override
     def at_most(self, upto: int) -> int:

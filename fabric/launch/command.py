@@ -45,17 +45,18 @@ def own_command(local_rank: int) -> tuple[list[str], str | None]:
         arguments, folder = _hydra_arguments(hydra, arguments, local_rank), hydra.runtime.cwd
     if getattr(sys, "frozen", False):  # an executable made of the program (PyInstaller, cx_Freeze)
         return [sys.executable, *arguments], folder
-    return [sys.executable, *_interpreter_flags(), *program, *arguments], folder
+    return [sys.executable, *interpreter_flags(), *program, *arguments], folder
 
 
 def run_by(file: str, command: list[str]) -> list[str]:
     """Return the command of `own_command` with a script of ours that runs the user's program."""
-    flags = _interpreter_flags()
+    flags = interpreter_flags()
     return [*command[: 1 + len(flags)], file, *command[1 + len(flags) :]]
 
 
-def _interpreter_flags() -> list[str]:
-    flags: list[str] = getattr(subprocess, "_args_from_interpreter_flags", list)()  # as multiprocessing does
+def interpreter_flags() -> list[str]:
+    """Return the flags of this interpreter, which follow its path in `own_command`."""
+    flags: list[str] = getattr(subprocess, "_args_frominterpreter_flags", list)()  # as multiprocessing does
     return flags
 
 

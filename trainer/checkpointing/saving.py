@@ -42,6 +42,7 @@ class Saving:
         is_elsewhere: Whether another replica group writes checkpoints: nothing is saved here.
         has_score: Whether the checkpoint being saved has the score of the latest validation, and so the weights that it
             saw.
+        program: Record of the program, of the process that started this one for a function; None in other processes.
     """
 
     def __init__(self, trainer: TrainerView) -> None:
@@ -50,6 +51,7 @@ class Saving:
         self.is_after_error = False
         self.how_to_continue: str | None = None
         self.has_score = self.is_elsewhere = False
+        self.program: StateDict | None = None
         self._saved_at, self._saved_path = -1, ""
 
     def __getstate__(self) -> dict[str, object]:

@@ -64,6 +64,7 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
 
 def _collect(run: Run, validated: ValidatedWeights | None, *, is_weights_only: bool) -> StateDict:
     from ..metrics.metric_objects import metric_states  # here and below: not imported before a state is taken
+    from .program import program_record
 
     fabric, ranks_answer = run.fabric, run.ranks_answer
     states: StateDict = {
@@ -103,6 +104,7 @@ def _collect(run: Run, validated: ValidatedWeights | None, *, is_weights_only: b
         states["frozen"] = _frozen(run)
         states["unfinished"] = _unfinished(run)
         states["loggers"] = logger_states(run.output)
+        states["program"] = run.trainer._lw_saving.program or program_record(fabric)
         _leave_validation(run, states)
         if ranks_answer:
             states["metric_objects"] = run.metrics.of_ranks(states["metric_objects"])

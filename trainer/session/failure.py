@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ...accelerators.out_of_memory import is_out_of_memory
-from ...errors import LoopwrightError, StopBySignal
+from ...errors import LoopwrightError, ReplayEnd, StopBySignal
 from ...strategies.memory_report import advise, memory_report
 from ..batch_shapes import shapes_of
 from ..checkpointing.requeue import requeue
@@ -38,6 +38,8 @@ def fail(session: Session, error: BaseException) -> None:
     """
     trainer = session.trainer
     session.state.status = "interrupted"
+    if isinstance(error, ReplayEnd):  # on all ranks alike; hooks that write are not called
+        return
     if isinstance(error, StopBySignal) and trainer.run_signals.is_to_requeue:
         requeue(trainer)
     cause = _cause_elsewhere(session, error) or error

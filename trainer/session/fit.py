@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -77,6 +78,10 @@ class FitSession(Session):
         super().__init__(trainer, "fit", datamodule=datamodule, given=given)
         self.model, self.ckpt_path, self.is_trusted = model, ckpt_path, is_trusted
         self.loop = trainer.fit_loop
+        if "LOOPWRIGHT_REPLAY" in os.environ:  # set by `loopwright replay` for the program that it runs
+            from ..replay import replay_in
+
+            replay_in(self)
 
     def start(self) -> None:
         """Begin to train: everything up to `on_train_start`, which the loop fires.

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ...data.move import move_to_device
-from ...errors import ModuleError
+from ...errors import ModuleError, ReplayEnd
 from ...protocols import StateDict
 from ...strategies import Strategy
 from ...strategies.optional import every_weight, stages_of
 from ...tracebacks import show_trimmed
 from ..checkpointing import snapshot
+from ..checkpointing.program import program_record
 from ..module import Module
 from . import assemble
 from .checks import builders, check_layers, unwrapped
@@ -49,7 +50,10 @@ def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: An
     if model is not None:
         check_layers(trainer.strategy, unwrapped(model))
     module = model if model is not None else trainer.lightning_module
+    trainer._lw_saving.program = program_record(trainer.fabric)
     result: StateDict = trainer.fabric.launcher.launch(_run_in_child, trainer, verb, module, arguments)
+    if "is_replayed" in result:
+        raise ReplayEnd
     if module is not None:
         _put_back_callbacks(trainer, unwrapped(module), result)
         _put_back_trainer(trainer, unwrapped(module), result)
@@ -64,7 +68,10 @@ def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: An
 def _run_in_child(trainer: Trainer, verb: str, module: nn.Module | None, arguments: dict[str, object]) -> StateDict:
     """Run in every new process; the result of rank 0 goes back to the launching one."""
     trainer._lw_is_in_child = True
-    returned = getattr(trainer, verb)(module, **arguments)
+    try:
+        returned = getattr(trainer, verb)(module, **arguments)
+    except ReplayEnd:
+        return {"is_replayed": True}
     is_fit = verb == "fit"
     content: StateDict = {
         "returned": returned,

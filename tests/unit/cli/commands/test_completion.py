@@ -30,7 +30,7 @@ def completed(program: str, line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("loopwright rep", ["report"]),
+        ("loopwright repo", ["report"]),
         ("loopwright c", ["completion", "checkpoint"]),
         ("loopwright checkpoint d", ["diff"]),
         ("loopwright completion ", ["bash", "zsh", "fish"]),
@@ -53,7 +53,7 @@ def test_fish_completes_commands_options_and_files(capsys: pytest.CaptureFixture
     (tmp_path / "data.ckpt").touch()
     (tmp_path / "loopwright.fish").write_text(script("fish", capsys))
     expected = {
-        "loopwright rep": ["report"],
+        "loopwright repo": ["report"],
         "loopwright checkpoint d": ["diff"],
         "loopwright completion ": ["bash", "fish", "zsh"],
         "loopwright doctor --j": ["--json"],
@@ -105,7 +105,7 @@ def test_zsh_completes_commands_options_and_files(
     (tmp_path / "data.ckpt").touch()
     (tmp_path / "_loopwright").write_text(script("zsh", capsys))
     expected = {
-        "loopwright rep": ["report"],
+        "loopwright repo": ["report"],
         "loopwright checkpoint d": ["diff"],
         "loopwright completion ": ["bash", "fish", "zsh"],
         "loopwright doctor --j": ["--json"],

@@ -1,0 +1,181 @@
+"""A fit that the environment turns into a replay: it makes one step again, bit for bit, and writes nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset
+from toys import Net, net, pairs
+
+import loopwright as lw
+from loopwright.errors import ReplayEnd
+from loopwright.trainer.checkpointing.program import HIDDEN, hide_secrets
+from loopwright.trainer.replay import ReplayRequest, digest
+
+
+class Observed(Net):
+    """Keeps what a user might have logged: losses of micro-batches, and the norm of the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda parameters: torch.optim.Adam(parameters, lr=0.01), dropout=0.5, norm=True)
+        self.losses: list[float] = []
+        self.steps: list[tuple[list[float], float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.log("train_loss", loss)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = torch.nn.utils.get_total_norm([one.grad for one in self.parameters() if one.grad is not None])
+        self.steps.append((self.losses, norm.item()))
+        self.losses = []
+
+
+class OwnSteps(Observed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def fit(module: Any, folder: Path, **arguments: Any) -> lw.Trainer:
+    lw.seed_everything(3)
+    trainer = lw.Trainer(
+        accelerator="cpu", devices=1, max_epochs=2, default_root_dir=folder, logger="csv", log_every_n_steps=1,
+        enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[lw.ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)], **arguments,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(Subset(pairs(28), list(range(27, -1, -1))), batch_size=2, shuffle=True))
+    return trainer
+
+
+def listing(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(one): (one.stat().st_mtime_ns, one.read_bytes()) for one in folder.rglob("*") if one.is_file()}
+
+
+def replay(monkeypatch: pytest.MonkeyPatch, module: Any, request: ReplayRequest, run: Path, **arguments: Any) -> Any:
+    monkeypatch.setenv("LOOPWRIGHT_REPLAY", request.to_variable()["LOOPWRIGHT_REPLAY"])
+    with pytest.raises(ReplayEnd):
+        fit(module, run, **arguments)
+    monkeypatch.delenv("LOOPWRIGHT_REPLAY")
+    return json.loads(request.record_of(0).read_text())
+
+
+@pytest.mark.parametrize(("kind", "accumulate", "step"), [(Observed, 2, 6), (Observed, 1, 17), (OwnSteps, 1, 9)])
+def test_a_replay_has_the_figures_of_the_run_and_leaves_its_folder_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[Any], accumulate: int, step: int
+) -> None:
+    run, folder = tmp_path / "run", tmp_path / "replay"
+    folder.mkdir()
+    arguments: dict[str, Any] = {"accumulate_grad_batches": accumulate}
+    if kind is Observed:
+        arguments["gradient_clip_val"] = 0.1
+    original = net(kind)
+    fit(original, run, **arguments)
+    checkpoint = next(run.rglob(f"*step={step // 4 * 4}.ckpt"))
+    before = listing(run)
+
+    request = ReplayRequest(step, str(folder), str(checkpoint), keeps_batch=True)
+    record = replay(monkeypatch, net(kind), request, run, **arguments)
+
+    losses, norm = original.steps[step]
+    found = record["backward_losses"] or [one["loss"] for one in record["micro_batches"]]
+    assert found == losses
+    assert record["gradients"][0]["norm"] == norm
+    assert record["began_at"] == step // 4 * 4
+    assert listing(run) == before
+    data = Subset(pairs(28), list(range(27, -1, -1)))
+    batches = torch.load(request.batch_of(0), weights_only=True)
+    for place, batch in zip(record["micro_batches"], batches, strict=True):
+        for number, index in enumerate(place["samples"]):
+            assert all(torch.equal(column[number], value) for column, value in zip(batch, data[index], strict=True))
+
+
+def test_a_replay_from_the_beginning_needs_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    original = net(Observed)
+    fit(original, tmp_path / "run")
+    request = ReplayRequest(1, str(tmp_path))
+    record = replay(monkeypatch, net(Observed), request, tmp_path / "other")
+    assert [one["loss"] for one in record["micro_batches"]] == original.steps[1][0]
+
+    request.begun.unlink()
+    monkeypatch.setenv("LOOPWRIGHT_REPLAY", request.to_variable()["LOOPWRIGHT_REPLAY"])
+    monkeypatch.setattr(lw, "seed_everything", lambda seed: torch.seed())
+    monkeypatch.delenv("PL_GLOBAL_SEED")
+    with pytest.raises(lw.ConfigError, match="seed_everything"):
+        fit(net(Observed), tmp_path / "other")
+
+
+def test_a_replay_refuses_another_number_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(
+        "LOOPWRIGHT_REPLAY", ReplayRequest(1, str(tmp_path), world_size=2).to_variable()["LOOPWRIGHT_REPLAY"]
+    )
+    with pytest.raises(lw.ConfigError, match="Expected the 2 ranks of the run, got 1"):
+        fit(net(Observed), tmp_path / "run")
+
+
+def test_anomaly_detection_is_on_in_the_step_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_nan = type("WithNan", (Net,), {"training_step": lambda self, batch, batch_idx: self.loss(batch) + (
+        torch.sqrt(self(batch[0]).sum() * 0) if self.trainer.global_step in (1, 2) else 0)})  # fmt: skip
+    request = ReplayRequest(2, str(tmp_path), anomaly=True)
+    monkeypatch.setenv("LOOPWRIGHT_REPLAY", request.to_variable()["LOOPWRIGHT_REPLAY"])
+    with pytest.warns(UserWarning, match="sqrt"), pytest.raises(RuntimeError, match="SqrtBackward"):
+        fit(net(with_nan), tmp_path / "run")
+    assert not torch.is_anomaly_enabled()
+
+
+def test_ids_of_the_data_set_are_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    data = pairs(8)
+    data.ids = [f"image-{number}" for number in range(8)]  # type: ignore[attr-defined]
+    request = ReplayRequest(1, str(tmp_path))
+    monkeypatch.setenv("LOOPWRIGHT_REPLAY", request.to_variable()["LOOPWRIGHT_REPLAY"])
+    lw.seed_everything(0)
+    trainer = lw.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False)
+    with pytest.raises(ReplayEnd):
+        trainer.fit(net(), DataLoader(Subset(data, [7, 6, 5, 4]), batch_size=2))
+    (found,) = json.loads(request.record_of(0).read_text())["micro_batches"]
+    assert (found["samples"], found["ids"]) == ([2, 3], ["image-5", "image-4"])
+
+
+def test_a_digest_sees_every_bit_and_every_kind_of_value() -> None:
+    values: list[Any] = [
+        torch.zeros(3), torch.tensor([0.0, 0.0, -0.0]), torch.zeros(3, dtype=torch.bfloat16), torch.zeros(1, 3),
+        torch.zeros(3, dtype=torch.bool), torch.zeros(3, dtype=torch.complex64), torch.zeros(0), {"a": torch.zeros(3)},
+        {"a": torch.zeros(3), "b": "text"}, [torch.zeros(3), 1], torch.zeros(3).to_sparse(), torch.tensor(1.0),
+    ]  # fmt: skip
+    found = [digest(value) for value in values]
+    assert found == [digest(value) for value in values]
+    assert len(set(found)) >= len(found) - 2  # a name of a tensor and its layout count for nothing
+
+
+def test_a_checkpoint_records_the_program_without_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hush")
+    trainer = fit(net(Observed), tmp_path)
+    program = torch.load(next(tmp_path.rglob("*.ckpt")), weights_only=True)["loopwright"]["program"]
+    assert os.path.isdir(program["folder"])
+    assert program["ranks_by"] == "program"
+    assert "hush" not in str(program)
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert "program" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)["loopwright"]
+
+
+def test_secrets_in_arguments_are_hidden() -> None:
+    typed = "train.py --lr 0.1 --api-key abc --hf_token=abc logger.password=abc --eos_token </s> --num_tokens 5"
+    shown = f"train.py --lr 0.1 --api-key {HIDDEN} --hf_token={HIDDEN} logger.password={HIDDEN} --eos_token </s> "
+    assert " ".join(hide_secrets(typed.split())) == f"{shown}--num_tokens 5"
+    assert hide_secrets(["--url=https://me:abc@host/x"]) == [f"--url=https://{HIDDEN}@host/x"]
+    assert hide_secrets(["--token", "--verbose"]) == ["--token", "--verbose"]
