@@ -53,6 +53,7 @@ class TrainerView(OptimizerOwner, Protocol):
     gradient_clip_val: float | None
     gradient_clip_algorithm: str | None
     should_stop: bool
+    ckpt_path: str | None
 
     @property
     def _lw_itself(self) -> Self: ...

@@ -201,9 +201,11 @@ class WindowLoss:
         Args:
             num_batches: Micro-batches that were run, of those that were planned.
         """
-        return (float(self.count), float(self.planned)) if self.reference is None else (
-            float(self.total), float(self.reference)
-        )  # fmt: skip
+        if self.is_divided:
+            return 1.0, 1.0
+        if self.reference is None:
+            return float(self.count), float(self.planned)
+        return float(self.total), float(self.reference)
 
     @property
     def is_empty(self) -> bool:

@@ -195,7 +195,12 @@ class ReplicaGroups:
 
     def shared_state(self) -> StateDict:
         """Return what all groups know, for one that heals."""
-        return {"seed": self._seed, "heard": healing.written(self.run) if self.is_writer else self._heard}
+        progress = self.run.progress
+        return {
+            "seed": self._seed,
+            "before": [progress.samples_before, progress.tokens_before],  # each rank adds its own
+            "heard": healing.written(self.run) if self.is_writer else self._heard,
+        }
 
     def _send(self) -> StateDict:
         """Return the state of the run, between two windows, for a group that heals; in torchft's thread."""
@@ -207,6 +212,7 @@ class ReplicaGroups:
     def _heal(self, state: StateDict) -> None:
         shared = healing.put(self.run, state)
         self._seed, self._heard = shared["seed"], shared["heard"]
+        self.run.progress.samples_before, self.run.progress.tokens_before = shared["before"]
         self._has_quorum = True
         log.info("replica group %s continues at step %d", self._id, self.run.progress.steps)
 

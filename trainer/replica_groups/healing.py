@@ -100,7 +100,7 @@ def put(run: FitRun, state: StateDict) -> StateDict:
     snapshot.restore_frozen(run, content)
     run.stream.load_state_dict(states["data"])
     run.plan.zero_grad()
-    run.at_boundary, run.trainer.should_stop = True, False
+    run.at_boundary, run.trainer.should_stop, run.trainer.ckpt_path = True, False, None
     _begin_again(run)
     restore_rng(rng)
     shared: StateDict = state["groups"]
@@ -170,6 +170,7 @@ def take_over(run: FitRun, heard: StateDict, loggers: StateDict) -> None:
     """
     if heard:
         run.output.join_versions(heard["versions"])
+        run.trainer.ckpt_path = None  # its file may be gone
     elif loggers:
         snapshot.put_back_loggers(run.output, loggers)
     load_kept(run, heard)

@@ -111,7 +111,7 @@ class GroupsWindow:
         return {
             "amount": amount,
             "reference": reference,
-            "is_empty": not share or window.is_empty,
+            "is_empty": not share or (not window.is_divided and window.is_empty),
             "is_skipped": bool(share) and run.skips_bad_steps and window.is_to_be_skipped(),
             "missing": [number for number, one in enumerate(self._trained()) if one.grad is None],
             "losses": {str(offset): _portable(self._outcomes[offset][1]) for offset in share},

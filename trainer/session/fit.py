@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.autograd import set_detect_anomaly
 
+from ...checkpoint.verified import CheckpointNotFound
 from ...data.batch_size import BatchSizes
 from ...errors import CheckpointError, ConfigError
 from ...messages import counted, warn
@@ -119,7 +120,7 @@ class FitSession(Session):
         self.behavior.adopt_callbacks(self)  # `locate` has asked them for files of another run
         content = None
         if path is not None:
-            content = self.load_weights(path, is_trusted=self.is_trusted)
+            content = self._load_checkpoint(path)
             self.behavior.continue_logs(self, content.states.get("loggers", {}))
         elif progress.epoch_open and trainer._lw_stream_state is None:
             begin_epoch_again(trainer, self.run)
@@ -133,6 +134,16 @@ class FitSession(Session):
         self._carry_window(content)
         self._set_modes(content)
         return put_back
+
+    def _load_checkpoint(self, path: str) -> Content:
+        """Return the checkpoint, with module, data module and callbacks restored."""
+        try:
+            return self.load_weights(path, is_trusted=self.is_trusted)
+        except CheckpointNotFound:
+            newer = locate(self.trainer, self.ckpt_path, "fit", has_model=True) if self.groups is not None else None
+            if newer in (None, path):
+                raise
+            return self._load_checkpoint(str(newer))  # another replica group has replaced the file in between
 
     # --- the parts of a start --------------------------------------------------------------------------------------
 

@@ -256,4 +256,4 @@ def test_a_rank_of_a_group_dies(tmp_path: Path, strategy: str) -> None:
         ends = groups.end()
         reference = groups.reference()
     for end in ends.values():
-        assert not differences(reference, end)
+        assert not differences(reference, end, within=1e-12)  # groups add up their own averages
