@@ -86,6 +86,7 @@ class Fabric:
         loggers: Loggers for `log`.
         matmul_precision: Precision of float32 matrix products from `launch` (or the first `setup`) to `teardown`:
             "highest", "high" (tf32 where the device has it) or "medium" (bfloat16); None keeps torch's setting.
+        when_short: What is done if this machine has fewer devices than `devices`: "raise" an error, or use "fewer".
 
     Raises:
         ConfigError: Arguments are invalid, alone or in combination; all problems are named.
@@ -103,6 +104,7 @@ class Fabric:
         callbacks: object = None,
         loggers: object = None,
         matmul_precision: str | None = None,
+        when_short: str = "raise",
     ) -> None:
         show_trimmed()
         lists = {"devices": devices, "plugins": plugins, "callbacks": callbacks, "loggers": loggers}
@@ -120,6 +122,7 @@ class Fabric:
             num_nodes=num_nodes,
             precision=precision,
             plugins=plugins,
+            when_short=when_short,
         )
         self._assemble(parts, callbacks=callbacks, loggers=loggers, matmul_precision=matmul_precision)
 

@@ -177,6 +177,7 @@ def resolve(
     plugins: object = None,
     environment: Environment | None = None,
 ) -> Parts:
+    when_short: object = "raise",
     """Return the parts for the arguments of Trainer or Fabric.
 
     Args:
@@ -191,6 +192,7 @@ def resolve(
         plugins: One or several of: a Precision, a checkpoint IO, a ClusterEnvironment, a layer synchronization.
         environment: None takes this process's. LT_ACCELERATOR, LT_STRATEGY, LT_DEVICES, LT_NUM_NODES and LT_PRECISION
             replace arguments that have their default value.
+        when_short: What is done if there are fewer devices than `devices`: "raise", or "fewer", which uses those.
 
     Raises:
         ConfigError: The configuration is invalid; every problem is listed.
@@ -248,6 +250,12 @@ def resolve(
             nodes = infer_num_nodes(cluster, nodes)
         choice = (devices, chosen_accelerator, chosen_strategy, given_parts, environment.interactive, notes)
         found = attempt(_find_devices, choice, cluster if joins else None, nodes or 1)
+        if when_short != "raise":
+            from .world import devices_at_hand
+
+            devices = attempt(
+                devices_at_hand, devices, chosen_accelerator, cluster if joins else None, nodes, when_short, notes
+            )
     if leaves_choice and found:
         chosen_strategy = attempt(_auto, found, nodes or 1, cluster, environment.interactive)
     if has_several_processes(chosen_strategy) and cluster is None:

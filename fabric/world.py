@@ -13,7 +13,7 @@ import torch
 from ..accelerators import Accelerator
 from ..errors import ConfigError, Problems
 from ..strategies import Launcher, Strategy
-from .choose import precision_name
+from .choose import is_auto, precision_name
 from .cluster import detect_cluster
 from .launch import ExternalLauncher, InProcessLauncher, ProcessLauncher, ScriptLauncher
 from .launch.processes import check_start_method
@@ -126,12 +126,85 @@ def local_devices(
     local = num_local_processes(cluster, num_nodes)
     if local is None:
         return None
-    is_auto = isinstance(devices, str) and devices.strip().lower() == "auto"
     # Schedulers often make one GPU visible to each process; its index is then 0 in every process.
     sees_its_own = accelerator.is_gpu and local > 1 and accelerator.auto_device_count() == 1
-    if sees_its_own and (is_auto or str(devices).strip() in (str(local), "-1")):
+    if sees_its_own and (is_auto(devices) or str(devices).strip() in (str(local), "-1")):
         return accelerator.get_parallel_devices(accelerator.parse_devices(1)) * local
-    return accelerator.get_parallel_devices(accelerator.parse_devices(local)) if is_auto else None
+    return accelerator.get_parallel_devices(accelerator.parse_devices(local)) if is_auto(devices) else None
+
+
+def devices_at_hand(
+    devices: object,
+    accelerator: Accelerator,
+    cluster: Cluster | None,
+    num_nodes: int | None,
+    when_short: object,
+    notes: list[str],
+) -> object:
+    """Return the user's `devices=`, or those that exist if they are fewer.
+
+    Args:
+        devices: The user's argument.
+        accelerator: Knows which devices exist.
+        cluster: Provides the number of processes that run already; None: they are started here.
+        num_nodes: Number of nodes; None if it is invalid.
+        when_short: The user's argument, which is not "raise".
+        notes: Receives a line about devices that are missing.
+
+    Raises:
+        ConfigError: The argument is unknown, or there are several nodes, which do not know of each other.
+    """
+    if when_short != "fewer":
+        raise ConfigError(
+            f"Expected when_short to be 'raise' or 'fewer', got {when_short!r}.", fix="pass one of these values."
+        )
+    if num_nodes is None or is_auto(devices):
+        return devices
+    if num_nodes > 1:
+        raise ConfigError(
+            f"Expected when_short='raise' on several nodes, got when_short='fewer' with num_nodes={num_nodes}: each "
+            "node would count its own devices.",
+            fix="pass the number of devices that every node has.",
+        )
+    local = None if cluster is None else num_local_processes(cluster, num_nodes)
+    wanted = _indices(devices)
+    if wanted is None:
+        return devices
+    found: list[int] | int
+    if isinstance(wanted, int):
+        if local is not None:  # each of these processes may see one device alone
+            found = min(local, wanted)
+        else:
+            found = next((count for count in range(wanted, 0, -1) if _exists(count, accelerator)), wanted)
+        is_short = found < wanted
+    else:
+        found = [index for index in wanted if _exists([index], accelerator)][:local] or wanted
+        is_short = len(found) < len(wanted)
+    if not is_short:
+        return devices
+    notes.append(f"devices={devices!r}: this machine has fewer, and devices={found!r} are used (when_short='fewer').")
+    return found
+
+
+def _indices(devices: object) -> int | list[int] | None:
+    """Return a positive number of devices or their indices; None for all of them, and for what is invalid."""
+    try:
+        if isinstance(devices, str) and "," in devices:
+            return [int(part) for part in devices.split(",") if part.strip()]
+        if isinstance(devices, list | tuple):
+            return [int(index) for index in devices]
+        count = int(cast("int", devices))
+    except (TypeError, ValueError):  # reported where devices are parsed
+        return None
+    return count if count > 0 else None
+
+
+def _exists(devices: list[int] | int, accelerator: Accelerator) -> bool:
+    try:
+        accelerator.parse_devices(devices)
+    except ConfigError:
+        return False
+    return True
 
 
 def check_world(cluster: Cluster, variables: Mapping[str, str], num_devices: int, num_nodes: int) -> None:

@@ -68,6 +68,7 @@ class Trainer(TrainerAttributes):
             Strategy.
         devices: Number of devices per node, a list of their indices, -1 for all, or "auto".
         num_nodes: Number of nodes (machines).
+        when_short: Reaction to fewer devices than `devices` on this machine: "raise", or "fewer", which uses them.
         precision: "32-true" (default), "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", or another
             registered name.
         logger: True for TensorBoard, False for none, a Logger, a name such as "csv" or "wandb", or a list of these.
@@ -197,6 +198,7 @@ class Trainer(TrainerAttributes):
         activation_checkpointing: Any = None,  # Any: as `accelerator`
         offload_activations: bool = False,
         on_oom: str = "raise",
+        when_short: str = "raise",
         fault_tolerance: TorchFT | None = None,
     ) -> None:
         self.behavior = self.make_behavior()
@@ -220,7 +222,7 @@ class Trainer(TrainerAttributes):
             max_tokens=max_tokens, accumulate_across_epochs=accumulate_across_epochs,
             grad_accumulation_dtype=grad_accumulation_dtype, matmul_precision=matmul_precision, compile=compile,
             activation_checkpointing=activation_checkpointing, offload_activations=offload_activations,
-            on_oom=on_oom, fault_tolerance=fault_tolerance,
+            on_oom=on_oom, when_short=when_short, fault_tolerance=fault_tolerance,
         )  # fmt: skip
         given = self._lw_read_environment(given)
         self._lw_same_everywhere = given.same_everywhere()

@@ -63,6 +63,7 @@ class Arguments:
     precision: Any = None
     plugins: Any = None
     callbacks: Any = None
+    when_short: str = "raise"
     default_root_dir: str | Path | None = None
     model_registry: str | None = None
     fast_dev_run: int | bool = False
@@ -133,6 +134,7 @@ class Arguments:
             plugins=self.plugins,
         )
         fabric.strategy.accumulate_dtype = None  # another Trainer may have had this strategy
+            when_short=self.when_short,
         if self.grad_accumulation_dtype is not None:
             from ...fabric.grad_accumulation import set_grad_accumulation_dtype
 

@@ -402,3 +402,35 @@ def test_one_error_joined_is_itself() -> None:
 def test_the_environment_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_VARIABLE", "1")
     assert Environment.current().variables["SOME_VARIABLE"] == "1"
+
+
+@pytest.mark.parametrize(("devices", "found"), [(4, 2), ("4", 2), ([1, 3], [1]), ("0,1,2", [0, 1]), (2, 2), (-1, 2)])
+def test_fewer_devices_are_used_where_that_is_wanted(devices: Any, found: int | list[int]) -> None:
+    parts = find(accelerator=Board(), strategy="ddp", devices=devices, when_short="fewer")
+    assert [one.index for one in parts.devices] == (found if isinstance(found, list) else list(range(found)))
+    is_short = devices in (4, "4", [1, 3], "0,1,2")
+    assert [note for note in parts.notes if f"devices={found!r} are used" in note] == list(parts.notes)
+    assert len(parts.notes) == is_short
+
+
+def test_processes_that_exist_may_be_fewer_too() -> None:
+    variables = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    variables |= {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    there = Environment(variables)
+    assert len(find(devices=4, when_short="fewer", environment=there).devices) == 2
+    with pytest.raises(ConfigError, match="2"):
+        find(devices=4, environment=there)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"devices": [2, 3], "when_short": "fewer"}, "names devices that do not exist|do not exist: 2, 3"),
+        ({"devices": 4, "when_short": "fewer", "num_nodes": 2}, "each node would count its own"),
+        ({"devices": 4, "when_short": "less"}, "'raise' or 'fewer'"),
+        ({"devices": 4}, "requests 4 meta devices, but this machine has 2"),
+    ],
+)
+def test_missing_devices_are_an_error_otherwise(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find(accelerator=Board(), strategy="ddp", **arguments)
