@@ -76,6 +76,10 @@ class Accelerator:
         """Return statistics of a device, read on the host; keys and units depend on the kind."""
         return {}
 
+    def device_memory(self, device: torch.device) -> float | None:
+        """Return the bytes that a process may use on a device, for plans; None if unknown."""
+        return None
+
 
 def read_machine_stats(*, needed_for: str, memory: str, processor: str, swap: str) -> dict[str, float]:
     """Return the use of the machine's memory, processor and swap in percent, under these names.

@@ -74,6 +74,10 @@ class CUDAAccelerator(Accelerator):
         stats = {key: float(value) for key, value in torch.cuda.memory_stats(device).items()}
         return {**stats, **_card_stats(device)}
 
+    def device_memory(self, device: torch.device) -> float:
+        """Return the memory of the card in bytes. It initializes CUDA in this process."""
+        return float(torch.cuda.get_device_properties(device).total_memory)
+
 
 def _card_stats(device: torch.device) -> dict[str, float]:
     """Return what the driver measures of a card; nothing without nvidia-ml-py, and only what the card supports."""

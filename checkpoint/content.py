@@ -37,6 +37,7 @@ _OWN_STATES = (
     "rng_of_ranks",
     "rng_places",
     "strategy",
+    "settled",
     "metrics",
     "metric_objects",
     "precision",
@@ -80,6 +81,7 @@ _OWN_SHAPE = {
     "rng_of_ranks?": [_RNG],
     "rng_places?": ([[int]], None),
     "strategy?": object,
+    "settled?": {"*": object},  # for readers: the automatic choice of a strategy, and why
     "metrics?": (
         {"window": int, "results": {"*": torch.Tensor}, "result_steps": {"*": int}, "progress_bar": {"*": object},
          "slots": [{"hook": str, "loader": object, "key": object}],

@@ -33,7 +33,7 @@ from ..precision import MixedPrecision, Precision
 from ..precision.base import compute_gradients
 from ..protocols import Closure
 from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
-from ..strategies.optional import PlacesBatches, SetsUpTogether, saves_shards, written_state
+from ..strategies.optional import ChecksProcesses, PlacesBatches, SetsUpTogether, saves_shards, written_state
 from ..tracebacks import show_trimmed
 from .launch import InProcessLauncher
 from .modules import compiled, converted, run_by, uncompiled
@@ -157,7 +157,6 @@ class Fabric:
         for message in parts.notes:
             log.info(message)
         self.accelerator = parts.accelerator
-        self.strategy = parts.strategy
         self.precision = parts.precision
         self.num_nodes = parts.num_nodes
         self.devices = parts.devices
@@ -166,16 +165,10 @@ class Fabric:
         self._callbacks: list[object] = _as_list(callbacks)  # any object with methods
         self._has_found_callbacks = False
         self.loggers: list[Any] = _as_list(loggers)  # Any: a logger's package lies above this one
-        self.strategy.fill(
-            accelerator=parts.accelerator,
-            precision=parts.precision,
-            device=parts.devices[0],
-            parallel_devices=list(parts.devices),
-            cluster_environment=parts.cluster_environment,
-            checkpoint_io=parts.checkpoint_io,
-            make_checkpoint_io=TorchCheckpointIO,
-        )
-        self._cluster = parts.cluster_environment
+        self._cluster, self._checkpoint_io = parts.cluster_environment, parts.checkpoint_io
+        self._take_strategy(parts.strategy)
+        # Whether the strategy may still be replaced: see `adopt_strategy`.
+        self.leaves_choice = parts.leaves_choice
         # Whether strategy and launcher support several processes, even if one was requested.
         self._is_one_of_several = self.strategy.start_method is not None and (
             type(self.launcher) is not InProcessLauncher
@@ -202,14 +195,43 @@ class Fabric:
         self._reader: Reader | None = None
         self._evaluation: EvaluationPass | None = None
         # Determined once: the hot path calls no method that does nothing.
-        # (batch, device) -> batch on the device: `to_device` for anything but a module.
-        self.move_batch = move_to_device
-        if isinstance(self.strategy, PlacesBatches):
-            self.move_batch = functools.partial(_move_placed, self.strategy.place_batch)
         self._scales = _does_something(self.precision, "scale_loss")
         self._unscales = _does_something(self.precision, "unscale_gradients")
         # A layer whose precision steps elsewhere sets it to False.
         self.steps_by_precision = _does_something(self.precision, "optimizer_step")
+
+    def _take_strategy(self, strategy: Strategy) -> None:
+        """Let a strategy have the other parts, and use it."""
+        self.strategy = strategy
+        strategy.fill(
+            accelerator=self.accelerator,
+            precision=self.precision,
+            device=self.devices[0],
+            parallel_devices=list(self.devices),
+            cluster_environment=self._cluster,
+            checkpoint_io=self._checkpoint_io,
+            make_checkpoint_io=TorchCheckpointIO,
+        )
+        # (batch, device) -> batch on the device: `to_device` for anything but a module.
+        self.move_batch = move_to_device
+        if isinstance(strategy, PlacesBatches):
+            self.move_batch = functools.partial(_move_placed, strategy.place_batch)
+
+    def adopt_strategy(self, strategy: Strategy) -> None:
+        """Replace the strategy by one for the same processes and devices, on every rank, while no module is set up.
+
+        Args:
+            strategy: A new strategy with the start method of the present one.
+
+        Raises:
+            ConfigError: It cannot use this number of processes.
+        """
+        if isinstance(strategy, ChecksProcesses):
+            strategy.check_processes(self.world_size, self.num_nodes)
+        self._checkpoint_io = self.strategy.checkpoint_io
+        self._take_strategy(strategy)
+        if self._is_set_up:
+            strategy.setup_environment()
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

@@ -78,6 +78,8 @@ class Parts:
     """Warnings about changed arguments, to be shown once, on rank zero."""
     notes: tuple[str, ...] = ()
     """Notes on automatic choices, for the log."""
+    leaves_choice: bool = False
+    """Whether `strategy="auto"` left the choice among strategies with several processes to this resolution."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +177,9 @@ def resolve(
     num_nodes: object = 1,
     precision: object = None,
     plugins: object = None,
+    when_short: object = "raise",
     environment: Environment | None = None,
 ) -> Parts:
-    when_short: object = "raise",
     """Return the parts for the arguments of Trainer or Fabric.
 
     Args:
@@ -190,9 +192,9 @@ def resolve(
         precision: A name in `choose.PRECISIONS` or an alias. None uses that of the plugin or strategy, if any, else
             "32-true".
         plugins: One or several of: a Precision, a checkpoint IO, a ClusterEnvironment, a layer synchronization.
+        when_short: What is done if there are fewer devices than `devices`: "raise", or "fewer", which uses those.
         environment: None takes this process's. LT_ACCELERATOR, LT_STRATEGY, LT_DEVICES, LT_NUM_NODES and LT_PRECISION
             replace arguments that have their default value.
-        when_short: What is done if there are fewer devices than `devices`: "raise", or "fewer", which uses those.
 
     Raises:
         ConfigError: The configuration is invalid; every problem is listed.
@@ -248,14 +250,14 @@ def resolve(
             from .world import infer_num_nodes
 
             nodes = infer_num_nodes(cluster, nodes)
-        choice = (devices, chosen_accelerator, chosen_strategy, given_parts, environment.interactive, notes)
-        found = attempt(_find_devices, choice, cluster if joins else None, nodes or 1)
         if when_short != "raise":
             from .world import devices_at_hand
 
             devices = attempt(
                 devices_at_hand, devices, chosen_accelerator, cluster if joins else None, nodes, when_short, notes
             )
+        choice = (devices, chosen_accelerator, chosen_strategy, given_parts, environment.interactive, notes)
+        found = attempt(_find_devices, choice, cluster if joins else None, nodes or 1)
     if leaves_choice and found:
         chosen_strategy = attempt(_auto, found, nodes or 1, cluster, environment.interactive)
     if has_several_processes(chosen_strategy) and cluster is None:
@@ -311,6 +313,7 @@ def resolve(
         launcher=launcher,
         warnings=tuple(changed),
         notes=tuple(notes),
+        leaves_choice=leaves_choice and has_several_processes(chosen_strategy),
     )
 
 

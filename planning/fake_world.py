@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -45,6 +45,7 @@ _OF_REAL_WORLDS = (
     "GROUP_", "JSM_", "KUBERNETES_", "LOCAL_", "LOOPWRIGHT_STORE", "LSB_", "LT_", "MASTER_", "MV2_", "NODE_RANK",
     "OMPI_", "PMI", "RANK", "ROLE_", "SLURM_", "TORCHELASTIC_", "WORLD_SIZE",
 )  # fmt: skip
+_inherited: list[object] = []
 _REDUCTIONS = ("sum", "avg", "max", "min", "product")
 _OF_SHARDS = "torch.distributed.fsdp._fully_shard._fsdp_param"
 
@@ -115,21 +116,43 @@ def fake_world(size: int, rank: int = 0, *, num_nodes: int = 1) -> Iterator[Simu
             "Expected a process without a process group for a simulated world, got one that is connected to others.",
             fix="plan in a separate process, before the training starts.",
         )
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_REAL_WORLDS)}
+    with (
+        fake_group(size, rank),
+        without_real_world(),
+        # It reads values in C++. The strategy has compared the parameters before.
+        patch("torch.nn.parallel.distributed._verify_param_shape_across_processes"),
+        patch.object(dist, "all_gather_object", _gather_copies),
+        # What compares values of tensors has none to compare; the first answer is known.
+        patch.object(collectives, "same_everywhere", return_value=True),
+        patch.object(ModuleSplit, "_take_verification", return_value=False),
+    ):
+        yield SimulatedCluster(rank, size, num_nodes)
+
+
+@contextmanager
+def fake_group(size: int, rank: int = 0) -> Iterator[None]:
+    """Make this process a rank of a process group in which nothing is sent, until the end of the context."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        with (
-            patch.dict(os.environ, kept, clear=True),
-            # It reads values in C++. The strategy has compared the parameters before.
-            patch("torch.nn.parallel.distributed._verify_param_shape_across_processes"),
-            patch.object(dist, "all_gather_object", _gather_copies),
-            # What compares values of tensors has none to compare; the first answer is known.
-            patch.object(collectives, "same_everywhere", return_value=True),
-            patch.object(ModuleSplit, "_take_verification", return_value=False),
-        ):
-            yield SimulatedCluster(rank, size, num_nodes)
+        yield
     finally:
         dist.destroy_process_group()
+
+
+def without_real_world() -> AbstractContextManager[object]:
+    """Return a context without the environment variables that describe the world of this process."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_REAL_WORLDS)}
+    return patch.dict(os.environ, kept, clear=True)
+
+
+def leave_inherited_world() -> None:
+    """Let a copy of a process forget the process group of the original, whose connections only that one may use."""
+    _inherited.append(distributed_c10d._world)  # its end would wait for threads that were not copied
+    for name in ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag", "_tags_to_pg"):
+        known = getattr(distributed_c10d, name)
+        _inherited.append(dict(known))
+        known.clear()
+    distributed_c10d._world = distributed_c10d._World()
 
 
 def _gather_copies(boxes: list[object], own: object, group: object = None) -> None:

@@ -19,7 +19,7 @@ from .child_process import run_in_child
 from .fake_world import NeedsValues
 from .formulas import bubble_fraction, bytes_per_parameter
 from .simulation import Training, Usage, simulate
-from .table import Plan, Row, read_size
+from .table import Plan, Row, kind_of, read_size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -106,6 +106,7 @@ def plan_choices(
     memory: str | float | None = None,
     bandwidth: str | float = "50GB",
     limit_s: float | None = None,
+    until_fits: bool = False,
 ) -> Plan:
     """Return the plan of a training with some strategies; see `plan`.
 
@@ -116,6 +117,7 @@ def plan_choices(
         memory: See `plan`.
         bandwidth: See `plan`.
         limit_s: Seconds after which no further row begins; None: no limit.
+        until_fits: Whether kinds of strategies are left out after the first one of which a row fits.
     """
     total = None if memory is None else read_size(memory)
     rate = read_size(bandwidth)
@@ -123,6 +125,9 @@ def plan_choices(
     rows: list[Row] = []
     left_out: dict[str, str] = {}
     for choice in chosen:
+        found = Plan(tuple(rows), devices, total, rate, left_out)
+        if until_fits and any(row.kind != kind_of(choice.name) for row in found.fitting):
+            return found
         if limit_s is not None and time.monotonic() - begin > limit_s:
             left_out[choice.name] = f"planning took more than {limit_s:g} s"
             continue
@@ -160,6 +165,21 @@ def choices(devices: int, num_nodes: int = 1) -> list[Choice]:
     return found
 
 
+def meshes(devices: int, num_nodes: int = 1) -> list[Choice]:
+    """Return the meshes for a number of devices per node, in order of preference; see `choices`."""
+    size = devices * num_nodes
+    found = [_mesh(size, dp=size), _mesh(size)]
+    if num_nodes > 1 and devices > 1:
+        found.append(_mesh(size, dp=num_nodes))
+    for tp in sorted({2, min(devices, _MOST_TP)}):
+        if devices % tp == 0 and tp > 1:
+            found += [_mesh(size, dp=size // tp, tp=tp), _mesh(size, tp=tp)]
+    for pp in (2, 4):
+        if size % pp == 0:
+            found.append(_mesh(size, pp=pp))
+    return list({one.name: one for one in found}.values())
+
+
 def _named(name: str, devices: int) -> Choice:
     return Choice(name, f'strategy="{name}"', devices=devices)
 
@@ -175,12 +195,16 @@ def _checkpointing() -> Strategy:
     return FSDPStrategy(activation_checkpointing=True)
 
 
-def _mesh(devices: int, *, tp: int = 1, pp: int = 1) -> Choice:
-    fsdp = devices // (tp * pp)
-    axes = {"pp": pp, "fsdp": fsdp, "tp": tp}
+def _mesh(devices: int, *, dp: int = 1, tp: int = 1, pp: int = 1) -> Choice:
+    fsdp = devices // (dp * tp * pp)
+    axes = {"pp": pp, "dp": dp, "fsdp": fsdp, "tp": tp}
     name = f"mesh:{','.join(f'{axis}={size}' for axis, size in axes.items() if size > 1)}"
-    # What verifies the first batch computes with values.
-    return Choice(name, f'strategy="{name}"', lambda: MeshStrategy(pp=pp, fsdp=fsdp, tp=tp, verify=False), devices, pp)
+
+    def make() -> Strategy:
+        # What verifies the first batch computes with values.
+        return MeshStrategy(pp=pp, dp=dp, fsdp=fsdp, tp=tp, verify=False)
+
+    return Choice(name, f'strategy="{name}"', make, devices, pp)
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -44,6 +45,7 @@ _PARTS = 8  # of the passes of a step, of which each has its moment with the mos
 _MOST_TENSORS = 16  # that a block gets beside its hidden state
 _PIPELINE = Pipeline()
 _NOTHING = nullcontext()
+_TIMED_STEPS = 3
 BuildOptimizers = Callable[[nn.Module], Any]
 
 
@@ -123,7 +125,7 @@ def simulate(
     """
     fake = fake_tensors()
     with (
-        _quiet(),
+        quiet(),
         naming_reads(),
         patch.object(auto, "group_problem", _problem),
         fake_world(devices, rank, num_nodes=num_nodes) as cluster,
@@ -197,6 +199,30 @@ def measure(
         with around:
             _train(fabric, training, running, batch, step, optimizers, live)  # what is made once is made here
             return _train(fabric, training, running, batch, step, optimizers, live)
+
+
+def time_step(fabric: Fabric, training: Training) -> float:
+    """Return the seconds of an optimizer step of a module with random weights. On every rank: it communicates."""
+    module = training.build().to_empty(device="cpu")
+    for one in [*module.parameters(), *module.buffers()]:
+        with torch.no_grad():
+            one.normal_(std=0.02) if one.is_floating_point() else one.zero_()
+    running = fabric.prepare_module(_trained(module, training.loss).train())
+    optimizers = fabric.prepare_optimizers(*_optimizers(training, fabric.strategy.unwrap(running)))
+    step, batch, live = fabric.bind_step(running, "training_step"), fabric.to_device(training.batch), LiveMemory()
+
+    def train(count: int) -> float:
+        fabric.barrier()
+        begin = time.monotonic()
+        for _ in range(count):
+            _train(fabric, training, running, batch, step, optimizers, live)
+        if fabric.device.type == "cuda":
+            torch.cuda.synchronize(fabric.device)
+        fabric.barrier()
+        return (time.monotonic() - begin) / count
+
+    train(1)  # what is made once is made here
+    return train(_TIMED_STEPS)
 
 
 def _train(
@@ -380,7 +406,7 @@ def _problem(module: nn.Module, group: LinearGroup, tp: int) -> str | None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Return a context in which nothing is said: what is tried is not what the user chose."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

@@ -41,6 +41,11 @@ class Row:
     note: str = ""
 
     @property
+    def kind(self) -> str:
+        """The kind of strategy; see `kind_of`."""
+        return kind_of(self.name)
+
+    @property
     def peak(self) -> float:
         """Peak memory of a device in a step, in bytes."""
         return sum(self.held.values())
@@ -80,14 +85,22 @@ class Plan:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def best(self) -> Row | None:
-        """The recommended row: of the rows that fit, the first with the most devices; None if nothing fits.
+    def fitting(self) -> list[Row]:
+        """The rows that fit; if the memory is unknown, all rows."""
+        return [row for row in self.rows if row.fits is not False and not (self.memory and row.note)]
 
-        If the memory is unknown, it is the first row.
+    @property
+    def best(self) -> Row | None:
+        """The recommended row; None if nothing fits.
+
+        Of the rows that fit and use several devices, the first kind of strategy is recommended; of this kind, the row
+        that sends least. If no such row fits, the first row that does; if the memory is unknown, every row fits.
         """
-        fitting = [row for row in self.rows if row.fits is not False and not (self.memory and row.note)]
+        fitting = self.fitting
         several = [row for row in fitting if row.devices > 1]
-        return next(iter(several or fitting), None)
+        first = next(iter(several or fitting), None)
+        peers = [row for row in several if first is not None and row.kind == first.kind]
+        return min(peers, key=lambda row: row.sent) if peers else first
 
     def to_dict(self) -> dict[str, object]:
         """Return plain values, for JSON."""
@@ -120,13 +133,19 @@ class Plan:
             found.append(_verdict(row, row.spare))
         return found
 
+    def remarks(self) -> list[str]:
+        """Return notes on rows, and unusable strategies with the reasons."""
+        notes = [f"{row.name}: {row.note}." for row in self.rows if row.note]
+        return notes + [f"{name} is left out: {why}" for name, why in self.left_out.items()]
+
     def advice(self) -> list[str]:
         """Return the lines below the table: notes, unusable strategies, and the recommended arguments."""
-        lines = [f"{row.name}: {row.note}." for row in self.rows if row.note]
-        lines += [f"{name} is left out: {why}" for name, why in self.left_out.items()]
+        lines = self.remarks()
         best = self.best
         if best is not None:
             lines.append(f"Write: lw.Trainer({best.line}{_devices_of(best)})")
+            if best.devices > 1:
+                lines.append('Or let fit choose: strategy="auto"; or "mesh:auto", which also times steps of meshes.')
         elif self.rows:
             least = min(self.rows, key=lambda row: row.peak)
             lines.append(
@@ -136,13 +155,17 @@ class Plan:
         return lines
 
     def __str__(self) -> str:
+        return "\n".join([*self.lines(), *self.advice()])
+
+    def lines(self) -> list[str]:
+        """Return title and table, as lines of text."""
         heading, rows = self.cells()
         widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
         lines = []
         for name, *cells in [heading, *rows]:
             right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
             lines.append("  ".join([name.ljust(widths[0]), *right]))
-        return "\n".join([self.title, *lines, *self.advice()])
+        return [self.title, *lines]
 
     @property
     def title(self) -> str:
@@ -160,6 +183,11 @@ def _verdict(row: Row, spare: float) -> str:
 
 def _devices_of(row: Row) -> str:
     return "" if "devices=" in row.line or row.devices == 1 else f", devices={row.devices}"
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a strategy: "tp" and "pp" have several meshes, other names are kinds of one strategy."""
+    return next((axis for axis in ("pp", "tp") if f"{axis}=" in name), name)
 
 
 def read_size(size: str | float) -> float:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..data.module import DataModule
     from ..fabric import Fabric
     from ..precision import Precision
-    from ..protocols import Loaders
+    from ..protocols import Loaders, StateDict
     from ..strategies import Strategy
     from .behavior import Behavior, BehaviorParts
     from .checkpointing.saving import Saving
@@ -109,6 +109,7 @@ class TrainerAttributes:
     _lw_training_rng: TrainingRng | None
     _lw_last_run: Run | None
     _lw_spawned_module: nn.Module | None
+    _lw_settled: StateDict | None = None  # the strategy that was chosen by a plan, and why
     _lw_assigned_datamodule: DataModule | None
 
     @property
@@ -141,6 +142,13 @@ class TrainerAttributes:
     def _lw_itself(self) -> Self:
         """This Trainer itself, also when it is read through a weak reference."""
         return self
+
+    def _lw_settle_strategy(self, module: nn.Module, data: Loaders | DataModule) -> None:
+        """Choose the strategy by a plan of a fit, if it is left open; see `settle_strategy`."""
+        if self.fabric.leaves_choice and self.fabric.world_size > 1:
+            from .session.automatic_strategy import settle_strategy
+
+            settle_strategy(cast("Trainer", self), module, data)
 
     def present_run(self) -> Run | None:
         """Return the run in progress; None between two verbs."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ..files import only_describes
+from ..files import only_describes, replace_file
 from ..report import write_environment
 
 if TYPE_CHECKING:
@@ -21,5 +23,7 @@ def describe_run(trainer: Trainer) -> None:
         return
     with only_describes(f"What the run ran on, and where its time went, in {folder},"):
         write_environment(folder)
+        if trainer._lw_settled is not None:
+            replace_file(Path(folder, "strategy.json"), json.dumps(trainer._lw_settled, indent=2) + "\n")
         if trainer.timeline.is_enabled:
             trainer.timeline.save(os.path.join(folder, "timeline.json"))

@@ -97,7 +97,7 @@ def _dry_run(fit: _Fit, given: dict[str, Any], chosen: argparse.Namespace) -> in
     training, num_batches = training_of(fit.trainer, fit.model, fit.data)
     findings = findings_of(
         training,
-        given.get("strategy") or "auto",
+        "mesh" if given.get("strategy") == "mesh:auto" else given.get("strategy") or "auto",
         devices=chosen.devices,
         num_nodes=chosen.num_nodes,
         num_batches=num_batches,

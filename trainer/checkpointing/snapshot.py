@@ -123,6 +123,8 @@ def _collect(run: Run, validated: ValidatedWeights | None, *, is_weights_only: b
             own_state = strategy_state(fabric.strategy)
             if own_state:
                 states["strategy"] = own_state
+        if run.trainer._lw_settled is not None:
+            states["settled"] = run.trainer._lw_settled
         precision = fabric.precision.state_dict()
         if precision:
             states["precision"] = precision

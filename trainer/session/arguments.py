@@ -22,6 +22,7 @@ from ..loop.non_finite import POLICIES
 
 if TYPE_CHECKING:
     from ...profilers import Profiler
+    from ...strategies import Strategy
     from ..metrics.log_output import LoggerArgument
     from ..replica_groups import TorchFT
 
@@ -62,8 +63,8 @@ class Arguments:
     num_nodes: int = 1
     precision: Any = None
     plugins: Any = None
-    callbacks: Any = None
     when_short: str = "raise"
+    callbacks: Any = None
     default_root_dir: str | Path | None = None
     model_registry: str | None = None
     fast_dev_run: int | bool = False
@@ -125,21 +126,27 @@ class Arguments:
 
     def make_fabric(self) -> Fabric:
         """Return the machine."""
+        searches = isinstance(self.strategy, str) and self.strategy.lower() == "mesh:auto"
         fabric = Fabric(
             accelerator=self.accelerator,
-            strategy=self.strategy,
+            strategy="mesh" if searches else self.strategy,
             devices=self.devices,
             num_nodes=self.num_nodes,
             precision=self.precision,
             plugins=self.plugins,
-        )
-        fabric.strategy.accumulate_dtype = None  # another Trainer may have had this strategy
             when_short=self.when_short,
+        )
+        fabric.leaves_choice |= searches
+        self.prepare(fabric.strategy)
+        return fabric
+
+    def prepare(self, strategy: Strategy) -> None:
+        """Set on a strategy what the arguments say of it."""
+        strategy.accumulate_dtype = None  # another Trainer may have had this strategy
         if self.grad_accumulation_dtype is not None:
             from ...fabric.grad_accumulation import set_grad_accumulation_dtype
 
-            set_grad_accumulation_dtype(fabric.strategy, self.grad_accumulation_dtype)
-        return fabric
+            set_grad_accumulation_dtype(strategy, self.grad_accumulation_dtype)
 
     def resolve(self) -> Arguments:
         """Check everything, then apply modes and defaults; returns self.

@@ -27,7 +27,7 @@ from ..checkpointing.locate import can_be_requeued, locate
 from ..fit_lines import tell_beginning, tell_end
 from ..run import FitRun, Run
 from . import assemble
-from .checks import check_fit
+from .checks import check_fit, check_layers
 from .continuing import begin_epoch_again, continue_training, take_before
 from .fit_actions import FitActions
 from .global_batch import derive_accumulation, plan_accumulation, report_global_batch
@@ -165,6 +165,15 @@ class FitSession(Session):
         self.trainer._lw_saving.check_weights(self.module)
         if isinstance(self.strategy, TakesTrainerConfig):
             self.strategy.apply_trainer_config(self._trainer_config())
+
+    def launch(self) -> None:
+        """Choose the strategy by a plan if it is left to the Trainer, and connect the processes."""
+        if self.fabric.leaves_choice:
+            data = self.given["train"] if self.datamodule is None else self.datamodule
+            self.trainer._lw_settle_strategy(self.module, data)
+            self.strategy = self.fabric.strategy
+            check_layers(self.strategy, self.module)
+        super().launch()
 
     def _trainer_config(self) -> TrainerConfig:
         """Return the Trainer's arguments for a strategy whose engine has its own configuration."""

@@ -113,7 +113,7 @@ class Session(ABC):
                 benchmark=arguments.benchmark,
                 matmul_precision=arguments.matmul_precision,
             )
-            ending.callback(self.strategy.teardown)
+            ending.callback(lambda: self.strategy.teardown())
             ending.callback(modes.put_back)
             ending.callback(self.detach)
             training_rng.enter()
@@ -158,7 +158,7 @@ class Session(ABC):
             self.trainer._lw_assigned_datamodule = None
         self._note_compiler(model)
         self.check()
-        self.fabric.launch()
+        self.launch()
         self.launched()
         self.attachment.callback(attach(self, module, self.datamodule))
         self._take_callbacks()
@@ -177,6 +177,10 @@ class Session(ABC):
     @abstractmethod
     def check_verb(self) -> None:
         """Refuse a module or data that do not suit this verb."""
+
+    def launch(self) -> None:
+        """Start the processes, unless they exist, and connect this one."""
+        self.fabric.launch()
 
     def launched(self) -> None:
         """Connect this rank to the others, to detect failures and stop at the same step; a no-op with one process."""

@@ -48,6 +48,10 @@ def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: An
     """
     show_trimmed()
     if model is not None:
+        if verb == "fit":
+            datamodule = arguments.get("datamodule")
+            data = arguments.get("train_dataloaders") if datamodule is None else datamodule
+            trainer._lw_settle_strategy(unwrapped(model), data)
         check_layers(trainer.strategy, unwrapped(model))
     module = model if model is not None else trainer.lightning_module
     trainer._lw_saving.program = program_record(trainer.fabric)

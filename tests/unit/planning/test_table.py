@@ -58,3 +58,11 @@ def test_another_text_is_refused() -> None:
     with pytest.raises(ConfigError, match="got '80 gigs'"):
         read_size("80 gigs")
     assert show_size(0) == "0 B"
+
+
+def test_of_the_first_kind_that_fits_the_row_that_sends_least_is_chosen() -> None:
+    sent = {"fsdp": 1e6, "mesh:fsdp=4,tp=2": 9e9, "mesh:tp=8": 5e9, "mesh:pp=2,fsdp=4": 1e6}
+    rows = [Row(name, "", 8, {"parameters": 1e9}, sent=size, memory=80e9) for name, size in sent.items()]
+    assert Plan(tuple(rows), 8, 80e9).best is rows[0]
+    assert Plan(tuple(rows[1:]), 8, 80e9).best is rows[2]
+    assert [one.kind for one in rows] == ["fsdp", "tp", "tp", "pp"]
