@@ -3,8 +3,8 @@
 YAML 1.1, which PyYAML reads, takes `no` and `on` for booleans, `12:30:00` for 45000 and `1e-3` for text. Here scalars
 are those of YAML 1.2, and a key that stands twice is an error.
 
-A file may be somebody else's. It creates plain values only, and its size, its depth and what its aliases expand to are
-limited, so that reading it ends.
+A file may come from an unknown source. It creates plain values only, and its size, its depth and what its aliases
+expand to are limited, so that reading it ends.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ with tempfile.TemporaryDirectory() as folder, OUTPUT as nowhere:
 print(json.dumps(numbers))
 """
 
-# A terminal that somebody reads.
+# A terminal that is read.
 _TERMINAL = """
 import os, pty, threading
 terminal, other_end = pty.openpty()

@@ -95,7 +95,7 @@ def make(kind: type[Toy]) -> Toy:
 
 
 def train_by_hand(toy: Toy, data: Iterable[Any]) -> None:
-    """Do what everybody writes: forward, zero, backward, step."""
+    """Train with the usual loop: forward, zero, backward, step."""
     optimizer = toy.configure_optimizers()
     toy.train()
     for index, batch in enumerate(data):

@@ -1,8 +1,8 @@
 """Content of a checkpoint: named states, and the keys of the file that store them.
 
-trainer/trainer.py collects the states and puts them back. The field's keys (`state_dict`, `optimizer_states`,
-`lr_schedulers`, `callbacks`, `epoch`, `global_step`, hyperparameters) stand at the top, so that any script can use
-them; what only Loopwright knows is under one key, `loopwright`.
+trainer/checkpointing/snapshot.py collects the states and restores them. The field's keys (`state_dict`,
+`optimizer_states`, `lr_schedulers`, `callbacks`, `epoch`, `global_step`, hyperparameters) stand at the top, so that any
+script can use them; what only Loopwright knows is under one key, `loopwright`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from ..protocols import AnyBatch, AnyDataset, Batch, Indices, StateDict
 from .tree import change_loader
 
-_GET_ITEM = TensorDataset.__getitem__  # somebody may replace it later
+_GET_ITEM = TensorDataset.__getitem__  # it may be replaced later
 _GET_ITEMS = Subset.__getitems__
 _COLLATE = default_collate_fn_map.get(Tensor)
 _SIMPLE_INDICES = frozenset((list, tuple, range))

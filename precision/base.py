@@ -217,7 +217,7 @@ def _is_float(leaf: Tree) -> bool:
 #
 # torch wraps `step` and `zero_grad` of optimizers in a region of its profiler, and `backward` checks all that it might
 # be given: more than anything else that a small step adds. They are called without that where nothing listens and
-# nothing else can be meant: no profiler, no hook, and no method that somebody has replaced.
+# nothing else can be meant: no profiler, no hook, and no method that was replaced.
 
 
 def evaluates_again(optimizer: Optimizer) -> bool:
@@ -307,7 +307,7 @@ def compute_gradients(loss: Tensor, *args: Any, **kwargs: Any) -> None:
 
     `Tensor.backward` spends 20 microseconds on checks of what it may be given: several tensors, gradients, nested
     tensors, subclasses. A scalar loss without arguments goes to the engine directly, with the same gradient of 1. Where
-    anything else could be meant (a subclass, a mode, a transform, a method that somebody replaced), torch decides.
+    anything else could be meant (a subclass, a mode, a transform, a replaced method), torch decides.
 
     Args:
         loss: The loss: shape ().

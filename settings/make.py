@@ -43,7 +43,7 @@ def make(
 
 
 def check(cls: type[object], settings: Mapping[str, Any]) -> None:
-    """Check that settings in a file that may be somebody else's name only what `names.Trust` lets them name.
+    """Check that settings in a file from an unknown source name only what `names.Trust` allows.
 
     Args:
         cls: What they are settings of, as for `make`; arguments may be missing.

@@ -24,7 +24,7 @@ class ClassProblem(Exception):
 
 
 class NotTrusted(ClassProblem):
-    """A file that may be somebody else's names what it must not."""
+    """A file from an unknown source names what it must not."""
 
 
 @dataclass(frozen=True)

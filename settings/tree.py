@@ -49,7 +49,7 @@ class Settings:
         stale: Dotted paths of arguments that were given for another class than the one that is chosen now.
         grown: Dotted paths of lists that were only added to: they extend the parameter's default.
         problems: What is wrong with the sources.
-        trusts: Source to what it may name, for files that may be somebody else's.
+        trusts: Source -> what it may name, for files from unknown sources.
     """
 
     tree: SettingsTree = field(default_factory=dict)

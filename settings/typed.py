@@ -47,7 +47,7 @@ class ObjectPlan:
         target: The class or function.
         arguments: By name; plans may stand in them, also within lists and dicts.
         path: Where it stands in the settings.
-        is_partial: Whether a function is wanted that makes it when it is called with the other arguments.
+        is_partial: Whether to return a function that creates the object when it is called with the other arguments.
     """
 
     target: Callable[..., object]
@@ -66,7 +66,7 @@ class Typed:
         skipped: Paths of arguments that were dropped, since the class that is chosen now does not take them.
         log_folder: What a logger gets as `save_dir` where nothing is said.
         fills_untyped: Whether parameters without type and default get None where nothing is said.
-        refused: Paths at which a file that may be somebody else's names what it must not.
+        refused: Paths at which a file from an unknown source names what it must not.
     """
 
     settings: Settings
@@ -398,7 +398,7 @@ class Typed:
         """Return a value for a parameter of unknown type.
 
         A class may be named for it only if it is of a kind that runs are made of: a configuration may come with a
-        checkpoint of somebody else, and must not be able to start programs.
+        checkpoint from an unknown source, and must not be able to start programs.
         """
         if is_class_node(value):
             return self._object(value, object if self._trust(path) is not None else _Harmless, path)

@@ -45,8 +45,8 @@ def nearest_that_fits(trainer: TrainerView, module: nn.Module, batch: Batch, *, 
     now = next((row for row in plan.rows if row.name == "single_device"), None)
     if now is not None and now.fits:
         return (
-            f"By the plan this fit takes {show_size(now.peak)} of {show_size(memory)}: the rest is what its code keeps "
-            "besides, what other programs take, or gaps between allocations."
+            f"By the plan this fit takes {show_size(now.peak)} of {show_size(memory)}: the rest is further memory of "
+            "its code, memory of other programs, or gaps between allocations."
         )
     lines = [] if now is None else _smaller(training, now, memory)
     for devices in _DEVICES:

@@ -171,7 +171,7 @@ def _end_passes(module: nn.Module) -> None:
 
 @contextmanager
 def _kept_attributes(module: nn.Module, shared: tuple[Tree, ...]) -> Iterator[None]:
-    """Put back the attributes of a module and of its submodules afterwards; those of the user's as they were.
+    """Restore the attributes of a module and of its submodules afterwards.
 
     Args:
         module: Its parameters and buffers stay the same objects.
@@ -318,7 +318,7 @@ class Isolation:
 
 @contextmanager
 def isolated(subject: Subject) -> Iterator[Isolation]:
-    """Put back, after trials: random number generators, positions of loaders, states of precision and strategy.
+    """Restore after trials: random number generators, positions of loaders, states of precision and strategy.
 
     Within a run of several ranks it communicates: entered and left on every rank.
 
@@ -328,7 +328,7 @@ def isolated(subject: Subject) -> Iterator[Isolation]:
     fabric = subject.trainer.fabric
     _refuse_iterators(subject.given)
     if fabric.device.type == "cuda":
-        torch.cuda.init()  # else there is no state to put back yet, and the training would draw other numbers
+        torch.cuda.init()  # else there is no state to restore yet, and the training would draw other numbers
     rng = capture_rng()
     roots = {"given": subject.given, "datamodule": subject.datamodule, "module": dict(vars(subject.module))}
     generators = find_generators(**{name: root for name, root in roots.items() if root is not None})

@@ -93,7 +93,7 @@ def newest_first(paths: list[str]) -> list[str]:
 
     By the step in the file. Times decide between equal steps only: a copy may lose them, and clocks differ. Before
     that counts the logger's version in the path, as each start of a program opens a new one: its number, or the time
-    of its newest file where there are names. What cannot be read comes first, so that whoever verifies it says so.
+    of its newest file where there are names. What cannot be read comes first, so that its verification reports it.
     """
     times = {path: _modified_or_zero(path) for path in paths}
     steps = {path: math.inf if (step := step_in(path)) is None else step for path in paths}

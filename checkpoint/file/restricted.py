@@ -113,7 +113,7 @@ def refusing(known: Known, buildable: tuple[type, ...]) -> Callable[[IO[bytes]],
     """Return a function that reads a pickle of known names only; it raises for any other.
 
     Args:
-        known: What may be called, by module and name; dtypes are known besides.
+        known: What may be called, by module and name; dtypes are always known.
         buildable: Classes whose objects may get attributes.
     """
 
@@ -133,7 +133,7 @@ def load_replacing(
         file: Path or open file.
         mmap: Whether tensors stay on disk until they are used.
         named: Gets the names of those classes, and of functions, wherever in the file they are named.
-        known: What may be called besides, such as `WITHOUT_ATTRIBUTES`.
+        known: Further names that may be called, such as `WITHOUT_ATTRIBUTES`.
     """
 
     class Replacing(_Replacing):

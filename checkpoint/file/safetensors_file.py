@@ -1,7 +1,7 @@
 """Reads and writes safetensors files: weights without anything else.
 
 safetensors has no tied tensors: of several names of one tensor, the first is written; the others are in the metadata
-under `loopwright.tied`, as JSON from each to the first, and are put back when Loopwright reads the file.
+under `loopwright.tied`, as JSON from each to the first, and are restored when Loopwright reads the file.
 """
 
 from __future__ import annotations

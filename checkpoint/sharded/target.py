@@ -220,7 +220,7 @@ class RemoteTarget:
             else:
                 self.backend.put(MANIFEST, manifest)
         except Exception as error:  # as in commit; another error is on its way
-            logger.warning("cannot put back the manifest of the older checkpoint %s: %s", self.path, error)
+            logger.warning("cannot restore the manifest of the older checkpoint %s: %s", self.path, error)
 
     def explained(self, error: OSError, size_bytes: int) -> CheckpointError:
         """Return a CheckpointError for an error of the store on this rank."""

@@ -1,4 +1,4 @@
-"""Taking sharded tensors out of a checkpoint and putting them back: paths and placeholders.
+"""Taking sharded tensors out of a checkpoint and restoring them: paths and placeholders.
 
 A path names a place in the nested checkpoint: the steps, joined by "/". A step of digits is an int (a key, or a
 position in a list); every other step is a string, in which "%", "/" and lone surrogates are percent-encoded. A string

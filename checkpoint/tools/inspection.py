@@ -21,7 +21,7 @@ _FIELD = {
 
 
 def describe(opened: Opened) -> dict[str, object]:  # JSON
-    """Return what a checkpoint says of itself, as values that JSON can hold; what it does not say is left out."""
+    """Return what a checkpoint records about itself, as values that JSON can hold; unknown values are left out."""
     tree = opened.tree
     own = tree.get(OWN_KEY) if isinstance(tree.get(OWN_KEY), dict) else {}
     assert isinstance(own, dict)

@@ -88,7 +88,7 @@ class LightningFitSession(fit.FitSession):
             self.module.zero_grad()  # where Lightning calls it, after on_fit_start
         resting = sum(not module.training for module in self.module.modules())
         if resting:
-            text = f"{resting} modules are in eval mode when training begins; call .train() on them unless it is wanted"
+            text = f"{resting} modules are in eval mode when training begins; call .train() on them unless intended"
             warnings.warn(text, PossibleUserWarning, stacklevel=2)
         set_strategy_up(trainer)
         for change in switches.functions("step"):
@@ -153,7 +153,7 @@ def _complete(session: Session, run: Run) -> Run:
 
 def _forget_gradients(run: Run) -> None:
     for parameter in run.module.parameters():
-        parameter.grad = None  # of an earlier run; those of a checkpoint are put back later
+        parameter.grad = None  # of an earlier run; those of a checkpoint are restored later
 
 
 def _of_loggers(session: Session, results: Mapping[str, float]) -> Mapping[str, float]:

@@ -47,7 +47,7 @@ class RereadSource(Source):
     generators that this moved are a stream of the iterable's own after that. So the same batches come when it is
     iterated again from the same start, whatever training draws in between, and a batch may be fetched before it is
     asked for (which shows the end of an epoch of unknown length). The other generators are watched, which is quicker
-    than keeping them apart. One that a later batch draws from first is put back after that batch, which the state notes
+    than keeping them apart. One that a later batch draws from first is reset after that batch, which the state notes
     for the second reading, and joins the stream. Lists and tuples of batches, and loaders that draw in worker
     processes, need none of this.
     """
@@ -214,7 +214,7 @@ class RereadSource(Source):
         return not self._has_ended
 
     def _note_late(self, watch: RngWatch, moved: Collection[str]) -> None:
-        """Put back the generators that this batch is the first to draw from, and keep them apart from now on."""
+        """Restore the generators that this batch is the first to draw from, and keep them apart from now on."""
         before = self._late.get(self._fetched, {})
         if "numpy" in moved:  # whose state would take longer to note than all else
             log.warning(

@@ -33,7 +33,7 @@ class ModelLocation:
         kind: "folder" (Hugging Face), "adapter" (peft), or "checkpoint".
         path: The folder or the checkpoint.
         tokenizer: Folder of the tokenizer.
-        recipe: What recipe.json or the checkpoint says of the training; empty for folders of other programs.
+        recipe: What recipe.json or the checkpoint records about the training; empty for folders of other programs.
         run: Folder of the run that it belongs to; None without one.
         settings: Of that run, as in recipe.yaml.
     """

@@ -137,11 +137,11 @@ class StepNumbers:
 
 @contextmanager
 def own_numbers(rank: int, device: torch.device) -> Iterator[None]:
-    """Return a context in which torch's generators take a course of the rank's own, for a part of a sequence.
+    """Return a context in which torch's generators draw this rank's sequence, for a part of a sequence of tokens.
 
-    Rank 0 keeps the course that one process takes. Afterwards all ranks continue alike, without communication: as
-    before where nothing was drawn, and else on a course that follows from the one before. Python's and NumPy's
-    generators are left alone.
+    Rank 0 draws what a single process draws. Afterwards all ranks continue alike, without communication: as before if
+    nothing was drawn, and otherwise with a state that follows from the previous one. Python's and NumPy's generators
+    are left alone.
 
     Args:
         rank: Among the ranks that share the sequence; all draw equally often.

@@ -1,4 +1,4 @@
-"""The state of a run for a checkpoint: taken, and put back."""
+"""The state of a run for a checkpoint: taken, and restored."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ _OF_A_VALIDATION = tuple(f"on_validation_{what}" for what in ("start", "epoch_st
 
 
 def counts_batches(callback: Callback) -> bool:
-    """Whether a callback of the user's may have in its state what a repeated validation would bring again.
+    """Whether a user's callback may have in its state what a repeated validation would add again.
 
     Loopwright's own keep nothing of a validation that has not ended.
     """
@@ -360,7 +360,7 @@ def hyperparameters(owner: Owner, prefix: str) -> StateDict:
 
 
 def read(fabric: Fabric, path: str, *, is_trusted: bool) -> Content:
-    """Load a checkpoint onto the CPU; the states move to the device when they are put back."""
+    """Load a checkpoint onto the CPU; the states move to the device when they are restored."""
     from ...checkpoint import hparams
     from ...checkpoint.reading import Ranks, read_on_all_ranks
 
@@ -385,12 +385,12 @@ def read(fabric: Fabric, path: str, *, is_trusted: bool) -> Content:
 
 
 def restore_module(run: Run, content: Content) -> None:
-    """Put back module, data module and callbacks; the hooks first."""
+    """Restore module, data module and callbacks; their hooks first."""
     from ..metrics.metric_objects import load_metric_states
 
     checkpoint = content.extra["__checkpoint__"]
     after = content.states.get("after_validation")
-    if after and run.state.fn == "fit":  # what training continues with; the rest is for whoever evaluates
+    if after and run.state.fn == "fit":  # the weights with which training continues; the others are for evaluation
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **after}
     own = run.lifecycle.own("on_load_checkpoint")
     if own is not None:
@@ -461,7 +461,7 @@ def put_back_loggers(output: LogOutput, states: StateDict) -> None:
 
 
 def restore_training(run: FitRun, content: Content, path: str) -> Callable[[], None] | None:
-    """Put back counts, optimizers, schedules, precision and metrics.
+    """Restore counts, optimizers, schedules, precision and metrics.
 
     Args:
         run: The run, whose optimizers are built.
@@ -469,7 +469,7 @@ def restore_training(run: FitRun, content: Content, path: str) -> Callable[[], N
         path: Where it was read.
 
     Returns:
-        What puts back the random number generators, to be called last; None where the checkpoint has none.
+        A function that restores the random number generators, to be called last; None if the checkpoint has none.
 
     Raises:
         CheckpointError: The checkpoint has weights only, or another number of optimizers or schedules.
@@ -480,7 +480,7 @@ def restore_training(run: FitRun, content: Content, path: str) -> Callable[[], N
             f"{path} has weights only, and trainer.fit needs optimizers and counts to resume.",
             fix="resume from a full checkpoint, or load the weights with load_from_checkpoint and train from scratch.",
         )
-    # Saved before training: there was nothing to save yet, and there is nothing to put back.
+    # Saved before training: there was nothing to save yet, and there is nothing to restore.
     is_untrained = not states["optimizers"] and not states["progress"].get("steps")
     if is_untrained:
         states = {**states, "optimizers": [one.state_dict() for one in run.optimizers]}
@@ -534,7 +534,7 @@ def restore_training(run: FitRun, content: Content, path: str) -> Callable[[], N
 
 
 def restore_frozen(run: Run, content: Content) -> None:
-    """Put back which parameters are frozen and which modules are in eval mode: hooks that set it do not run again."""
+    """Restore which parameters are frozen and which modules are in eval mode: hooks that set it do not run again."""
     frozen = content.states.get("frozen")
     if frozen is None:
         return

@@ -334,7 +334,7 @@ class RowWriter:
     """Passes rows to a logger; a row that is retried continues with the part that failed.
 
     Args:
-        logger: Any object with `log_metrics`, and whatever else of a Logger it has.
+        logger: Any object with `log_metrics`, and further methods of a Logger.
     """
 
     def __init__(self, logger: Logger) -> None:

@@ -312,7 +312,8 @@ class FitSession(Session):
             before: What the last fit left, where this one continues it.
 
         Returns:
-            What puts back the random number generators of the checkpoint, to be called last; None without one.
+            A function that restores the random number generators of the checkpoint, to be called last; None without
+            one.
         """
         put_back = None
         if content is not None:

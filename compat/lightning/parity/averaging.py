@@ -51,14 +51,14 @@ class WeightAveraging(weight_averaging.WeightAveraging):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: nn.Module, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
-        """Update after a step, if that is wanted."""
+        """Update after a step, if that is requested."""
         step = trainer.global_step
         if step > self._latest_update_step and self.should_update(step_idx=step - 1):
             self._lw_update_copy(pl_module)
             self._latest_update_step = step
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Update after an epoch, if that is wanted."""
+        """Update after an epoch, if that is requested."""
         epoch = trainer.current_epoch
         if epoch > self._latest_update_epoch and self.should_update(epoch_idx=epoch):
             self._lw_update_copy(pl_module)

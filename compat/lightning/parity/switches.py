@@ -161,7 +161,7 @@ SWITCHES = (
     Switch(
         "resumed_events",
         "The sanity check of a resumed fit sees the epoch at whose end the checkpoint was taken. Callbacks that came "
-        "after the one that saved do not hear of its event.",
+        "after the one that saved are not called for its event.",
         "It sees the epoch that training continues with, and the event in which the checkpoint was taken is finished.",
         ("run:resuming.begin_with_saved_epoch", "step:resuming.leave_events_unfinished"),
     ),
@@ -385,7 +385,7 @@ SWITCHES = (
 
 
 def choose(parity: bool | Iterable[str]) -> frozenset[str]:
-    """Return the names of the switches that are meant.
+    """Return the names of the requested switches.
 
     Args:
         parity: True for all, False for none, or names. A string is a list with commas; "1" is all of them, and "" or

@@ -1,4 +1,4 @@
-"""Attributes and buffers of modules that a step changes: put back after a rehearsal, and separate for stages of a rank.
+"""Attributes and buffers of modules that a step changes: restored after a rehearsal, and separate for stages of a rank.
 
 A rank with two stages runs the step once for each. What the step changes would change twice: counters, running means,
 metrics. The last of the stages, whose step goes furthest, changes the module; each other one has its copies.
