@@ -216,7 +216,7 @@ class _Run:
 
 
 def _read(path: Path) -> _Checkpoint | None:
-    """Return what a checkpoint says of itself; None if a run cannot continue from it."""
+    """Return what a checkpoint records about itself; None if a run cannot continue from it."""
     try:
         tree = open_checkpoint(path, Reading(verify=False)).tree
     except CheckpointError as error:

@@ -141,7 +141,7 @@ class Arguments:
         return fabric
 
     def prepare(self, strategy: Strategy) -> None:
-        """Set on a strategy what the arguments say of it."""
+        """Apply the arguments that concern the strategy to it."""
         strategy.accumulate_dtype = None  # another Trainer may have had this strategy
         if self.grad_accumulation_dtype is not None:
             from ...fabric.grad_accumulation import set_grad_accumulation_dtype
