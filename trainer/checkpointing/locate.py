@@ -47,7 +47,7 @@ def locate(trainer: Trainer, ckpt_path: str | Path | None, verb: str, *, has_mod
 
         requeued = from_rank_zero(trainer, lambda: find_requeued(trainer))
         if requeued is not None:
-            return requeued
+            return _last(trainer, requeued) if ckpt_path == "last" else requeued
     if ckpt_path is None:
         if verb == "fit" or has_model:
             return None
@@ -98,8 +98,13 @@ def _best_of_files(trainer: Trainer, callback: ModelCheckpoint) -> str | None:
     return found
 
 
-def _last(trainer: Trainer) -> str | None:
-    """Return the last checkpoint that is intact; log each damaged one that is skipped."""
+def _last(trainer: Trainer, requeued: str | None = None) -> str | None:
+    """Return the last checkpoint that is intact; log each damaged one that is skipped.
+
+    Args:
+        trainer: Whose checkpoint callbacks are asked.
+        requeued: The checkpoint of a job that was requeued; taken if it is not older.
+    """
     paths: list[str] = []
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
@@ -115,6 +120,8 @@ def _last(trainer: Trainer) -> str | None:
         found = _newest_valid(trainer, from_rank_zero(trainer, ordered), skip)
     else:
         found = from_rank_zero(trainer, lambda: storage.newest_valid(ordered(), skip))
+    if requeued is not None and from_rank_zero(trainer, lambda: found is None or _step(requeued) >= _step(found)):
+        found = requeued
     if found is None:
         logger.info("ckpt_path='last': no checkpoint found, the run starts fresh")
         return None
@@ -124,6 +131,11 @@ def _last(trainer: Trainer) -> str | None:
         shown = ", ".join(f"{path} (step {step_in(path)})" for path in others)
         logger.info("also found: %s", shown, extra=ONLY_LOGS)
     return str(found)
+
+
+def _step(path: str | Path) -> int:
+    step = step_in(str(path))
+    return -1 if step is None else step
 
 
 def _newest_valid(trainer: Trainer, paths: list[str], skip: Callable[[str, Exception], None]) -> str | None:
