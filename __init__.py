@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .callbacks import RichProgressBar as RichProgressBar
     from .callbacks import RichProgressBarTheme as RichProgressBarTheme
     from .callbacks import SampleLogger as SampleLogger
+    from .callbacks import Snapshot as Snapshot
     from .callbacks import SpikeDetection as SpikeDetection
     from .callbacks import StochasticWeightAveraging as StochasticWeightAveraging
     from .callbacks import StopFile as StopFile
@@ -227,6 +228,7 @@ _HOME = {
     "SimpleProfiler": "profilers",
     "SingleDeviceStrategy": "strategies",
     "SingleDeviceXLAStrategy": "strategies",
+    "Snapshot": "callbacks",
     "SpeedTable": "tuner",
     "SpikeDetection": "callbacks",
     "StochasticWeightAveraging": "callbacks",

@@ -142,6 +142,11 @@ class BackgroundPlugin(CheckpointPlugin, Protocol):
     on_failure: Callable[[], None] | None
     """Called in the thread that writes when a save failed; set by the Trainer."""
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the last save is not complete yet."""
+        ...
+
     def save_checkpoint(
         self,
         checkpoint: StateDict,

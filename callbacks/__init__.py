@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .progress.rich_bar import RichProgressBar, RichProgressBarTheme
     from .progress.tqdm_bar import TQDMProgressBar
     from .pruning import ModelPruning
+    from .snapshot import Snapshot
     from .stopping.early_stopping import EarlyStopping, EarlyStoppingReason
     from .stopping.preemption import Preemption
     from .stopping.stop_file import StopFile
@@ -69,6 +70,7 @@ __all__ = [
     "RichProgressBar",
     "RichProgressBarTheme",
     "SampleLogger",
+    "Snapshot",
     "SpikeDetection",
     "StochasticWeightAveraging",
     "StopFile",
@@ -108,6 +110,7 @@ __getattr__, __dir__ = attach(
         "RichProgressBar": "progress.rich_bar",
         "RichProgressBarTheme": "progress.rich_bar",
         "SampleLogger": "monitors.sample_logger",
+        "Snapshot": "snapshot",
         "SpikeDetection": "monitors.spike_detection",
         "StochasticWeightAveraging": "averaging.stochastic_weight_averaging",
         "StopFile": "stopping.stop_file",

@@ -241,6 +241,20 @@ class Checkpoint(Callback):
 
     runs_last = True
     hears_every_step = True  # writing a checkpoint takes all ranks
+    ends_with_run = False
+    """Whether what it has saved is removed when the run ends, so that it replaces no other checkpoint callback."""
+
+    def find_newer(self, trainer: Trainer, step: int) -> str | None:
+        """Return a state of this run after the step of its last checkpoint, for `ckpt_path="last"`. On every rank.
+
+        Args:
+            trainer: The trainer.
+            step: `global_step` of the last checkpoint; -1 if there is none.
+
+        Returns:
+            Its path, which may differ between nodes; None if there is none.
+        """
+        return None
 
 
 def find_state(states: Iterable[str], key: str) -> str | None:

@@ -47,6 +47,11 @@ def default_dirpath(trainer: Trainer) -> str:
     return os.path.join(_logger_root(trainer), folder, "checkpoints")
 
 
+def last_place(trainer: Trainer) -> str:
+    """Return the folder in or below which a callback without `dirpath` finds the checkpoints of earlier runs."""
+    return _logger_root(trainer) if trainer.loggers else os.path.join(trainer.default_root_dir, "checkpoints")
+
+
 def _logger_root(trainer: Trainer) -> str:
     logger = trainer.loggers[0]
     return os.path.join(str(logger.save_dir or trainer.default_root_dir), str(logger.name or ""))

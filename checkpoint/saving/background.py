@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...errors import CheckpointError, ConfigError
+from ...lazy import is_core
 from ...protocols import CheckpointPlugin, MapLocation, StateDict
 from ..checkpoint_io import CheckpointIO, TorchCheckpointIO, load_through, saves_in_background
 from ..plain import require_plain
@@ -72,12 +73,17 @@ class AsyncCheckpointIO(CheckpointIO):
         self.checkpoint_io: CheckpointPlugin = checkpoint_io if checkpoint_io is not None else TorchCheckpointIO()
         self.on_failure: Callable[[], None] | None = None
         # A user's plugin may keep the checkpoint: the next copy must not overwrite it.
-        self._is_ours = type(self.checkpoint_io) is TorchCheckpointIO
+        self._is_ours = is_core(type(self.checkpoint_io))
         self._copies = HostCopy(keeps_memory=self._is_ours)
         self._write: _Write | None = None
         self._has_said = False
         self._group: Any = None  # Any: process groups are of the backend's own type
         self._world: Any = None  # Any: the group that it belongs to
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the thread of the last save is still at work."""
+        return self._write is not None and self._write.is_alive()
 
     def save_checkpoint(
         self,

@@ -43,6 +43,7 @@ def save(
     storage_options: StorageOptions | None = None,
     *,
     group: Any = None,  # Any: ProcessGroup, whose import is heavy
+    is_part: bool = False,
 ) -> None:
     """Write a checkpoint as a folder, each rank its local shards; it is complete when this returns.
 
@@ -65,6 +66,8 @@ def save(
         storage_options: Arguments of the remote file system.
         group: Ranks that save, on a backend for CPU objects; None is the default group. Without torch.distributed, one
             process saves.
+        is_part: Whether the group holds a part of the tensors only, as the ranks of one of several nodes do. Each of
+            its ranks can read its shards again; reading what others hold is an error.
 
     Raises:
         CheckpointError: Some rank could not write, or the content is not plain; raised on all ranks, names the ranks.
@@ -74,4 +77,4 @@ def save(
     """
     from .writer import save as save_on_all_ranks
 
-    save_on_all_ranks(checkpoint, path, storage_options, group=group)
+    save_on_all_ranks(checkpoint, path, storage_options, group=group, is_part=is_part)

@@ -109,6 +109,7 @@ class Manifest:
         state: Name of the state file.
         tensors: By path, such as "state_dict/layer.weight".
         files: By name: the state file and the shard files.
+        is_part: Whether the tensors are there in part only: what the ranks of one node hold.
     """
 
     format_version: int
@@ -119,6 +120,7 @@ class Manifest:
     state: str
     tensors: dict[str, TensorEntry]
     files: dict[str, FileEntry]
+    is_part: bool = False
 
 
 def manifest_of(
@@ -129,6 +131,7 @@ def manifest_of(
     state: str,
     world_size: int,
     mesh: Mesh | None = None,
+    is_part: bool = False,
 ) -> Manifest:
     """Return the manifest of a checkpoint that this process writes; of `tensors`, those that have `chunks`."""
     return Manifest(
@@ -148,6 +151,7 @@ def manifest_of(
             if path in chunks
         },
         files=files,
+        is_part=is_part,
     )
 
 
@@ -159,6 +163,8 @@ def digest_of(content: bytes) -> str:
 def encode(manifest: Manifest) -> bytes:
     """Return the content of manifest.json."""
     raw = {"format": FORMAT, **asdict(manifest)}
+    if not manifest.is_part:
+        del raw["is_part"]
     lines = [
         f' "{key}": {_block(value) if key in ("tensors", "files") else json.dumps(value)}' for key, value in raw.items()
     ]
@@ -246,6 +252,7 @@ def _parse(raw: Any) -> Manifest:  # Any: whatever JSON held
         state=_file_name(raw["state"]),
         tensors=tensors,
         files=files,
+        is_part=raw.get("is_part") is True,
     )
 
 
@@ -296,7 +303,7 @@ def _inconsistencies(manifest: Manifest) -> Iterator[str]:
         if math.prod(entry.shape) > _LARGEST:
             yield f"{path} has the shape {entry.shape}"
             continue
-        wrong = next(_wrong_chunks(entry, shards), None) or _uncovered(entry)
+        wrong = next(_wrong_chunks(entry, shards), None) or _uncovered(entry, is_part=manifest.is_part)
         if wrong:
             yield f"{path}: {wrong}"
             continue
@@ -329,10 +336,10 @@ def _wrong_chunks(entry: TensorEntry, shards: dict[str, list[tuple[int, int, str
             yield f"the chunk at {chunk.offsets} begins at byte {chunk.start}"
 
 
-def _uncovered(entry: TensorEntry) -> str | None:
+def _uncovered(entry: TensorEntry, *, is_part: bool) -> str | None:
     """Return what is wrong with the covering: slices cover it that lie within, are disjoint and have its volume."""
     volume = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-    if volume != math.prod(entry.shape):
+    if volume != math.prod(entry.shape) and not is_part:
         return f"its chunks have {volume} elements, and its shape {entry.shape} has {math.prod(entry.shape)}"
     if len(entry.chunks) < 2:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
@@ -18,13 +18,15 @@ class Planner(DefaultSavePlanner):
 
     Args:
         split: The checkpoint of this rank.
+        is_part: Whether these ranks hold a part of the tensors only.
     """
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: Split, *, is_part: bool = False) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._known = {*split.tensors, *split.remote}
         names = first_names(split)
-        self._awaited = {path for path in split.remote if names[path] == path}
+        self._awaited = set() if is_part else {path for path in split.remote if names[path] == path}
+        self._is_part = is_part
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Plan for all ranks; called on rank 0."""
@@ -37,6 +39,8 @@ class Planner(DefaultSavePlanner):
         if missing := self._awaited.difference(path for _, path in paths):
             named = ", ".join(sorted(missing)[:5])
             raise CheckpointError(f"the ranks have different sharded tensors; no rank has {named}.", fix=fix)
+        if self._is_part:  # as torch's planner does, which then requires full tensors
+            return create_default_global_save_plan(self._dedup_save_plans(all_plans))[0], Metadata({})
         try:
             plans, _ = super().create_global_plan(all_plans)
         except ValueError as error:

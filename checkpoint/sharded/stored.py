@@ -36,8 +36,13 @@ class ShardedTensor(StoredTensor):
 
     def _read(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         into = torch.empty(sizes, dtype=RAW[self.dtype.itemsize])
-        for chunk in self._entry.chunks:
-            self._read_chunk(chunk, offsets, into)
+        count = sum(self._read_chunk(chunk, offsets, into) for chunk in self._entry.chunks)
+        if count != into.numel():
+            raise CheckpointError(
+                f"{self._shown} has a part of {self.path} only, as the ranks of one node held it, and not all of the "
+                f"slice at {offsets} of size {sizes}.",
+                fix="read it on the ranks that wrote it, or use a full checkpoint.",
+            )
         return into.view(self.dtype)
 
     def view_slice(self, offsets: Offsets, sizes: Offsets) -> Tensor | None:
@@ -53,18 +58,18 @@ class ShardedTensor(StoredTensor):
                 return self._mapped_slice(chunk, within, extent, self.dtype)
         return None
 
-    def _read_chunk(self, chunk: Chunk, first: tuple[int, ...], into: Tensor) -> None:
-        """Read what a chunk has of the slice at `first`, whose memory is `into`."""
+    def _read_chunk(self, chunk: Chunk, first: tuple[int, ...], into: Tensor) -> int:
+        """Read what a chunk has of the slice at `first`, whose memory is `into`; return the number of elements."""
         common = overlap(chunk.offsets, chunk.sizes, first, into.shape)
         if common is None:
-            return
+            return 0
         starts, sizes = common
         part = narrow(into, [start - origin for start, origin in zip(starts, first, strict=True)], sizes)
         within = _within(chunk, starts)
         mapped = self._mapped_slice(chunk, within, sizes, into.dtype)
         if mapped is not None:
             part.copy_(mapped)
-            return
+            return part.numel()
         try:
             with closing(self._files.backend.open(chunk.file)) as file:
                 crc = read_slice(file, chunk, within, part, self._files.least_run_bytes)
@@ -76,6 +81,7 @@ class ShardedTensor(StoredTensor):
             raise verified.cannot_read(self._files.backend.address(chunk.file), error) from error
         if sizes == chunk.sizes and crc != chunk.crc32:
             raise damaged(self._shown, [wrong_content(self.path, chunk)])
+        return part.numel()
 
     def _missing(self, chunk: Chunk) -> CheckpointError:
         backend = self._files.backend

@@ -65,6 +65,7 @@ def save(
     storage_options: StorageOptions | None,
     *,
     group: Any,  # Any: ProcessGroup | None
+    is_part: bool,
 ) -> None:
     """See `sharded.save`."""
     is_alone = not (dist.is_available() and dist.is_initialized())
@@ -74,13 +75,14 @@ def save(
         storage_options,
         rank=0 if is_alone else dist.get_rank(group),
         world_size=1 if is_alone else dist.get_world_size(group),
+        is_part=is_part,
     )
     try:
         with _without_warning() if is_alone else nullcontext():
             dcp_save(
                 dict(writer.split.tensors),
                 storage_writer=writer,
-                planner=Planner(writer.split),
+                planner=Planner(writer.split, is_part=is_part),
                 process_group=group,
                 no_dist=is_alone,
             )
@@ -128,7 +130,14 @@ class _Writer(StorageWriter):
     """
 
     def __init__(
-        self, split: Split, path: str | Path, options: StorageOptions | None, *, rank: int, world_size: int
+        self,
+        split: Split,
+        path: str | Path,
+        options: StorageOptions | None,
+        *,
+        rank: int,
+        world_size: int,
+        is_part: bool,
     ) -> None:
         self.split = split
         self.target: LocalTarget | RemoteTarget | None = None
@@ -136,6 +145,7 @@ class _Writer(StorageWriter):
         self._path = path
         self._options = options
         self._world_size = world_size
+        self._is_part = is_part
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: a writer saves once."""
@@ -216,6 +226,7 @@ class _Writer(StorageWriter):
             state=self._state_name(),
             world_size=self._world_size,
             mesh=None if mesh is None else Mesh(tuple(mesh.shape), mesh.mesh_dim_names),
+            is_part=self._is_part,
         )
         with self._explained(sum(entry.size for entry in files.values())):
             self._compare(files)

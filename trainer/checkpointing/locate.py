@@ -99,7 +99,7 @@ def _best_of_files(trainer: Trainer, callback: ModelCheckpoint) -> str | None:
 
 
 def _last(trainer: Trainer, requeued: str | None = None) -> str | None:
-    """Return the last checkpoint that is intact; log each damaged one that is skipped.
+    """Return the last checkpoint that is intact, or a newer state in memory; log each damaged one that is skipped.
 
     Args:
         trainer: Whose checkpoint callbacks are asked.
@@ -122,6 +122,7 @@ def _last(trainer: Trainer, requeued: str | None = None) -> str | None:
         found = from_rank_zero(trainer, lambda: storage.newest_valid(ordered(), skip))
     if requeued is not None and from_rank_zero(trainer, lambda: found is None or _step(requeued) >= _step(found)):
         found = requeued
+    found = _newer_in_memory(trainer, found) or found
     if found is None:
         logger.info("ckpt_path='last': no checkpoint found, the run starts fresh")
         return None
@@ -131,6 +132,15 @@ def _last(trainer: Trainer, requeued: str | None = None) -> str | None:
         shown = ", ".join(f"{path} (step {step_in(path)})" for path in others)
         logger.info("also found: %s", shown, extra=ONLY_LOGS)
     return str(found)
+
+
+def _newer_in_memory(trainer: Trainer, found: str | Path | None) -> str | None:
+    """Return a state that a callback has kept since the last checkpoint; None if there is none. On every rank."""
+    callbacks = [one for one in trainer.checkpoint_callbacks if one.ends_with_run]
+    if not callbacks:
+        return None
+    step = from_rank_zero(trainer, lambda: -1 if found is None else _step(found))
+    return next((path for one in callbacks if (path := one.find_newer(trainer, step)) is not None), None)
 
 
 def _step(path: str | Path) -> int:

@@ -30,6 +30,11 @@ class PendingSave:
         self._error: Exception | None = None
         self._follow_ups: list[tuple[Callable[[], None], Callable[[], None] | None]] = []
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank is still writing."""
+        return self._checkpoint_io.is_writing
+
     def then(self, done: Callable[[], None], failed: Callable[[], None] | None) -> None:
         """Call one of these once the outcome of the save is known; after a failure, in reverse order."""
         self._follow_ups.append((done, failed))

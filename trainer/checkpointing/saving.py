@@ -148,6 +148,31 @@ class Saving:
         if not is_weights_only:
             self._saved_at, self._saved_path = trainer.global_step, str(filepaths[0])
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank is writing a checkpoint in the background."""
+        return self._pending is not None and self._pending.is_writing
+
+    def take(self, run: Run, *, for_each_node: bool) -> StateDict:
+        """Return the checkpoint of now, for a save elsewhere. On every rank, when no save is on its way.
+
+        Args:
+            run: The present run, between two steps.
+            for_each_node: Whether any rank may write it, not only rank 0.
+
+        Raises:
+            CheckpointError: An earlier checkpoint could not be written.
+        """
+        self._reach_end_of_event(run)
+        if run.watch.policy == "raise":
+            run.watch.look(self._trainer.progress)
+        self.wait()
+        collect = run.lifecycle.bracketed(snapshot.collect, "save_checkpoint")
+        taken: StateDict = self._trainer.timeline.timed("checkpoint", collect)(
+            run, is_weights_only=False, for_each_node=for_each_node
+        )
+        return taken
+
     def _reach_end_of_event(self, run: Run) -> None:
         """Call the remaining listeners of the current event, so that a resume loses nothing of it."""
         run.lifecycle.finish_event()

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> StateDict:
+def collect(run: Run, *, is_weights_only: bool, has_score: bool = False, for_each_node: bool = False) -> StateDict:
     """Return the checkpoint of a run: tensors and plain values only.
 
     Anything else that a hook or a state holds is refused when the checkpoint is written.
@@ -49,20 +49,22 @@ def collect(run: Run, *, is_weights_only: bool, has_score: bool = False) -> Stat
         run: The present run, or the last one.
         is_weights_only: Whether to leave out what only training needs.
         has_score: Whether the checkpoint bears the score of the latest validation, and so the weights of then.
+        for_each_node: Whether all ranks have the generators of all ranks in it, not only rank 0.
     """
+    options = {"is_weights_only": is_weights_only, "for_each_node": for_each_node}
     weights = run.evaluation_weights
     if weights is None:
-        return _collect(run, run.validated if has_score else None, is_weights_only=is_weights_only)
+        return _collect(run, run.validated if has_score else None, **options)
     from .validated_weights import ValidatedWeights
 
     with weights.evaluating():
         evaluated = ValidatedWeights(run.fabric.strategy.module_state_dict(run.model))
     with weights.training():
         validated = run.validated if run.validated is not None and has_score else evaluated
-        return _collect(run, validated, is_weights_only=is_weights_only)
+        return _collect(run, validated, **options)
 
 
-def _collect(run: Run, validated: ValidatedWeights | None, *, is_weights_only: bool) -> StateDict:
+def _collect(run: Run, validated: ValidatedWeights | None, *, is_weights_only: bool, for_each_node: bool) -> StateDict:
     from ..metrics.metric_objects import metric_states  # here and below: not imported before a state is taken
     from .program import program_record
 
@@ -110,7 +112,7 @@ def _collect(run: Run, validated: ValidatedWeights | None, *, is_weights_only: b
             states["metric_objects"] = run.metrics.of_ranks(states["metric_objects"])
             from ..loop import rank_rng
 
-            states.update(rank_rng.collect(fabric.strategy, states["rng"]))
+            states.update(rank_rng.collect(fabric.strategy, states["rng"], everywhere=for_each_node))
         if isinstance(run, FitRun) and run.opened is not None:
             # After fit the stream is closed; where it was in an epoch that a limit cut short is kept.
             states["data"] = run.stream_state if run.is_over else stream_state(run)

@@ -77,17 +77,23 @@ def check_copies(strategy: Strategy) -> None:
 # --- in checkpoints --------------------------------------------------------------------------------------------------
 
 
-def collect(strategy: Strategy, own: StateDict) -> StateDict:
+def collect(strategy: Strategy, own: StateDict, *, everywhere: bool = False) -> StateDict:
     """Return the generators of all ranks for a checkpoint, and which shares of the data these read. On every rank.
 
     Rank 0, which writes them, has the states of all ranks; other ranks have only theirs. They are 14 KB for each rank.
+
+    Args:
+        strategy: Connects the ranks.
+        own: State of this rank's generators.
+        everywhere: Whether all ranks have the states of all, since several of them write.
     """
+    gather = strategy.gather_objects if everywhere else strategy.gather_to_first
     if not strategy.traits.copies_draw_alike:
-        return {"rng_of_ranks": strategy.gather_to_first(own) or [own]}
+        return {"rng_of_ranks": gather(own) or [own]}
     topology = strategy.topology
     mine = ((topology.data_rank, topology.stage), _portable(own, strategy.device))
-    everywhere = strategy.gather_to_first(mine) or [mine]
-    return {"rng_of_ranks": [state for _, state in everywhere], "rng_places": [place for place, _ in everywhere]}
+    of_all = gather(mine) or [mine]
+    return {"rng_of_ranks": [state for _, state in of_all], "rng_places": [place for place, _ in of_all]}
 
 
 def own_state(strategy: Strategy, states: Sequence[StateDict], places: Places | None) -> StateDict | None:

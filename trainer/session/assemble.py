@@ -65,8 +65,12 @@ def order_callbacks(callbacks: list[Callback]) -> list[Callback]:
     Raises:
         ConfigError: Two callbacks with state have the same `state_key`.
     """
+
     # A stable sort: callbacks that determine the settings of a run come first, checkpoints last.
-    ordered = sorted(callbacks, key=lambda c: 2 if isinstance(c, Checkpoint) else 0 if c.runs_first else 1)
+    def place(one: Callback) -> int:
+        return 2 + one.ends_with_run if isinstance(one, Checkpoint) else 0 if one.runs_first else 1
+
+    ordered = sorted(callbacks, key=place)
     seen: dict[str, Callback] = {}
     for callback in ordered:
         if find_override(callback, "state_dict", (Callback,)) is None:
@@ -94,7 +98,8 @@ def default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callbac
     from ...callbacks import ProgressBar  # here and below: only what the arguments require is imported
 
     problems: list[str] = []
-    if not arguments.enable_checkpointing and has(Checkpoint):
+    has_checkpoint = any(isinstance(one, Checkpoint) and not one.ends_with_run for one in own)
+    if not arguments.enable_checkpointing and has_checkpoint:
         problems.append("enable_checkpointing=False, and a checkpoint callback is passed")
     bars = [type(callback).__name__ for callback in own if isinstance(callback, ProgressBar)]
     if len(bars) > 1:
@@ -122,7 +127,7 @@ def default_callbacks(arguments: Arguments, own: list[Callback]) -> list[Callbac
 
         if not has(Timer):
             added.append(Timer(duration=arguments.max_time, interval="step"))
-    if arguments.enable_checkpointing and not has(Checkpoint):
+    if arguments.enable_checkpointing and not has_checkpoint:
         from ...callbacks import ModelCheckpoint
 
         added.append(ModelCheckpoint())
