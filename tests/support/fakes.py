@@ -124,7 +124,11 @@ class FakeTrainer:
         self.logged: list[tuple[dict[str, float], int | None]] = []
         self.save_failure: BaseException | None = None
         self._lw_saving = SimpleNamespace(
-            keep_validated=lambda: None, has_score=False, is_in_background=False, then=lambda done, failed=None: done()
+            is_elsewhere=False,
+            keep_validated=lambda: None,
+            has_score=False,
+            is_in_background=False,
+            then=lambda done, failed=None: done(),
         )
         self.batch_hook: Callable[[int], None] = lambda step: None
         self._in_exception = False
