@@ -93,6 +93,7 @@ class Trainer(trainer.Trainer):
         check_overrides(self.fabric.precision, "precision")
         check_overrides(self.fabric.accelerator, "accelerator")
         serve_parts(self)
+        self.fabric.leaves_choice = False  # Lightning's "auto" is ddp, and this strategy has its members now
         if isinstance(self.fabric.strategy, ParallelStrategy):
             rank_zero_only.rank = self.global_rank  # on several nodes, no variable has it before the processes start
         serve_overrides(self)

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 # Any in this file: loaders, and arguments of strategies.
 
 PLAN_S = 20.0
-"""Seconds that the plan may take, from the first batch on."""
+"""Seconds that the plan may take, with `setup` and the first batch, but without `prepare_data`."""
 TRIAL_S = 15.0
 """Seconds that all trial steps may take."""
 
@@ -118,15 +118,17 @@ def settle_strategy(trainer: Trainer, module: nn.Module, data: Any) -> None:
     """
     fabric, arguments = trainer.fabric, trainer._lw_arguments
     asked = str(arguments.strategy).lower()
+    default = "ddp" if asked == "auto" else "mesh"
     if asked == "auto" and not _may_know_memory(fabric.accelerator):
-        settled: Settled | None = Settled(asked, "ddp", f"the memory of {fabric.device.type} devices is not known")
+        settled: Settled | None = Settled(asked, default, f"the memory of {fabric.device.type} devices is not known")
+    elif arguments.fault_tolerance is not None:
+        settled = Settled(asked, default, "replica groups need the same strategy, and each would plan alone")
     else:
         settled = _settle(trainer, asked, module, data) if fabric.is_global_zero else None
         if not trainer._lw_starts_processes:
             fabric.launch()
             settled = fabric.strategy.broadcast(settled)
     assert settled is not None
-    default = "ddp" if asked == "auto" else "mesh"
     if settled.name != default:
         strategy = _made(settled.name, start_method=fabric.strategy.start_method)
         fabric.adopt_strategy(strategy)
@@ -141,16 +143,17 @@ def _settle(trainer: Trainer, asked: str, module: nn.Module, data: Any) -> Settl
     """Return the strategy, on rank 0."""
     fabric = trainer.fabric
     default = "ddp" if asked == "auto" else "mesh"
-    memory = _memory(fabric)
-    if asked == "auto" and memory is None:
-        return Settled(asked, default, f"the memory of {fabric.device} is not known")
     if not can_copy_process():
         return Settled(asked, default, "nothing can be planned where processes cannot be copied")
     tries = asked != "auto" and _can_try(fabric, module)
     check, plan, trials = trainer._lw_run_signals.check, None, list[Trial]()
     try:
+        memory = _memory(fabric)
+        if asked == "auto" and memory is None:
+            return Settled(asked, default, f"the memory of {fabric.device} is not known")
         with Child(lambda send: _work(send, trainer, asked, module, data, memory, tries)) as child:
-            child.receive(check=check)  # preparing data may take any time: nothing is ended in the middle
+            child.receive(time.monotonic() + PLAN_S, check)
+            child.receive(check=check)  # prepare_data may take any time: a download is not ended in the middle
             plan = cast("Plan", child.receive(time.monotonic() + PLAN_S, check))
             until = time.monotonic() + TRIAL_S
             while tries and (trial := child.receive(until, check)) is not None:
@@ -160,8 +163,9 @@ def _settle(trainer: Trainer, asked: str, module: nn.Module, data: Any) -> Settl
             return Settled(asked, default, f"planning took more than {PLAN_S:g} s")
     # Whatever the user's module and data raise without a fit around them: what is wrong, fit will raise again.
     except Exception as error:
-        reason = (str(error) or "no message").splitlines()[0].rstrip(".")
-        return Settled(asked, default, f"the fit cannot be planned ({type(error).__name__}: {reason})", plan)
+        if plan is None:
+            reason = (str(error) or "no message").splitlines()[0].rstrip(".")
+            return Settled(asked, default, f"the fit cannot be planned ({type(error).__name__}: {reason})")
     return _chosen(asked, default, plan, tuple(trials))
 
 
@@ -174,7 +178,8 @@ def _chosen(asked: str, default: str, plan: Plan, trials: tuple[Trial, ...]) -> 
     rows = [row for row in plan.rows if not row.note]
     best = plan.best
     if best is not None:
-        return Settled(asked, best.name, _comparison(plan, best), plan, trials)
+        untried = "" if asked == "auto" else ", and no trial steps were completed"
+        return Settled(asked, best.name, f"{_comparison(plan, best)}{untried}", plan, trials)
     if not rows:
         why = plan.rows[0].note if plan.rows else next(iter(plan.left_out.values()))
         return Settled(asked, default, why.rstrip("."), plan, trials)
@@ -225,15 +230,18 @@ def _can_try(fabric: Fabric, module: nn.Module) -> bool:
 def _work(
     send: Send, trainer: Trainer, asked: str, module: nn.Module, data: Any, memory: float | None, tries: bool
 ) -> None:
-    """Send None once the data are prepared, then the plan, then trials, then None."""
+    """Send None at the beginning and once `prepare_data` is done, then the plan, then trials, then None."""
     from ...planning.planner import choices, meshes, plan_choices
 
     fabric = trainer.fabric
     size, num_nodes = fabric.world_size, fabric.num_nodes
     leave_inherited_world()
     with fake_group(size):  # samplers of the user's ask for ranks
+        send(None)
+        _attach(trainer, module, data)
+        getattr(module if data is None else data, "prepare_data", lambda: None)()
+        send(None)
         training = _training(trainer, module, data)
-    send(None)
     per_node = size // num_nodes
     every = meshes(per_node, num_nodes) if asked != "auto" else choices(per_node, num_nodes)
     chosen, left_out = _usable(trainer, training, [one for one in every if one.devices == size])
@@ -246,16 +254,20 @@ def _work(
         send(None)
 
 
-def _training(trainer: Trainer, module: nn.Module, data: Any) -> Training:
-    """Return what the fit trains; hooks of module and data find their Trainer, as in a fit."""
-    from ..plan_fit import training_of
-
+def _attach(trainer: Trainer, module: nn.Module, data: Any) -> None:
+    """Let hooks of module and data find their Trainer, as in a fit."""
     if isinstance(module, Module):
         module.trainer, module.fabric = trainer, trainer.fabric
     else:
         equip(module, "fit")
     if isinstance(data, DataModule):
         data.trainer = trainer
+
+
+def _training(trainer: Trainer, module: nn.Module, data: Any) -> Training:
+    """Return what the fit trains."""
+    from ..plan_fit import training_of
+
     training, _ = training_of(trainer, module, data)
     wanted = trainer._lw_arguments.global_batch_size
     if wanted is not None:

@@ -20,6 +20,11 @@ def test_indices_become_devices_in_the_order_asked_for(monkeypatch: pytest.Monke
     assert CUDAAccelerator.is_available()
 
 
+def test_the_memory_of_a_card_is_known_for_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 << 30))
+    assert CUDAAccelerator().device_memory(torch.device("cuda", 1)) == 8 << 30
+
+
 def test_a_machine_without_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert not CUDAAccelerator.is_available()

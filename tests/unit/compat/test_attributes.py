@@ -61,6 +61,14 @@ def test_loops_have_a_state() -> None:
     assert loop.epoch_loop.scheduler_progress.total.completed == 2
 
 
+def test_no_plan_replaces_the_strategy_that_a_program_reads() -> None:
+    import lightning as L
+
+    trainer = L.Trainer(strategy="auto", devices=2, **QUIET)
+    assert type(trainer.strategy).__name__ == "DDPStrategy"
+    assert not trainer.fabric.leaves_choice
+
+
 def test_a_strategy_has_the_arguments_of_its_replicas() -> None:
     import lightning as L
 
