@@ -137,7 +137,7 @@ def _last(trainer: Trainer, requeued: str | None = None) -> str | None:
 def _newer_in_memory(trainer: Trainer, found: str | Path | None) -> str | None:
     """Return a state that a callback has kept since the last checkpoint; None if there is none. On every rank."""
     callbacks = [one for one in trainer.checkpoint_callbacks if one.ends_with_run]
-    if not callbacks:
+    if not callbacks or trainer.state.fn != "fit":  # what is evaluated is on the disk
         return None
     step = from_rank_zero(trainer, lambda: -1 if found is None else _step(found))
     return next((path for one in callbacks if (path := one.find_newer(trainer, step)) is not None), None)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from toys import Net, loader, net, weights
+from toys import Net, ValidatedNet, loader, net, weights
 
 import loopwright as lw
 from loopwright.checkpoint import storage
@@ -129,6 +129,16 @@ def test_a_checkpoint_that_is_newer_is_used(place: Place, caplog: pytest.LogCapt
     assert place.steps() == [3, 4]
     place.fit()
     assert resumed_at(caplog) == 5
+
+
+def test_an_evaluation_reads_the_last_checkpoint(place: Place) -> None:
+    place.fit(8)
+    trainer = lw.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False,
+        callbacks=[lw.Snapshot(1, folder=place.folder / "memory"), lw.ModelCheckpoint(place.folder / "checkpoints")],
+    )  # fmt: skip
+    trainer.validate(net(ValidatedNet, lambda parameters: None, dropout=0.2), loader(4, 4), ckpt_path="last")
+    assert "step=5" in str(trainer.ckpt_path)
 
 
 @pytest.mark.parametrize("removed", ["folder", "checkpoint", "nothing"])
