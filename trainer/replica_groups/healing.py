@@ -90,6 +90,10 @@ def put(run: FitRun, state: StateDict) -> StateDict:
     rng = states.pop("rng")
     for accumulator in run.metrics.accumulators("train"):
         accumulator.reset()
+    _, num_ranks = run.metrics.place
+    if num_ranks > 1:  # states are in the form that has those of all ranks: this one's is the own
+        states["metrics"]["ranks"] = [states["metrics"]["slots"]] * num_ranks
+        states["metric_objects"] = [states["metric_objects"]] * num_ranks
     kept = {one: one.state_dict() for one in run.callbacks if isinstance(one, ModelCheckpoint)}
     snapshot.restore_module(run, content)
     for callback, own in kept.items():  # of this group's files, if it writes; else `take_over` brings a state

@@ -45,7 +45,7 @@ Classes: TypeAlias = type | tuple[type, ...]
 _HAS_INSTANTIATE = hasattr(ArgumentParser, "instantiate")
 _OF_TRAINER = frozenset(
     (
-        "accumulate_across_epochs", "activation_checkpointing", "compile", "global_batch_size",
+        "accumulate_across_epochs", "activation_checkpointing", "compile", "fault_tolerance", "global_batch_size",
         "grad_accumulation_dtype", "matmul_precision", "max_samples", "max_tokens", "nonfinite_loss",
         "offload_activations", "on_oom",
     )
