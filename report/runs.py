@@ -358,5 +358,5 @@ def _read_timeline(run: LoggedRun, content: Mapping[Hashable, Tree]) -> None:
     numbers = {str(name): seconds for name, seconds in phases.items() if isinstance(seconds, int | float)}
     run.timeline = {name: float(seconds) for name, seconds in numbers.items() if math.isfinite(seconds) and seconds > 0}
     run.timeline_notes = [f"{name}: {content[key]}" for name, key in _TIMELINE_FACTS.items() if content.get(key)]
-    advice = content.get("advice")
-    run.timeline_notes += [str(text) for text in advice] if isinstance(advice, list) else []
+    for texts in (content.get("waited_for"), content.get("advice")):
+        run.timeline_notes += [str(text) for text in texts] if isinstance(texts, list) else []

@@ -66,6 +66,8 @@ def tell_end(trainer: Trainer, seconds: float) -> None:
         timedelta(seconds=round(seconds)),
         reason(trainer),
     )
+    for straggler in trainer.timeline.stragglers():
+        logger.info("Slow: %s.", straggler)
     _warn_of_no_step(trainer)
     if trainer.fast_dev_run:
         return

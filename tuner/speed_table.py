@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..trainer.timeline.report import readable_time
+from ..trainer.timeline.phases import readable_time
 
 
 @dataclass(frozen=True, slots=True)

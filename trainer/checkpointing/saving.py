@@ -204,6 +204,14 @@ class Saving:
 
             rank_coordination.meet(trainer, "trainer.save_checkpoint")
         self.wait(before_save=True)
+        with trainer.timeline.own_time("checkpoint", strategy):  # ranks that were late before are here by now
+            self._collect_and_write_here(run, filepaths, is_weights_only, storage_options)
+
+    def _collect_and_write_here(
+        self, run: Run, filepaths: Sequence[str | Path], is_weights_only: bool, storage_options: StorageOptions | None
+    ) -> None:
+        trainer, strategy = self._trainer, self._trainer.strategy
+        ranks_answer = trainer.ranks_answer
         checkpoint = snapshot.collect(run, is_weights_only=is_weights_only, has_score=self.has_score)
         has_own_part = saves_shards(strategy, "full")
         if run.has_ranks and not ranks_answer:
@@ -219,6 +227,8 @@ class Saving:
         if has_own_part:
             write()
         elif ranks_answer:
+            from ..loop import rank_coordination
+
             rank_coordination.write_on_rank_zero(strategy, write, str(filepaths[0]))
         elif trainer.is_global_zero:
             write()

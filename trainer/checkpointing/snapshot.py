@@ -312,18 +312,22 @@ def _progress(run: Run) -> StateDict:
     if run.state.fn == "fit":
         state["validated_s"] = run.seconds_since_validation()
     if run.ranks_answer:
-        state["samples"], state["tokens"] = count_data(run)
+        state["samples"], state["tokens"], _ = count_data(run)
     return state
 
 
-def count_data(run: Run) -> tuple[int, int]:
-    """Return the samples and tokens that all ranks have trained on; each counts its own since fit began or resumed."""
+def count_data(run: Run, sent: T | None = None) -> tuple[int, int, list[T]]:
+    """Return the samples and tokens that all ranks have trained on, and what each rank has sent beside its counts.
+
+    Each rank counts its own since fit began or resumed.
+    """
     progress, strategy = run.progress, run.fabric.strategy
     own = (progress.samples - progress.samples_before, progress.tokens - progress.tokens_before)
-    everywhere = strategy.topology.reports(strategy.gather_objects(own))
+    counts, received = zip(*strategy.gather_objects((own, sent)), strict=True)
+    everywhere = strategy.topology.reports(list(counts))
     copies = len(everywhere) // strategy.topology.data_size  # ranks that train on the same samples
     samples, tokens = (sum(column) // copies for column in zip(*everywhere, strict=True))
-    return progress.samples_before + samples, progress.tokens_before + tokens
+    return progress.samples_before + samples, progress.tokens_before + tokens, list(received)
 
 
 def logger_states(output: LogOutput) -> StateDict:

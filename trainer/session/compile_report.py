@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...messages import counted
-from ..timeline.phases import StepRecord
-from ..timeline.report import readable_time
+from ..timeline.phases import StepRecord, readable_time
 
 if TYPE_CHECKING:
     from ...fabric.recompiles import RecompileWatch

@@ -509,7 +509,8 @@ class FitSession(Session):
             run.watch.conclude(progress)
         run.lifecycle.on_fit_end()
         if run.has_ranks:
-            progress.samples, progress.tokens = snapshot.count_data(run)
+            times = trainer.timeline.times_of_rank(trainer.world_size)
+            progress.samples, progress.tokens, trainer.timeline.ranks = snapshot.count_data(run, times)
             progress.samples_before, progress.tokens_before = progress.samples, progress.tokens
         super().finish()
 

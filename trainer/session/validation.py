@@ -56,8 +56,12 @@ def validate(session: FitSession) -> None:
         session.behavior.evaluation_loop(session, "validation", data).run, "[EvalLoop].validation"
     )
     weights = run.evaluation_weights
-    with nullcontext() if weights is None else weights.evaluating():
-        session.trainer.timeline.timed("validation", evaluate)(run, data)
+    timeline = session.trainer.timeline
+    with (
+        nullcontext() if weights is None else weights.evaluating(),
+        timeline.own_time("validation", session.strategy, run.model),
+    ):
+        timeline.timed("validation", evaluate)(run, data)
     session.trainer.training_rng.leave_validation(run, before)
     run.before_validation = None
     if run.validated is not None and run.stream.has_next() and not session.loop.is_done:

@@ -1,4 +1,4 @@
-"""Phases of a run and of a step, and `StepRecord`: what was measured of one step."""
+"""Phases of a run and of a step, `StepRecord`: what was measured of one step, and times as text."""
 
 from __future__ import annotations
 
@@ -31,3 +31,11 @@ class StepRecord:
     def duration_s(self) -> float:
         """Seconds of the whole step."""
         return sum(self.phases.values())
+
+
+def readable_time(seconds: float) -> str:
+    """Return seconds as text with a unit and three digits: "93 us", "1.25 ms", "2.5 s"."""
+    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        if seconds * factor < 999.5:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"

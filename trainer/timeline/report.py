@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...messages import counted
-from .phases import STEP_PHASES
+from .phases import STEP_PHASES, readable_time
 
 if TYPE_CHECKING:
     from .timeline import Timeline
@@ -72,6 +72,7 @@ class TimelineReport:
         intensity: Floating-point operations per byte; None unless operations were counted.
         idle_fraction: In how many steps the device was idle when the host was done; None on a CPU.
         compiled: What torch.compile cost and gains, as text; None where nothing was compiled.
+        waited_for: Ranks that the others waited for, and in which phase, as text; known on each rank after the fit.
     """
 
     seconds: dict[str, float]
@@ -86,6 +87,7 @@ class TimelineReport:
     intensity: float | None = None
     idle_fraction: float | None = None
     compiled: str | None = None
+    waited_for: tuple[str, ...] = ()
 
     @property
     def fractions(self) -> dict[str, float]:
@@ -96,7 +98,7 @@ class TimelineReport:
         """Return plain values, for JSON and loggers."""
         names = self.__dataclass_fields__
         return {**{name: getattr(self, name) for name in names}, "advice": list(self.advice),
-                "fractions": self.fractions}  # fmt: skip
+                "waited_for": list(self.waited_for), "fractions": self.fractions}  # fmt: skip
 
     def __str__(self) -> str:
         fractions = self.fractions
@@ -119,6 +121,7 @@ class TimelineReport:
             lines.append(f"Floating-point operations per byte: {self.intensity:.3g}.")
         if self.compiled is not None:
             lines.append(f"{self.compiled}.")
+        lines += [f"{text[0].upper()}{text[1:]}." for text in self.waited_for]
         return "\n".join([*lines, *(f"- {text}" for text in self.advice)])
 
 
@@ -151,6 +154,7 @@ def make_report(timeline: Timeline) -> TimelineReport:
         intensity=counted.intensity if counted is not None else None,
         idle_fraction=timeline.idle_fraction,
         compiled=timeline.compiled,
+        waited_for=tuple(map(str, timeline.stragglers())),
     )  # fmt: skip
 
 
@@ -187,14 +191,6 @@ def _advice_on_optimizer(timeline: Timeline, seconds: dict[str, float]) -> str:
             present=readable_time(trial.present_s),
         )  # fmt: skip
     return _FUSED_ALREADY.format(share=share) if is_known else _ADVICE["memory"]
-
-
-def readable_time(seconds: float) -> str:
-    """Return seconds as text with a unit and three digits: "93 us", "1.25 ms", "2.5 s"."""
-    for factor, unit in ((1e6, "us"), (1e3, "ms")):
-        if seconds * factor < 999.5:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.3g} s"
 
 
 assert set(STEP_PHASES) <= {phase for phases in _GROUPS.values() for phase in phases}

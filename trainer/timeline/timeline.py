@@ -19,17 +19,18 @@ import copy
 import json
 import math
 import os
-import random
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from zlib import crc32
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...accelerators.usage import synchronize
@@ -38,10 +39,12 @@ from .optimizer_trial import OptimizerTrial, try_fused
 from .phases import STEP_PHASES, WHOLE_PHASES, StepRecord
 from .report import TimelineReport, make_report
 from .roofline import OperationCounter, OperationCounts
+from .stragglers import RankTimes, Straggler, find_stragglers, most_steps
 
 if TYPE_CHECKING:
     from ...data.stream import BatchStream
     from ...protocols import Batch
+    from ...strategies import Strategy
     from ..lifecycle import Lifecycle
     from ..run import FitRun, StepPlan
 
@@ -60,6 +63,10 @@ _EVERY_BY_NS = ((10_000_000, 1), (3_000_000, 10), (0, 100))
 _COMMUNICATION_NS = 4_000  # what measuring costs for each method in which a sharded model communicates
 _DEVICE_FACTOR = 5
 _NS_PER_S = 1e9
+_COLLECTIVES = (
+    "all_gather", "all_reduce", "barrier", "broadcast", "gather_objects", "gather_state", "reduce",
+    "reduce_boolean_decision", "sync_buffers",
+)  # fmt: skip
 
 
 class Timeline:
@@ -82,6 +89,7 @@ class Timeline:
         in_a_row: Number of consecutive steps to measure at the beginning; None for a few.
         is_next_apart: Whether the next step differs from the following ones, as the first step does.
         compiled: Cost and gain of compiling; None if nothing was compiled.
+        ranks: What each rank has measured of itself; empty until the fit is over, and with one rank.
     """
 
     MAX_RECORDS = 1000
@@ -115,7 +123,10 @@ class Timeline:
         self._windows_opened = 0
         self._first: StepRecord | None = None
         self._measured_ns = 0
-        self._exposed_s = 0.0
+        self.ranks: list[RankTimes] = []
+        self._own: dict[str, list[float]] = {}  # seconds of each save and validation without waiting for other ranks
+        self._own_depth = 0
+        self._waited_ns = 0
         self._shortest_ns = 0
         self._opened_ns = 0
         self._begin_steps = 0
@@ -135,7 +146,6 @@ class Timeline:
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._trial: OptimizerTrial | None = None
         self._is_tried = False
-        self._random = random.Random(0)  # the global generators are training's
 
     def __getstate__(self) -> dict[str, object]:
         state = {**self.__dict__, "_bare": None, "_timed": None, "_plan": None, "_marks": None, "_counter": None}
@@ -180,7 +190,6 @@ class Timeline:
         if self._pending:
             self._pending[-1][2][-1][1].synchronize()  # the fit is over: waiting costs nothing
             self._read_events()
-        self._exposed_s = exposed_communication(run.model)
         self._optimizers = [weakref.ref(one) for one in run.optimizers if isinstance(one, Optimizer)]
 
     def enter(self, phase: str) -> None:
@@ -204,7 +213,7 @@ class Timeline:
         if self._timed is None or self._plan is not run.plan:
             self._plan = run.plan
             self._timed = (
-                self._timed_plan(run.plan),
+                self._timed_plan(run.plan, run.model),
                 self._timed_lifecycle(run.lifecycle, is_manual=not run.is_automatic),
             )
         run.plan, run.lifecycle = self._timed
@@ -274,6 +283,50 @@ class Timeline:
 
         return timed
 
+    @contextmanager
+    def own_time(self, phase: str, strategy: Strategy, model: nn.Module | None = None) -> Iterator[None]:
+        """Note the seconds that this rank itself takes, without those in which it waits for others in a collective.
+
+        Args:
+            phase: "checkpoint" or "validation".
+            strategy: Connects the ranks; with one rank, nothing is noted.
+            model: A model that communicates in its forward pass, if any does.
+        """
+        if self._is_over or strategy.world_size == 1:
+            yield
+            return
+        is_outer, self._own_depth = not self._own_depth, self._own_depth + 1
+        swapped: list[tuple[object, str]] = []
+        if is_outer:
+            swapped += [(strategy, name) for name in _COLLECTIVES if hasattr(strategy, name)]
+            swapped += getattr(model, "communication_calls", list)()
+        for owner, name in swapped:
+            vars(owner)[name] = self._waiting(getattr(owner, name))
+        began, waited = self._clock(), self._waited_ns
+        try:
+            yield
+        finally:
+            took = self._clock() - began - (self._waited_ns - waited)
+            self._own.setdefault(phase, []).append(took / _NS_PER_S)
+            self._own_depth -= 1
+            for owner, name in swapped:
+                vars(owner).pop(name)
+
+    def _waiting(self, collective: Callable[P, T]) -> Callable[P, T]:
+        def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
+            began, before = self._clock(), self._waited_ns
+            try:
+                return collective(*args, **kwargs)
+            finally:
+                self._waited_ns = before + self._clock() - began  # one that calls another counts once
+
+        return waiting
+
+    def times_of_rank(self, world_size: int) -> RankTimes:
+        """Return what this rank has measured of itself, for the others."""
+        last = list(self.records)[-most_steps(world_size) :]
+        return RankTimes({one.step: one.phases for one in last}, self._own)
+
     # --- measuring ---------------------------------------------------------------------------------------------------
 
     def _turn_to(self, phase: str | None = None) -> None:
@@ -324,9 +377,8 @@ class Timeline:
             cost = self._num_communicating * _COMMUNICATION_NS
             fits = [count for least, count in _EVERY_BY_NS if shortest >= least and cost <= 0.003 * count * shortest]
             every = fits[0] if fits else _EVERY_BY_NS[-1][1]
-        windows = self._random.randrange(0, 2 * every - 1)  # to leave out
         size = max(run.trainer.accumulate_grad_batches, 1)
-        self.due = now + windows * size
+        self.due = next_measured(-(-now // size), every) * size
 
     def rebind(self) -> None:
         """Take the functions of a step again: they have been replaced."""
@@ -334,13 +386,15 @@ class Timeline:
 
     # --- the functions of a measured step ----------------------------------------------------------------------------
 
-    def _timed_plan(self, plan: StepPlan) -> StepPlan:
-        timed = self.timed
+    def _timed_plan(self, plan: StepPlan, model: nn.Module | None) -> StepPlan:
+        timed, backward = self.timed, plan.backward
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            backward = self._apart_from_waiting(backward)
         return replace(
             plan,
             transfer=timed("transfer", plan.transfer),
             training_step=timed("forward", plan.training_step),
-            backward=timed("backward", plan.backward),
+            backward=timed("backward", backward),
             zero_grad=timed("optimizer", plan.zero_grad),
             unscale=plan.unscale and timed("clip", plan.unscale),
             clip=plan.clip and timed("clip", plan.clip),
@@ -348,6 +402,24 @@ class Timeline:
             step_by_module=plan.step_by_module and timed("optimizer", plan.step_by_module),
             step_schedules=timed("schedule", plan.step_schedules),
         )
+
+    def _apart_from_waiting(self, backward: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        """Return a backward pass whose time, after its gradients are computed, is counted as communication.
+
+        DistributedDataParallel waits for the other ranks in a callback of the engine, which it queues when the last
+        gradient is there. One that is queued as the pass begins is called right before it.
+        """
+        engine = torch.autograd.Variable._execution_engine
+
+        def begin(_: Tensor) -> None:
+            engine.queue_callback(lambda: self._turn_to("communication"))
+
+        def apart(loss: Tensor) -> None:
+            if loss.requires_grad:
+                loss.register_hook(begin)
+            backward(loss)
+
+        return apart
 
     def _timed_lifecycle(self, life: Lifecycle, *, is_manual: bool) -> Lifecycle:
         twin = copy.copy(life)
@@ -446,8 +518,7 @@ class Timeline:
         """Return the seconds of each phase over the whole fit; their sum is the time that the fit's loop took.
 
         What was measured in some steps is extended to all of them. "communication" is what gradients took after the
-        backward pass was computed, as torch's DistributedDataParallel measured it; with sharded parameters, what
-        forward and backward waited for.
+        backward pass was computed; with sharded parameters, what forward and backward waited for.
         """
         spent = {phase: self._spent[phase] / _NS_PER_S for phase in WHOLE_PHASES}
         in_steps = (self._spent["steps"] + self._measured_ns) / _NS_PER_S
@@ -456,9 +527,6 @@ class Timeline:
             first = self._first.phases if self._first is not None else {}
             sums.update({phase: first.get(phase, 0.0) for phase in STEP_PHASES})
             in_steps, spent["first step"] = in_steps + spent["first step"], 0.0
-        exposed = min(self._exposed_s * max(self._num_measured, 1), sums["backward"])
-        sums["communication"] += exposed
-        sums["backward"] -= exposed
         total = sum(sums.values())
         if not total:
             sums["loop"] = total = 1.0
@@ -470,6 +538,10 @@ class Timeline:
         May be asked for during a fit, too, between two steps.
         """
         return make_report(self)
+
+    def stragglers(self) -> list[Straggler]:
+        """Return the ranks that the others waited for; known on each rank after the fit."""
+        return find_stragglers(self.ranks, sum(self.seconds().values()))
 
     def as_dict(self) -> dict[str, object]:
         """Return the report and the measured steps as plain values, for JSON."""
@@ -486,15 +558,21 @@ class Timeline:
         replace_file(path, json.dumps(self.as_dict()))
 
 
-def exposed_communication(model: nn.Module | None) -> float:
-    """Return the seconds per step in which backward was computed and gradients were still being averaged.
+def next_measured(window: int, every: int) -> int:
+    """Return the first window from this one on that is measured, of one in `every`.
 
-    By torch's DistributedDataParallel, which measures the first ten of its steps, and one in a hundred after that. It
-    holds waiting for slower ranks. 0 with other models: with FSDPStrategy, measured steps note it themselves.
+    Ranks that measure equally often measure the same windows, whatever came before, and those that measure less often
+    measure some of these: one of each ten at random, and of these one of each ten.
     """
-    read = getattr(model, "_get_ddp_logging_data", None)
-    if read is None:
-        return 0.0
-    data = read()
-    exposed = data.get("avg_backward_comm_time", 0) - data.get("avg_backward_compute_comm_overlap_time", 0)
-    return float(max(exposed, 0)) / _NS_PER_S
+    block = window // every
+    while (found := _measured_in(block, every)) < window:
+        block += 1
+    return found
+
+
+def _measured_in(block: int, every: int) -> int:
+    while every > 1:
+        size = 10 if every % 10 == 0 else every
+        block = block * size + crc32(f"{every} {block}".encode()) % size
+        every //= size
+    return block

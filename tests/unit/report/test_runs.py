@@ -11,6 +11,7 @@ import torch
 from loopwright.errors import ConfigError, DataError
 from loopwright.report.environment import describe_environment, write_environment
 from loopwright.report.runs import RunReader, read_runs
+from loopwright.trainer.timeline.stragglers import RankTimes
 
 from .toy_runs import falling, fit, write_csv, write_lines
 
@@ -145,8 +146,10 @@ def test_the_environment_that_was_written_is_read(tmp_path: Path) -> None:
 
 def test_a_saved_timeline_is_read(tmp_path: Path) -> None:
     trainer = fit(tmp_path, epochs=1, version=0)
+    trainer.timeline.ranks = [RankTimes(whole={"validation": times}) for times in ([0.0] * 4, [9.0] * 4)]
     trainer.timeline.save(tmp_path / "csv" / "version_0" / "timeline.json")
     (run,) = read_runs([tmp_path])
+    assert "rank 1 was waited for in 100% of 4 validations (median 9 s late)" in run.timeline_notes
     assert {"forward", "backward"} <= set(run.timeline)
     assert sum(run.timeline.values()) == pytest.approx(sum(trainer.timeline.seconds().values()))
     assert any(note.startswith("bound by: ") for note in run.timeline_notes)

@@ -80,7 +80,7 @@ def test_plain_values_go_through_json() -> None:
     report = make_report(measured(data=1, forward=3))
     content = json.loads(json.dumps(report.as_dict()))
     assert content.pop("fractions") == pytest.approx(report.fractions)
-    content["advice"] = tuple(content["advice"])
+    content.update(advice=tuple(content["advice"]), waited_for=tuple(content["waited_for"]))
     assert TimelineReport(**content) == report
 
 
