@@ -33,7 +33,7 @@ from ..checkpoint.saving.background import AsyncCheckpointIO
 from ..errors import CheckpointError, ConfigError
 from ..fabric.on_all_ranks import run_on_all_ranks
 from ..messages import warn
-from ..strategies.distributed.shards import has_shards, local
+from ..strategies.distributed.shards import has_parts, has_shards, local
 from ..strategies.optional import SavesShards
 from ..strategies.tree import leaves
 from .base import AnyModule, Checkpoint, from_rank_zero
@@ -162,12 +162,13 @@ class Snapshot(Checkpoint):
         run = trainer.present_run()
         assert run is not None, "a step was made"
         checkpoint = trainer._lw_saving.take(run, for_each_node=not memory.node.is_whole)
+        writes = memory.node.is_first
         if isinstance(strategy, SavesShards):
             checkpoint = strategy.arrange_shards(checkpoint)
-        elif strategy.traits.shards_parameters:
-            checkpoint = strategy.gather_state(checkpoint)
+        elif has_parts(checkpoint):  # of an engine that joins them on rank 0: other nodes have no copy
+            checkpoint, writes = strategy.gather_state(checkpoint), trainer.is_global_zero
         is_sharded = has_shards(checkpoint)
-        writes = is_sharded or memory.node.is_first
+        writes = writes or is_sharded
         if not self._lw_has_space:
             self._lw_check_space(trainer, checkpoint if writes else {})
         if is_sharded:
