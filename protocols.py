@@ -36,7 +36,6 @@ AnyOutput: TypeAlias = Any
 AnyLoaders: TypeAlias = Any
 AnySampler: TypeAlias = Any  # a sampler, or a batch sampler: any iterable of indices
 AnyDataset: TypeAlias = Any  # whatever a DataLoader accepts, and what a user's class derives from that
-AnyTree: TypeAlias = Any  # as Tree, where its entries are used by their own types
 AnyFunction: TypeAlias = Callable[..., Any]  # of torch's or the user's, with any arguments
 Args: TypeAlias = tuple[Any, ...]  # positional arguments of a function of the user's or torch's
 Kwargs: TypeAlias = dict[str, Any]  # its keyword arguments

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, Problems, nearest
-from ..protocols import AnyOutput, AnyTree
+from ..protocols import AnyOutput
 from ..strategies import Strategy
 from ..strategies.construction.wrap_policy import repeated_blocks, select_modules
 from .compile_options import OWN_OPTIONS, compiler_with, own_problems, split_options, use_cache_dir
@@ -89,7 +89,7 @@ def compile_problems(value: object) -> list[ConfigError]:
     return problems
 
 
-def read_compile(value: AnyTree) -> dict[str, object] | None:
+def read_compile(value: Any) -> dict[str, object] | None:
     """Return the options of torch.compile for a value of `compile=`; None if nothing is compiled.
 
     Raises:

@@ -15,7 +15,7 @@ from ..console import show_logs
 from ..data.rng import KINDS, RngStream, capture_rng, derive_key, kinds_that_moved, restore_rng, seed_global_generators
 from ..errors import CheckpointError, ConfigError
 from ..messages import warn
-from ..protocols import AnyTree, StateDict
+from ..protocols import StateDict
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ def choose_rank_states(content: StateDict, rank: int) -> StateDict:
     return chosen
 
 
-def _replace_states(value: AnyTree, replace: Callable[[str, Any], Any], path: str = "") -> AnyTree:
+def _replace_states(value: Any, replace: Callable[[str, Any], Any], path: str = "") -> Any:  # Any: content
     """Return a value in which each state of `rng_state` is replaced, by (path, state)."""
     if type(value) is list:
         return [_replace_states(item, replace, f"{path}/{index}") for index, item in enumerate(value)]
@@ -212,7 +212,7 @@ def _seed_from_environment(*, warns: bool) -> int:
     return 0 if name is None else _to_integer(os.environ[name], f"the environment variable {name}")
 
 
-def _to_integer(value: AnyTree, name: str) -> int:  # Any: the user's value
+def _to_integer(value: Any, name: str) -> int:  # Any: the user's value
     number: int | None = None
     with suppress(TypeError, ValueError, OverflowError):  # named below
         number = int(value)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ArgumentTypeError, ConfigError, MissingEntry
-from ..protocols import AnyTree, StateDict, Stateful
+from ..protocols import StateDict, Stateful
 from ..strategies import Strategy
 from ..strategies.base import plain_names
 
@@ -74,7 +74,7 @@ def put_back_state(strategy: Strategy, content: StateDict, state: StateDict, *, 
     return content
 
 
-def put_back(strategy: Strategy, obj: Any, value: AnyTree, strict: bool) -> bool:
+def put_back(strategy: Strategy, obj: Any, value: Any, strict: bool) -> bool:
     """Load one object in place; return False if it has no state to load."""
     inner = bare(obj)
     if isinstance(inner, nn.Module):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..accelerators import Accelerator
-    from ..protocols import AnyTree, CheckpointPlugin, ReduceOp, StateDict, StepFunction, Tree
+    from ..protocols import CheckpointPlugin, ReduceOp, StateDict, StepFunction, Tree
 
 __all__ = [
     "Given",
@@ -577,7 +577,7 @@ class Strategy:
 
     # -- state; called by checkpoint/ ----------------------------------------------------------------------------
 
-    def gather_state(self, state: object) -> AnyTree:  # Any: the content of a checkpoint
+    def gather_state(self, state: T) -> T:
         """Return a state with full tensors on rank 0. On every rank. Without sharded tensors, it does nothing."""
         return state
 

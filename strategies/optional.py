@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from ..protocols import AnyBatch, AnyTree, Batch, Options, StateDict, Stateful, StepFunction
+from ..protocols import AnyBatch, Batch, Options, StateDict, Stateful, StepFunction
 from .traits import MemoryShares, TrainerConfig
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class SavesShards(Protocol):
         """
         ...
 
-    def arrange_shards(self, state: object) -> AnyTree:
+    def arrange_shards(self, state: T) -> T:
         """Return this rank's state for the checkpoint IO if all ranks write; its structure is equal on all ranks.
 
         Call it on every rank: it may communicate. Tensors that only other ranks have are `RemoteShards`.
@@ -239,7 +239,7 @@ def saves_shards(strategy: Strategy, default: str) -> bool:
     return isinstance(strategy, SavesShards) and strategy.saves_shards(default)
 
 
-def written_state(strategy: Strategy, state: object, default: str) -> AnyTree:
+def written_state(strategy: Strategy, state: T, default: str) -> T:
     """Return the state that this rank writes: its shards, or on rank 0 full tensors. Call it on every rank."""
     if isinstance(strategy, SavesShards) and strategy.saves_shards(default):
         return strategy.arrange_shards(state)

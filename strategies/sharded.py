@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
     from torch.optim import Optimizer
 
-    from ..protocols import AnyTree, Batch, StateDict, StepFunction
+    from ..protocols import Batch, StateDict, StepFunction
     from .mesh.context.options import Context
     from .mesh.layers import TensorSplit
     from .mesh.pipeline.stages import Stages
@@ -496,7 +496,7 @@ class ShardedStrategy(ParallelStrategy):
         """Return whether all ranks write their shards of checkpoints; `default` decides if the user did not."""
         return (self.plan.state_dict_type or default) == "sharded"
 
-    def arrange_shards(self, state: object) -> AnyTree:
+    def arrange_shards(self, state: T) -> T:
         """Return the state under the names of all stages, with this rank's shards; see `SavesShards.arrange_shards`."""
         if self._lw_split.stages is None:
             return state
@@ -504,7 +504,7 @@ class ShardedStrategy(ParallelStrategy):
         mesh = self.groups.shards if axes.world_size == axes.pp else None
         return self._lw_split.stages.arrange_shards(state, mesh, keep=self.is_global_zero)
 
-    def gather_state(self, state: object) -> AnyTree:
+    def gather_state(self, state: T) -> T:
         """Return a state with full tensors on rank 0's CPU, and None in their place elsewhere. On every rank."""
         gather = gather_full if self._lw_split.stages is None else self._lw_split.stages.gather
         return gather(state, keep=self.is_global_zero)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.optim import Optimizer
 
-    from ..protocols import AnyTree, StateDict
+    from ..protocols import StateDict
 
 _PLAIN = (Tensor, nn.Parameter)
 _KEY = "__loopwright_tensor_subclass__"
@@ -44,7 +44,7 @@ def pack_subclasses(state: StateDict, optimizer: Optimizer) -> StateDict:
         raise _unsavable(optimizer, sharded)
     known = _registered()
 
-    def pack(value: AnyTree) -> AnyTree:
+    def pack(value: Any) -> Any:
         if is_sharded(value) and type(value._local_tensor) not in _PLAIN:
             value = _gathered(value, optimizer)
         kind = type(value)
@@ -75,7 +75,7 @@ def unpack_subclasses(state: StateDict, optimizer: Optimizer) -> StateDict:
         return state
     known = _registered()
 
-    def unpack(value: AnyTree) -> AnyTree:
+    def unpack(value: Any) -> Any:
         if isinstance(value, dict):
             return build(value[_KEY]) if value.keys() == {_KEY} else {key: unpack(one) for key, one in value.items()}
         return type(value)(map(unpack, value)) if type(value) in (list, tuple) else value

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...errors import ModuleError
-from ...protocols import AnyTree
 from ..distributed.collectives import broadcast_tensors, gather_objects
 from ..distributed.shards import is_sharded
 from .deferred import changed_names, forget_marks, own_tensors
@@ -431,7 +430,7 @@ def _tensors(value: object, seen: set[int]) -> Iterator[Tensor]:
             yield from _tensors(item, seen)
 
 
-def _replaced(value: object, new: dict[int, Tensor], seen: set[int]) -> AnyTree:
+def _replaced(value: object, new: dict[int, Tensor], seen: set[int]) -> Any:
     """Return a value with old tensors replaced by new ones; lists and dicts are changed in place."""
     if isinstance(value, Tensor):
         return new.get(id(value), made_of(value))

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from ...errors import ModuleError
-from ...protocols import AnyTree
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -256,7 +255,7 @@ def _run(write: Operation | Constant, storages: dict[Memory, torch.UntypedStorag
             _tensor(view, storages, CPU).copy_(result)
 
 
-def _map_views(values: object, storages: dict[Memory, torch.UntypedStorage]) -> AnyTree:
+def _map_views(values: object, storages: dict[Memory, torch.UntypedStorage]) -> Any:
     return map_leaves(lambda value: _tensor(value, storages, CPU) if isinstance(value, View) else value, values)
 
 
@@ -322,7 +321,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 # --- arguments of operations ------------------------------------------------------------------------------------------
 
 
-def map_leaves(function: Callable[[Any], Any], values: AnyTree) -> AnyTree:
+def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
     """Apply a function to each value that is not a list, tuple or dict."""
     if isinstance(values, dict):
         return {key: map_leaves(function, value) for key, value in values.items()}

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ...protocols import AnyTree
 
 Config = dict[str, Any]  # Any: values of a JSON document
 Row = tuple[str, object, object]
@@ -223,7 +222,7 @@ def leaves(config: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]
     return found
 
 
-def at(config: Mapping[str, Any], path: str) -> AnyTree:  # Any: a value of a JSON document
+def at(config: Mapping[str, Any], path: str) -> Any:  # Any: a value of a JSON document
     """Return the value at a path, or `ABSENT`."""
     value: Any = config
     for name in path.split("."):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import CheckpointError
-from ...protocols import AnyTree
+from ...protocols import T
 from ..distributed.shards import read_full
 from .engine import EngineOptimizer, EngineRoot
 
@@ -270,11 +270,11 @@ def state_entry(root: EngineRoot, inner: Optimizer, parameter: nn.Parameter) -> 
     }
 
 
-def _copied(value: AnyTree) -> AnyTree:
+def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def gather(state: Any, *, keep: bool) -> AnyTree:
+def gather(state: T, *, keep: bool) -> T:
     """Return a state with full tensors instead of `PendingTensor`, on rank 0's CPU; None elsewhere. On every rank.
 
     Args:
@@ -293,7 +293,7 @@ def gather(state: Any, *, keep: bool) -> AnyTree:
             made[pending.label] = (value.cpu() if isinstance(value, Tensor) else value) if keep else None
         return made[pending.label]
 
-    def resolve(value: AnyTree) -> AnyTree:
+    def resolve(value: Any) -> Any:
         if isinstance(value, PendingTensor):
             return full(value)
         if isinstance(value, Mapping):
@@ -305,7 +305,8 @@ def gather(state: Any, *, keep: bool) -> AnyTree:
         return value
 
     try:
-        return resolve(state)
+        resolved: T = resolve(state)
+        return resolved
     finally:
         for root in settled.values():
             _swap_out(root)
@@ -468,14 +469,15 @@ def _load_entry(root: EngineRoot, inner: Optimizer, parameter: nn.Parameter, ent
             fragment.of(target[key]).copy_(full.reshape(-1).narrow(0, fragment.start, fragment.size))
 
 
-def _count(inner: Optimizer, value: AnyTree) -> AnyTree:
+def _count(inner: Optimizer, value: Tensor | float) -> Tensor | float:
     """Return a step count as the optimizer keeps it: DeepSpeed's Adam as a number, torch's as a tensor."""
     if type(inner).__module__.startswith("deepspeed."):
         return int(_number(value))
     if isinstance(inner, torch.optim.Adam) and not isinstance(value, Tensor):
         return torch.tensor(float(value))
-    return _copied(value)
+    copy: Tensor | float = _copied(value)
+    return copy
 
 
-def _number(value: AnyTree) -> AnyTree:
+def _number(value: Tensor | float) -> Tensor | float:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -34,11 +34,12 @@ from .state import gather, is_partitioned, load_module, load_optimizer, module_s
 from .steps import Step, bind_step
 
 if TYPE_CHECKING:
+    from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
     from torch.optim import Optimizer
 
     from ...accelerators import Accelerator
     from ...precision import Precision
-    from ...protocols import AnyTree, CheckpointPlugin, Cluster, StateDict
+    from ...protocols import CheckpointPlugin, Cluster, StateDict, T
     from .engine_types import Engine, State
 
 
@@ -531,7 +532,7 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def gather_state(self, state: Any) -> AnyTree:  # Any: the content of a checkpoint
+    def gather_state(self, state: T) -> T:
         """Return a state with full tensors on rank 0's CPU, None elsewhere. On every rank."""
         return gather(state, keep=self.is_global_zero)
 
@@ -551,7 +552,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             state = {name: value for name, value in state.items() if name not in frozen}
         return module_state(module, state) if isinstance(module, EngineRoot) else state
 
-    def load_module_state_dict(self, module: nn.Module, state: State, strict: bool = True) -> AnyTree:  # Any: torch's
+    def load_module_state_dict(self, module: nn.Module, state: State, strict: bool = True) -> LoadedKeys:
         """Load a state with full tensors, of any strategy; masters get them in float32. On every rank."""
         original = self.unwrap(module)
         if isinstance(module, EngineRoot):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...errors import ModuleError
-from ...protocols import AnyFunction, AnyTree, Args, Kwargs
+from ...protocols import AnyFunction, Args, Kwargs
 from .shards import local
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class LostGradients(TorchFunctionMode):
 
     def __torch_function__(
         self, func: AnyFunction, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> AnyTree:
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if func is torch.autograd.grad:
             inputs = args[1] if len(args) > 1 else (kwargs or {})["inputs"]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
 
-    from ...protocols import AnyTree, TensorInFile, Tree
+    from ...protocols import TensorInFile, Tree
+
+T = TypeVar("T")
 
 # Any in this file: the content of checkpoints, and what mypy does not know of torch.
 
@@ -248,7 +250,7 @@ def _gather_axis(part: Tensor, dim: int, size: int, group: ProcessGroup) -> Tens
     return gathered[:size].movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
-def gather_full(tree: Tree, *, keep: bool) -> object:
+def gather_full(tree: T, *, keep: bool) -> T:
     """Return a structure with full CPU tensors instead of sharded ones. Call it on every rank: it communicates.
 
     One full tensor at a time is in device memory. Tensors that share memory (tied weights) still do in the result.
@@ -270,10 +272,11 @@ def gather_full(tree: Tree, *, keep: bool) -> object:
         key = (part.data_ptr(), tuple(value.shape), value.dtype) if part.numel() else (id(value),)
         return done.setdefault(key, (value, full.cpu()))[1]
 
-    return map_leaves(tree, gather)
+    full: T = map_leaves(tree, gather)
+    return full
 
 
-def read_full(tree: Tree) -> AnyTree:
+def read_full(tree: Any) -> Any:  # Any: the same structure, with tensors
     """Return a structure whose tensors in files are read in full; sharded tensors are left unchanged."""
     return map_leaves(tree, lambda value: value.read() if _is_stored(value) else value)
 

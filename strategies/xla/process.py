@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla, is_runtime_started
 from ...errors import ConfigError, LaunchError, ModuleError
-from ...protocols import AnyTree, Batch, CheckpointPlugin, Closure, Cluster, StateDict, StepOutput, Tree
+from ...protocols import Batch, CheckpointPlugin, Closure, Cluster, StateDict, StepOutput, T, Tree
 from ..base import Strategy
 from ..parallel import ParallelStrategy
 from ..skip_init import SkipInit
@@ -27,6 +27,7 @@ from .sharding import BatchSharding, Spec, copy_shards, replicated, send_state, 
 from .slowdowns import StepWatch
 
 if TYPE_CHECKING:
+    from torch.nn.modules.module import _IncompatibleKeys as LoadedKeys
     from torch.optim import Optimizer
 
     from ...accelerators import Accelerator
@@ -433,14 +434,15 @@ class XLAProcessStrategy(ParallelStrategy):
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def gather_state(self, state: Any) -> AnyTree:  # Any: the content of a checkpoint
+    def gather_state(self, state: T) -> T:
         """Return a state with full tensors on the host, in one transfer: any strategy can load it."""
         found = {id(leaf): leaf for _, leaf in leaves(state) if _is_on_xla(leaf)}
         if not found:
             return state
         # Without mark_step, which would advance XLA's random generator: a run that saves must draw as one that resumes.
         copies = dict(zip(found, self.copy_to_host([tensor.detach() for tensor in found.values()]), strict=True))
-        return map_leaves(state, lambda leaf: copies.get(id(leaf), leaf))
+        full: T = map_leaves(state, lambda leaf: copies.get(id(leaf), leaf))
+        return full
 
     def copy_to_host(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return full tensors on the host, in one transfer and their shards one by one; waits for the device."""
@@ -449,9 +451,7 @@ class XLAProcessStrategy(ParallelStrategy):
         copies.update(zip(map(id, rest), import_xla()._XLAC._xla_get_cpu_tensors(rest), strict=True))
         return [copies[id(tensor)] for tensor in tensors]
 
-    def load_module_state_dict(
-        self, module: nn.Module, state: StateDict, strict: bool = True
-    ) -> AnyTree:  # Any: torch's result
+    def load_module_state_dict(self, module: nn.Module, state: StateDict, strict: bool = True) -> LoadedKeys:
         """Load a state of host tensors; see `Strategy`. Each device gets its shard of a parameter only."""
         if self.num_devices > 1:
             state = send_state(self.unwrap(module), state, self.spec_of, self.mesh, self.device)

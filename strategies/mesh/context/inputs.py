@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import ModuleError
-from ....protocols import AnyOutput, AnyTree, Args, Call, Kwargs, StepOutput
+from ....protocols import AnyOutput, Args, Call, Kwargs, StepOutput, Tree
 from ...distributed.shards import is_sharded
 from ...tree import leaves, map_leaves
 from .parts import SequenceParts
@@ -136,7 +136,7 @@ class CallArguments:
 def gather_outputs(output: StepOutput, dim: int, parts: SequenceParts) -> AnyOutput:
     """Return a model's output, checked already, with its tensors gathered along the sequence."""
 
-    def gather(leaf: AnyTree) -> AnyTree:
+    def gather(leaf: Tree) -> Tree:
         if not is_sharded(leaf):
             return parts.gather(leaf, dim) if isinstance(leaf, Tensor) else leaf
         # Logits in parts of the vocabulary.

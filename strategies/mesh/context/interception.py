@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ....errors import ModuleError
-from ....protocols import AnyFunction, AnyOutput, AnyTree, Args, Kwargs
+from ....protocols import AnyFunction, AnyOutput, Args, Kwargs
 
 # Any in this file: arguments and results of torch's functions.
 
@@ -65,7 +65,7 @@ class Interception(TorchFunctionMode):
 
     def __torch_function__(
         self, func: AnyFunction, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> AnyTree:
+    ) -> object:
         """Run a function of torch, or what replaces it. torch calls this with the mode switched off."""
         kwargs = {} if kwargs is None else kwargs
         if func in _BACKWARD:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ....protocols import AnyOutput, AnyTree
+from ....protocols import AnyOutput, Tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,7 +105,7 @@ def _copies_of(bindings: Bindings) -> Bindings:
     """Return copies; what is bound twice is one copy."""
     known: dict[int, Any] = {}
 
-    def copied(value: AnyTree) -> AnyTree:
+    def copied(value: Tree) -> Any:
         if id(value) not in known:
             known[id(value)] = _copied(value)
         return known[id(value)]
@@ -119,7 +119,7 @@ def _copies_of(bindings: Bindings) -> Bindings:
     }
 
 
-def _copied(value: AnyTree) -> AnyTree:
+def _copied(value: Tree) -> Tree:
     if isinstance(value, Tensor):
         return value if value.is_meta or value.requires_grad else value.detach().clone()
     if isinstance(value, torch.Generator):
@@ -160,7 +160,7 @@ def _can_change(key: str, value: object) -> bool:
     )
 
 
-def _content(value: AnyTree) -> AnyTree:
+def _content(value: Tree) -> Tree:
     if isinstance(value, Tensor):
         return None if value.is_meta else value.detach().clone()
     if isinstance(value, torch.Generator):
@@ -168,7 +168,7 @@ def _content(value: AnyTree) -> AnyTree:
     return value.copy() if isinstance(value, list | dict | set) else None
 
 
-def _put_back(value: AnyTree, content: Any) -> None:
+def _put_back(value: Tree, content: Any) -> None:
     if content is None:
         return
     if isinstance(value, Tensor):
@@ -179,6 +179,6 @@ def _put_back(value: AnyTree, content: Any) -> None:
         value.set_state(content)
     elif isinstance(value, list):
         value[:] = content
-    else:
+    elif isinstance(value, dict | set):
         value.clear()
         value.update(content)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ....errors import ModuleError
-from ....protocols import AnyOutput, AnyTree, Args, Call, Kwargs
+from ....protocols import AnyOutput, Args, Call, Kwargs, Tree
 from ...tree import leaves, map_leaves
 from .shared_values import absent, absent_output, choose, described_output, fill, further_tensors, join, no_copy
 
@@ -287,7 +287,7 @@ def _replace_input(args: Args, kwargs: Kwargs, received: Tensor) -> Call:
         return (received, *args[1:]), kwargs
     todo = [received]
 
-    def replace(value: AnyTree) -> AnyTree:
+    def replace(value: Tree) -> Tree:
         return todo.pop() if todo and isinstance(value, Tensor) else value
 
     return (map_leaves(args[:1], replace) + args[1:], kwargs) if args else (args, map_leaves(kwargs, replace))

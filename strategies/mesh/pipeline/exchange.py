@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....errors import ModuleError
-from ....protocols import AnyOutput, AnyTree
+from ....protocols import AnyOutput, Tree
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -79,7 +79,7 @@ class Exchange:
         dist.recv(content, group=self.group, group_src=rank)
         return tensor, note
 
-    def send_object(self, data: AnyTree, rank: int) -> None:
+    def send_object(self, data: Tree, rank: int) -> None:
         """Send an object that can be pickled."""
         dist.send_object_list([data], group=self.group, group_dst=rank, device=self.device)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ....errors import ModuleError
-from ....protocols import AnyOutput, AnyTree, Args, Kwargs
+from ....protocols import AnyOutput, Args, Kwargs, Tree
 from ...tree import leaves, map_leaves
 from .call_order import called_before
 
@@ -179,13 +179,13 @@ class OuterCall:
         assert mode is not None
         assert twin is not None
 
-        def fake(value: AnyTree) -> AnyTree:
+        def fake(value: Tree) -> Tree:
             return mode.from_tensor(value.detach()) if isinstance(value, Tensor) else value
 
         with mode, torch.no_grad():
             return twin(*map_leaves(args, fake), **map_leaves(kwargs, fake))
 
-    def _absent(self, value: AnyTree) -> AnyTree:
+    def _absent(self, value: Tree) -> Tree:
         if not isinstance(value, Tensor):
             return value
         if not (value.is_floating_point() or value.is_complex()):
@@ -207,7 +207,7 @@ class _Absent:
         self.shape, self.dtype, self.device = tuple(tensor.shape), tensor.dtype, tensor.device
 
 
-def _nan(value: AnyTree) -> AnyTree:
+def _nan(value: Tree) -> Tree:
     if value.__class__ is not _Absent:
         return value
     return torch.full(value.shape, torch.nan, dtype=value.dtype, device=value.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import ModuleError
-from ....protocols import AnyFunction, AnyTree, Args, Kwargs
+from ....protocols import AnyFunction, Args, Kwargs
 from ...tree import leaves
 
 # Any in this file: arguments and results of torch's functions.
@@ -69,7 +69,7 @@ class RemoteTensor(Tensor):
     @classmethod
     def __torch_function__(
         cls, func: AnyFunction, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> AnyTree:
+    ) -> object:
         """Answer questions about shape and dtype; refuse to compute.
 
         Raises:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import ModuleError
-from ....protocols import AnyOutput, AnyTree, Args, Kwargs
+from ....protocols import AnyOutput, Args, Kwargs, Tree
 from ...tree import leaves, map_leaves
 from .remote_tensors import RemoteTensor
 
@@ -142,7 +142,7 @@ def described_output(output: AnyOutput, args: Args, kwargs: Kwargs, name: str) -
     """
     inputs = {id(one): number for number, (_, one) in enumerate(leaves((args, kwargs)))}
 
-    def describe(value: AnyTree) -> AnyTree:
+    def describe(value: Tree) -> Tree:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if id(value) in inputs:
@@ -157,11 +157,11 @@ def described_output(output: AnyOutput, args: Args, kwargs: Kwargs, name: str) -
     return map_leaves(output, describe)
 
 
-def absent_output(described: AnyTree, args: Args, kwargs: Kwargs, hidden: Tensor) -> AnyOutput:
+def absent_output(described: Tree, args: Args, kwargs: Kwargs, hidden: Tensor) -> AnyOutput:
     """Return NaN in the shapes of what a block of another stage returns, on the device of the hidden state."""
     inputs = [one for _, one in leaves((args, kwargs))]
 
-    def make(value: AnyTree) -> AnyTree:
+    def make(value: Tree) -> Tree:
         if isinstance(value, _FromInput):
             return inputs[value.number]
         if isinstance(value, _Missing):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ....precision import Precision
-    from ....protocols import AnyTree, Batch, StateDict, StepFunction
+    from ....protocols import Batch, StateDict, StepFunction, T
     from ...fsdp.root import ShardedRoot
 
 # Any in this file: batches, and what steps take and return.
@@ -142,12 +142,12 @@ class Stages:
         if self._runner is not None:
             self._runner.load_state_dict(self._kept_shapes)
 
-    def gather(self, state: object, *, keep: bool) -> AnyTree:
+    def gather(self, state: T, *, keep: bool) -> T:
         """Return a state with full tensors of all stages; see `gather_stages`."""
         runner = runner_in(state)
         return gather_full(state, keep=keep) if runner is None else gather_stages(runner, state, keep=keep)
 
-    def arrange_shards(self, state: object, mesh: DeviceMesh | None, *, keep: bool) -> AnyTree:
+    def arrange_shards(self, state: T, mesh: DeviceMesh | None, *, keep: bool) -> T:
         """Return a state under the names of all stages, with this rank's shards; see `state.arrange_shards`."""
         runner = runner_in(state)
         return state if runner is None else arrange_shards(runner, state, mesh, keep=keep)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from ....protocols import AnyTree, StateDict
+    from ....protocols import StateDict, Tree
     from .split import StageSplit
     from .window import PipelineRunner
 
@@ -57,7 +57,7 @@ class StageOptimizer(dict[str, Any]):
     runner: PipelineRunner
 
 
-def runner_in(tree: AnyTree) -> PipelineRunner | None:
+def runner_in(tree: Tree) -> PipelineRunner | None:
     """Return the runner of the placeholders in a structure; None where there are none. The same on all ranks."""
     if isinstance(tree, StagePart | StageOptimizer):
         return tree.runner
@@ -115,7 +115,7 @@ def own_optimizer_state(split: StageSplit, optimizer: Optimizer, state: Mapping[
     return {**state, "state": entries, "param_groups": groups}
 
 
-def gather_stages(runner: PipelineRunner, tree: AnyTree, *, keep: bool) -> AnyTree:
+def gather_stages(runner: PipelineRunner, tree: T, *, keep: bool) -> T:
     """Return a checkpoint with full tensors of all stages on global rank 0's CPU. On every rank: it communicates.
 
     Args:
@@ -123,10 +123,11 @@ def gather_stages(runner: PipelineRunner, tree: AnyTree, *, keep: bool) -> AnyTr
         tree: With `StagePart` in the states of modules and `StageOptimizer` in place of those of optimizers.
         keep: Whether this rank wants them: global rank 0. Elsewhere None stands in place of tensors.
     """
-    return _Gathering(runner, tree, keep=keep).gather(tree, ())
+    gathered: T = _Gathering(runner, tree, keep=keep).gather(tree, ())
+    return gathered
 
 
-def _states_in(tree: AnyTree, path: tuple[object, ...]) -> Iterator[tuple[object, ...]]:
+def _states_in(tree: Tree, path: tuple[object, ...]) -> Iterator[tuple[object, ...]]:
     if isinstance(tree, Mapping):
         if any(isinstance(value, StagePart) for value in tree.values()):
             yield path
@@ -146,7 +147,7 @@ class _Gathering:
         keep: See `gather_stages`.
     """
 
-    def __init__(self, runner: PipelineRunner, tree: AnyTree, *, keep: bool) -> None:
+    def __init__(self, runner: PipelineRunner, tree: Tree, *, keep: bool) -> None:
         self.split = runner.split
         self.group = runner.group
         self.keep = keep
@@ -159,7 +160,7 @@ class _Gathering:
         self._is_in_line = dist.get_process_group_ranks(runner.group)[0] == 0
         self._full: dict[tuple[object, ...], Tensor] = {}
 
-    def gather(self, tree: AnyTree, path: tuple[object, ...]) -> AnyTree:
+    def gather(self, tree: Any, path: tuple[object, ...]) -> Any:
         """Return a part of the checkpoint."""
         if isinstance(tree, StageOptimizer):
             return self._optimizer(tree)
@@ -202,15 +203,15 @@ class _Gathering:
         )
         return {name: value for theirs in everyone for name, value in theirs.items()}
 
-    def description(self, value: AnyTree) -> AnyTree:
+    def description(self, value: Tree) -> Tree:
         """Return what other ranks get to know of an entry of an optimizer's state; None: it is a tensor."""
         return None if isinstance(value, Tensor) else value
 
-    def entry(self, value: AnyTree, described: AnyTree, owner: int) -> AnyTree:
+    def entry(self, value: Any, described: Tree, owner: int) -> Tree:
         """Return an entry from that of this rank, if it has one, and the owner's description."""
         return self.tensor(value, owner) if described is None else described
 
-    def tensor(self, value: AnyTree, owner: int) -> AnyTree:
+    def tensor(self, value: Any, owner: int) -> Tensor | None:
         """Return a tensor that a rank of the pipeline has, on rank 0; None elsewhere."""
         if self.split.rank == owner:
             full = self._of_shards(value) if is_sharded(value) else value
@@ -257,7 +258,7 @@ class _Gathering:
         return {"state": {numbers[name]: one for name, one in states.items()}, "param_groups": merged, **rest}
 
 
-def arrange_shards(runner: PipelineRunner, tree: AnyTree, mesh: DeviceMesh | None, *, keep: bool) -> AnyTree:
+def arrange_shards(runner: PipelineRunner, tree: T, mesh: DeviceMesh | None, *, keep: bool) -> T:
     """Return a checkpoint with the names of all stages, in the same structure on all ranks. On every rank.
 
     A sharded tensor stays on the ranks of the first stage that has it, and is `RemoteShards` on the others. Plain
@@ -269,13 +270,14 @@ def arrange_shards(runner: PipelineRunner, tree: AnyTree, mesh: DeviceMesh | Non
         mesh: The mesh of this stage where it has one process, whose tensors are plain; None where it has several.
         keep: Whether this rank gets the plain tensors: global rank 0. Elsewhere None stands in their place.
     """
-    return _Arranging(runner, tree, mesh, keep=keep).gather(tree, ())
+    arranged: T = _Arranging(runner, tree, mesh, keep=keep).gather(tree, ())
+    return arranged
 
 
 class _Arranging(_Gathering):
     """One such arrangement: every rank of the pipeline walks through the same structure."""
 
-    def __init__(self, runner: PipelineRunner, tree: AnyTree, mesh: DeviceMesh | None, *, keep: bool) -> None:
+    def __init__(self, runner: PipelineRunner, tree: Tree, mesh: DeviceMesh | None, *, keep: bool) -> None:
         super().__init__(runner, tree, keep=keep)
         self._mesh = mesh
 
@@ -300,13 +302,13 @@ class _Arranging(_Gathering):
             state[name] = found[first]
         return state
 
-    def description(self, value: AnyTree) -> AnyTree:
+    def description(self, value: Tree) -> Tree:
         """Return shape and dtype of what its owners write."""
         if isinstance(value, Tensor) and (is_sharded(value) or (self._mesh is not None and value.numel() > 1)):
             return RemoteShards(value.shape, value.dtype)
         return super().description(value)
 
-    def entry(self, value: AnyTree, described: AnyTree, owner: int) -> AnyTree:
+    def entry(self, value: Any, described: Tree, owner: int) -> Tree:
         """Return the owners' sharded tensor, and on other ranks what stands for it."""
         if isinstance(described, RemoteShards) and self.split.rank == owner:
             return value if is_sharded(value) else self._of_one_process(value)
@@ -329,7 +331,7 @@ def _names_of(split: StageSplit) -> dict[int, str]:
     return {id(one): first.get(name, name) for name, one in split.module.named_parameters()}
 
 
-def _as(tree: AnyTree, kept: dict[object, Any]) -> AnyTree:
+def _as(tree: Any, kept: dict[object, Any]) -> Any:
     changed = copy.copy(tree)
     changed.clear()
     changed.update(kept)

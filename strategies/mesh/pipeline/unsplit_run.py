@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ....protocols import AnyOutput, AnyTree, Args, Kwargs
+from ....protocols import AnyOutput, Args, Kwargs, Tree
 from ...tree import map_leaves
 from .block_calls import BlockCall, Cut
 from .outer_modules import OuterCall
@@ -173,10 +173,10 @@ class UnsplitRun:
 
     # -- structures of tensors -------------------------------------------------------------------------------------
 
-    def _send(self, data: AnyTree, rank: int) -> None:
+    def _send(self, data: Tree, rank: int) -> None:
         tensors: list[Tensor] = []
 
-        def take(value: AnyTree) -> AnyTree:
+        def take(value: Tree) -> Tree:
             if not isinstance(value, Tensor):
                 return value
             if not self._exchange.can_send(value):
@@ -196,7 +196,7 @@ class UnsplitRun:
         received = self._exchange.receive_object(rank)
         return map_leaves(received, lambda one: self._exchange.receive(rank) if isinstance(one, _Slot) else one)
 
-    def _send_object(self, data: AnyTree, rank: int) -> None:
+    def _send_object(self, data: Tree, rank: int) -> None:
         self._exchange.send_object(data, rank)
 
 

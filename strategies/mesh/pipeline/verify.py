@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ....errors import ModuleError
-from ....protocols import AnyBatch, AnyOutput, AnyTree, Args, Kwargs, StateDict
+from ....protocols import AnyBatch, AnyOutput, Args, Kwargs, StateDict, Tree
 from ...tree import leaves, map_leaves
 from .attributes import unchanged
 from .unsplit_run import CannotRunError, UnsplitRun
@@ -172,7 +172,7 @@ class _Sums:
         self.sizes = zeros.index_add(0, chunk, values.abs() * (1 + numbers % 7)).cpu()
 
 
-def _summary(value: AnyTree) -> AnyTree:
+def _summary(value: Tree) -> Tree:
     if isinstance(value, Tensor):
         return _Sums(value.to_local() if hasattr(value, "to_local") else value)
     return value

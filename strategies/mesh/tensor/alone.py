@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ....protocols import AnyOutput, AnyTree
+from ....protocols import AnyOutput, Tree
 from ...tree import leaves, map_leaves
 from .apply import is_of_plan
 from .layouts import gather, local_of, split
@@ -66,7 +66,7 @@ def run_alone(
     names = {id(one): name for name, one in module.named_modules()}
     inputs: dict[str, Tensor] = {}
 
-    def leaf(value: AnyTree) -> AnyTree:
+    def leaf(value: Tree) -> Tree:
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
         inputs[f"the gradient of input {len(inputs)}"] = own = value.detach().requires_grad_()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....protocols import AnyFunction, AnyTree, Args, Call, Kwargs
+from ....protocols import AnyFunction, Args, Call, Kwargs
 from .styles import features, is_linear
 
 # Any in this file: arguments of the user's modules.
@@ -79,7 +79,7 @@ class _AnyTensor(Tensor):
     @classmethod
     def __torch_function__(
         cls, func: AnyFunction, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> AnyTree:
+    ) -> object:
         tensors = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, Tensor)]
         own = next((one for one in tensors if isinstance(one, cls)), None)
         is_query = getattr(func, "__name__", "") in ("__get__", "dim", "size", "numel", "element_size")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ....protocols import AnyFunction, AnyTree, Args, Kwargs
+from ....protocols import AnyFunction, Args, Kwargs
 from .copies import copy_with, make_arguments
 from .styles import is_linear
 
@@ -74,7 +74,7 @@ def _edges(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[dict[str, set
     made: dict[Any, str] = {}
     kept: list[Tensor] = []  # so that no other node gets the id of one
 
-    def before(layer: nn.Module, inputs: AnyTree) -> None:
+    def before(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         seen: set[Any] = set()
         todo: list[tuple[Any, bool]] = [(inputs[0].grad_fn, False)]
         while todo:
@@ -88,7 +88,7 @@ def _edges(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[dict[str, set
             blocks = is_dirty or not node.name().startswith(_PASSES)
             todo += [(further, blocks) for further, _ in node.next_functions]
 
-    def after(layer: nn.Module, inputs: AnyTree, output: Tensor) -> Tensor:
+    def after(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         marked: Tensor = _Mark.apply(output)  # type: ignore[no-untyped-call]
         made[marked.grad_fn] = names[layer]
         kept.append(marked)
@@ -131,7 +131,7 @@ class _FusedAttention(TorchFunctionMode):
 
     def __torch_function__(
         self, func: AnyFunction, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> AnyTree:
+    ) -> object:
         if func is F.scaled_dot_product_attention:
             named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
             return _Attention.apply(named["query"], named["key"], named["value"])  # type: ignore[no-untyped-call]

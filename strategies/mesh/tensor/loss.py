@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.overrides import TorchFunctionMode
 
-from ....protocols import AnyFunction, AnyTree, Args, Kwargs
+from ....protocols import AnyFunction, Args, Kwargs
 from .layouts import convert
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class PlainLoss(TorchFunctionMode):
 
     def __torch_function__(
         self, func: AnyFunction, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> AnyTree:
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if func is F.cross_entropy and isinstance(result, DTensor):
             return convert(result, self.mesh, Replicate(), Replicate()).clone()  # a step may return it, and no view

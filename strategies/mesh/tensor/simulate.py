@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ....protocols import AnyOutput, AnyTree, Args, Kwargs
+from ....protocols import AnyOutput, Args, Kwargs
 from ...tree import leaves
 from .copies import copy_with, make_arguments
 from .graph import LinearGroup
@@ -90,7 +90,7 @@ def _simulate(
     ranks = [_rank(module, group, tp, rank, values) for rank in range(tp)]
     for copied in ranks[1:]:
 
-        def stop(layer: nn.Module, inputs: AnyTree, output: Tensor) -> None:
+        def stop(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             partial.append(output)
             raise _Stop
 
@@ -104,7 +104,7 @@ def _simulate(
 
     sums: list[Tensor] = []
 
-    def total(layer: nn.Module, inputs: AnyTree, output: Tensor) -> Tensor:
+    def total(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         result = sum(partial, start=output)
         sums.append(result if bias is None else result + bias)
         return sums[0]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from ....errors import ModuleError
-from ....protocols import AnyFunction, AnyOutput, AnyTree, Args, Kwargs
+from ....protocols import AnyFunction, AnyOutput, Args, Kwargs, Tree
 from ...distributed.collectives import gather_objects
 from ...distributed.shards import full_tensor
 from ...tree import leaves, map_leaves
@@ -104,7 +104,7 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(
         self, func: AnyFunction, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> AnyTree:
+    ) -> object:
         if self._numbers and func not in READABLE and func is not Tensor.register_hook:  # fully_shard adds one
             for _, value in leaves((args, kwargs)):
                 if id(value) in self._numbers:
@@ -244,7 +244,7 @@ def _check_inputs(name: str, call: FirstCall, mesh: DeviceMesh, *, is_shard: boo
         )
 
 
-def _copied(value: AnyTree) -> AnyTree:
+def _copied(value: Tree) -> Tree:
     if type(value).__name__.endswith("Cache"):  # of transformers: each call would add to it
         return None
     # Of a table of rotary positions, say, each rank's gradient is that of its heads; it matters where one is used.
