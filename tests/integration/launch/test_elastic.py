@@ -183,6 +183,9 @@ def running(agents: Agents) -> Iterator[Agents]:
             if agent.poll() is None:
                 os.killpg(agent.pid, signal.SIGKILL)
             agent.wait()
+        for process in processes_of(agents.folder):  # ranks, which have sessions of their own
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
 def processes_of(folder: Path) -> list[int]:
