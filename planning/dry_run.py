@@ -67,7 +67,8 @@ def dry_run(
             what = f"not known: the step cannot be simulated ({type(error).__name__}: {reason})"
             found.setdefault((what, ""), []).append(rank)
             continue
-        found.setdefault((f"trains a step, {usage.peak_bytes / 1e9:.2f} GB at its peak", ""), []).append(rank)
+        assumed = ", if numbers that the step reads are 1 and conditions False" if usage.has_assumed else ""
+        found.setdefault((f"trains a step, {usage.peak_bytes / 1e9:.2f} GB at its peak{assumed}", ""), []).append(rank)
         has_trained = True
         if not isinstance(own, str):
             topology = own.topology

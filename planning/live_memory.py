@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,10 @@ _COLLECTIVES = {
     "send": ("send", False),
 }
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_ATEN: Any = torch.ops.aten
+_INDEXED = (
+    _ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._index_put_impl_.default,
+)  # fmt: skip
 _SHORT = 64
 _SMALL = 4096  # elements of a constant that is read at once: flags and counts of ranks
 
@@ -54,12 +58,15 @@ class LiveMemory(TorchDispatchMode):
     Attributes:
         phase: Kind of the storages that operations make now, until `hold` says otherwise.
         sent: Bytes that this rank sends in rings, by operation.
+        has_assumed: Whether values of tensors without memory were read: numbers are then 1, conditions are false, and
+            masks select all.
     """
 
     def __init__(self, fake: FakeTensorMode | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = "activations"
         self.sent: dict[str, float] = defaultdict(float)
+        self.has_assumed = False
         self._fake = fake
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}  # by address: number and bytes
         self._kinds: list[str] = []  # by number of a storage
@@ -160,7 +167,11 @@ class LiveMemory(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._fake is not None and self._is_of_host(func, args, kwargs):
             return really(func, *args, **kwargs)
-        out = func(*args, **kwargs)
+        assumed = None if self._fake is None else _assumed(func, args)
+        if assumed is None:
+            out = func(*args, **kwargs)
+        else:
+            out, self.has_assumed = assumed(), True
         made = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
         for one in made:
             self._see(one)
@@ -191,6 +202,29 @@ class LiveMemory(TorchDispatchMode):
             if operation in ("all_gather", "reduce_scatter"):
                 self.hold(made if counts_result else given, "gathered")
             return
+
+
+def _assumed(func: Any, args: tuple[Any, ...]) -> Callable[[], Any] | None:
+    """Return what runs an operation that reads values of tensors that have none; None: it reads none, or a size."""
+    if func is _ATEN._local_scalar_dense.default:
+        dtype = args[0].dtype
+        return (lambda: dtype is not torch.bool and 1.0) if dtype is torch.bool or dtype.is_floating_point else None
+    if func is _ATEN.nonzero.default:
+        return lambda: args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
+    if func is _ATEN.masked_select.default:
+        return lambda: args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
+    if func in _INDEXED and any(map(_is_mask, args[1])):
+        places = [[one] if not _is_mask(one) else [_all_of(one)] * one.ndim for one in args[1]]
+        return lambda: func(args[0], [*itertools.chain(*places)], *args[2:])
+    return None
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _all_of(mask: Tensor) -> Tensor:
+    return mask.new_empty(mask.numel(), dtype=torch.int64)
 
 
 def _is_wrapper(kind: type) -> bool:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _SHORT = (3, 5)  # blocks of the two short models from which a long one is extrapolated, for each stage
 _MOST_TP = 8
+_CHECKPOINTED = " + checkpointing"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,9 @@ class Choice:
         make: Returns the strategy; None: that of this name.
         devices: Number of devices that it uses.
         pp: Number of pipeline stages.
+        tp: Number of devices that layers are split over.
+        checkpoints: Whether the Trainer's `activation_checkpointing=True` is part of the line: tried where the row
+            without does not fit.
     """
 
     name: str
@@ -50,10 +54,12 @@ class Choice:
     make: Callable[[], Strategy] | None = None
     devices: int = 1
     pp: int = 1
+    tp: int = 1
+    checkpoints: bool = False
 
     def strategy(self) -> Strategy | str:
         """Return the strategy, or its name."""
-        return self.name if self.make is None else self.make()
+        return self.name.removesuffix(_CHECKPOINTED) if self.make is None else self.make()
 
 
 def plan(
@@ -131,31 +137,40 @@ def plan_choices(
         if limit_s is not None and time.monotonic() - begin > limit_s:
             left_out[choice.name] = f"planning took more than {limit_s:g} s"
             continue
+        if choice.checkpoints and (training.checkpointing is not None or not _is_short(rows, choice)):
+            continue
         try:
             rows.append(_row(training, choice, total, rate))
         except LoopwrightError as error:
             left_out[choice.name] = error.what
         except Exception as error:
             # Whatever a module raises on its parts, where it runs as a whole.
-            if not rows or choice.make is None:
+            if not rows or (choice.make is None and not choice.checkpoints):
                 raise
             left_out[choice.name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return Plan(tuple(rows), devices, total, rate, left_out)
+    return Plan(tuple(rows), devices, total, rate, left_out, training.notes)
+
+
+def _is_short(rows: Sequence[Row], choice: Choice) -> bool:
+    """Whether the row without checkpointing lacks memory."""
+    plain = choice.name.removesuffix(_CHECKPOINTED)
+    return any(row.name == plain and row.fits is False for row in rows)
 
 
 # -- what is tried ---------------------------------------------------------------------------------------------------
 
 
 def choices(devices: int, num_nodes: int = 1) -> list[Choice]:
-    """Return the strategies for a number of devices per node, from the one that sends least to the one that sends most.
+    """Return the strategies for a number of devices per node, in order of preference.
 
-    Layers are split within a node only.
+    Without recomputed activations, the one that sends least is first. Layers are split within a node only.
     """
     size = devices * num_nodes
     found = [Choice("single_device", 'strategy="single_device", devices=1')]
     if size == 1:
-        return [*found, _recomputed("fsdp", 1)]
-    found += [_named("ddp", size), _named("fsdp", size), _recomputed("fsdp", size)]
+        return [*found, _checkpointed(found[0])]
+    ddp, fsdp = _named("ddp", size), _named("fsdp", size)
+    found += [ddp, fsdp, _checkpointed(ddp), _recomputed("fsdp", size)]
     for tp in sorted({2, min(devices, _MOST_TP)}):
         if devices % tp == 0 and tp > 1:
             found.append(_mesh(size, tp=tp))
@@ -184,9 +199,14 @@ def _named(name: str, devices: int) -> Choice:
     return Choice(name, f'strategy="{name}"', devices=devices)
 
 
+def _checkpointed(choice: Choice) -> Choice:
+    line = f"{choice.line}, activation_checkpointing=True"
+    return dataclasses.replace(choice, name=f"{choice.name}{_CHECKPOINTED}", line=line, checkpoints=True)
+
+
 def _recomputed(name: str, devices: int) -> Choice:
     line = "strategy=lw.FSDPStrategy(activation_checkpointing=True)"
-    return Choice(f"{name} + checkpointing", line, _checkpointing, devices)
+    return Choice(f"{name}{_CHECKPOINTED}", line, _checkpointing, devices)
 
 
 def _checkpointing() -> Strategy:
@@ -204,7 +224,7 @@ def _mesh(devices: int, *, dp: int = 1, tp: int = 1, pp: int = 1) -> Choice:
         # What verifies the first batch computes with values.
         return MeshStrategy(pp=pp, dp=dp, fsdp=fsdp, tp=tp, verify=False)
 
-    return Choice(name, f'strategy="{name}"', make, devices, pp)
+    return Choice(name, f'strategy="{name}"', make, devices, pp, tp)
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------
@@ -212,13 +232,28 @@ def _mesh(devices: int, *, dp: int = 1, tp: int = 1, pp: int = 1) -> Choice:
 
 def _row(training: Training, choice: Choice, memory: float | None, bandwidth: float) -> Row:
     """Return the row of a strategy."""
+    if training.batches_per_step is not None:
+        data_size = choice.devices // (choice.pp * choice.tp)
+        training = dataclasses.replace(training, accumulate=max(training.batches_per_step // data_size, 1))
     if choice.pp > 1:
         training = dataclasses.replace(training, accumulate=max(training.accumulate, choice.pp))
+    if choice.checkpoints:
+        training = dataclasses.replace(training, checkpointing=True)
+    note, is_complete = "", True
     try:
-        usage, note = run_in_child(lambda: usage_of(training, choice)), ""
-    except NeedsValues:
-        usage = run_in_child(lambda: _estimated(training, choice))
-        note = "activations are not counted: the module reads values of tensors"
+        usage = run_in_child(lambda: usage_of(training, choice))
+        if usage.has_assumed:
+            note = "the step reads values of tensors: planned with 1 for each number, False for each condition, and "
+            note += "masks that select all"
+    except (NeedsValues, RuntimeError, NotImplementedError) as error:
+        is_plain = choice.make is None and not choice.checkpoints
+        if isinstance(error, LoopwrightError) or not (isinstance(error, NeedsValues) or is_plain):
+            raise
+        usage, is_complete = run_in_child(lambda: _estimated(training, choice)), False
+        reason = f"the step cannot be simulated ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+        if isinstance(error, NeedsValues):
+            reason = "the step reads values of tensors"
+        note = f"activations are not counted, and the optimizer as Adam: {reason}"
     return Row(
         name=choice.name,
         line=choice.line if choice.pp == 1 else f"{choice.line}, accumulate_grad_batches={training.accumulate}",
@@ -229,6 +264,7 @@ def _row(training: Training, choice: Choice, memory: float | None, bandwidth: fl
         memory=memory,
         bandwidth=bandwidth,
         note=note,
+        is_complete=is_complete,
     )
 
 
@@ -259,6 +295,7 @@ def _of_rank(training: Training, choice: Choice, rank: int) -> Usage:
         [_line(one, other, factor) for one, other in zip(few.moments, more.moments, strict=True)],
         _line(few.after_backward, more.after_backward, factor),
         _line(few.sent, more.sent, factor),
+        few.has_assumed or more.has_assumed,
     )
 
 
@@ -269,6 +306,8 @@ def _line(few: Mapping[str, float], more: Mapping[str, float], factor: float) ->
 
 def _repeated(training: Training, most: int) -> tuple[str, int] | None:
     """Return the name and length of the module's list of repeated blocks if it is longer than `most`."""
+    if isinstance(training.checkpointing, float):  # of all blocks
+        return None
     with torch.device("meta"):
         module = training.build()
     try:

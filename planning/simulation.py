@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -15,17 +15,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from ..errors import ConfigError, ModuleError
 from ..fabric import Fabric
+from ..fabric.grad_accumulation import set_grad_accumulation_dtype
+from ..precision.base import evaluates_again
 from ..precision.mixed import MixedPrecision
 from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
+from ..strategies.construction.activation_checkpointing import apply_activation_checkpointing
 from ..strategies.ddp import DDPStrategy
 from ..strategies.ddp.replica import loss_tensor
+from ..strategies.distributed.gradients import average_tensors
 from ..strategies.mesh.pipeline.blocks import plan_stages
 from ..strategies.mesh.pipeline.options import Pipeline
 from ..strategies.mesh.pipeline.shapes import shapes_of
 from ..strategies.mesh.tensor import auto
+from ..strategies.mesh.tensor.heads import head_problem
 from ..strategies.mesh.tensor.simulate import group_problem
 from ..strategies.optional import RunsWindows, load_strategy_state
 from ..strategies.tree import leaves, map_leaves
@@ -50,6 +56,19 @@ BuildOptimizers = Callable[[nn.Module], Any]
 
 
 @dataclass(frozen=True)
+class Made:
+    """What a module configures: filled while it is set up.
+
+    Attributes:
+        optimizers: The optimizers.
+        schedules: Their schedules.
+    """
+
+    optimizers: list[Optimizer]
+    schedules: list[Any]
+
+
+@dataclass(frozen=True)
 class Training:
     """The training to simulate.
 
@@ -61,6 +80,13 @@ class Training:
         accumulate: Micro-batches per optimizer step.
         loss: Returns the loss of a module on a batch; None: its `training_step`, or what its forward returns.
         pipeline: As the strategy was given, where it has stages.
+        batches_per_step: Micro-batches per optimizer step of all ranks, which replaces `accumulate`; None: it holds.
+        checkpointing: Policy of activation checkpointing, as in the Trainer; None: none.
+        sums_in_float32: Whether gradients of 16-bit parameters are summed in float32.
+        attach: Lets the module know what it trains with, as a Trainer does; None: it has no Trainer.
+        kept: Makes the tensors that are kept beside a module's weights, such as averages of them; None: none.
+        names: Names of parameters by id of those that the module's own functions may refer to.
+        notes: What the plan does not follow, for its readers.
         blocks: Name of a list of repeated blocks, and how many of them are left; None: the whole module.
     """
 
@@ -71,6 +97,13 @@ class Training:
     accumulate: int = 1
     loss: Callable[[nn.Module, Any], Any] | None = None
     pipeline: Pipeline = _PIPELINE
+    batches_per_step: int | None = None
+    checkpointing: Any = None
+    sums_in_float32: bool = False
+    attach: Callable[[nn.Module, Fabric, nn.Module, Made], None] | None = None
+    kept: Callable[[nn.Module], Iterable[Tensor]] | None = None
+    names: Mapping[int, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     blocks: tuple[str, int] | None = None
 
 
@@ -83,11 +116,13 @@ class Usage:
             passes in equal numbers of operations, and the optimizer's step.
         after_backward: Bytes by kind, after the last backward pass of a step.
         sent: Bytes sent in rings in a step, by operation.
+        has_assumed: Whether the step read values of tensors without memory; see `LiveMemory`.
     """
 
     moments: Sequence[Mapping[str, float]]
     after_backward: Mapping[str, float]
     sent: Mapping[str, float] = field(default_factory=dict)
+    has_assumed: bool = False
 
     @property
     def peak(self) -> Mapping[str, float]:
@@ -184,21 +219,33 @@ def measure(
     module = _trained(module, training.loss)
     module.train()
     strategy = fabric.strategy
+    if training.checkpointing is not None:
+        apply_activation_checkpointing(module, training.checkpointing)
+    if training.sums_in_float32:
+        set_grad_accumulation_dtype(strategy, "float32")
+    sums_here = strategy.accumulate_dtype is not None and not strategy.traits.sums_gradients_itself
     with live:
         live.hold([*module.parameters(), *module.buffers(), *(one for _, one in leaves(batch))], "parameters")
         # Ranks compare objects when they are set up, which needs memory; torch's buckets are to have none.
         with around if isinstance(strategy, DDPStrategy) else nullcontext(), live.making("gathered"):
-            is_alone = isinstance(strategy, SingleDeviceStrategy)  # it would only move the module
-            running = module if is_alone else strategy.setup_module(module)
+            if isinstance(strategy, SingleDeviceStrategy):  # it would only move the module
+                running = module
+            else:
+                averages_later = sums_here or not _is_automatic(module)
+                running = strategy.place_module(module) if averages_later else strategy.setup_module(module)
             if isinstance(running, DistributedDataParallel) and dist.get_backend() == "fake":
                 average_buckets(running, lambda bucket: live.hold([bucket], "gathered"))
         original = strategy.unwrap(running)
         live.hold([*original.parameters(), *original.buffers()], "parameters")
-        optimizers = fabric.prepare_optimizers(*_optimizers(training, original))
+        optimizers = _configure(fabric, training, running)
         step = fabric.bind_step(running, "training_step")
         with around:
-            _train(fabric, training, running, batch, step, optimizers, live)  # what is made once is made here
-            return _train(fabric, training, running, batch, step, optimizers, live)
+            kept = [] if training.kept is None else [*training.kept(original)]
+            live.hold(kept, "parameters")
+            sums = _Sums(fabric, optimizers) if sums_here else None
+            _train(fabric, training, running, batch, step, optimizers, live, sums)  # what is made once is made here
+            live.hold((one for each in optimizers for one in tree_leaves([*each.state.values()])), "optimizer")
+            return _train(fabric, training, running, batch, step, optimizers, live, sums)
 
 
 def time_step(fabric: Fabric, training: Training) -> float:
@@ -207,15 +254,17 @@ def time_step(fabric: Fabric, training: Training) -> float:
     for one in [*module.parameters(), *module.buffers()]:
         with torch.no_grad():
             one.normal_(std=0.02) if one.is_floating_point() else one.zero_()
+    if training.checkpointing is not None:
+        apply_activation_checkpointing(module, training.checkpointing)
     running = fabric.prepare_module(_trained(module, training.loss).train())
-    optimizers = fabric.prepare_optimizers(*_optimizers(training, fabric.strategy.unwrap(running)))
+    optimizers = _configure(fabric, training, running)
     step, batch, live = fabric.bind_step(running, "training_step"), fabric.to_device(training.batch), LiveMemory()
 
     def train(count: int) -> float:
         fabric.barrier()
         begin = time.monotonic()
         for _ in range(count):
-            _train(fabric, training, running, batch, step, optimizers, live)
+            _train(fabric, training, running, batch, step, optimizers, live, None)
         if fabric.device.type == "cuda":
             torch.cuda.synchronize(fabric.device)
         fabric.barrier()
@@ -233,39 +282,98 @@ def _train(
     step: Callable[..., Any],
     optimizers: Sequence[Optimizer],
     live: LiveMemory,
+    sums: _Sums | None,
 ) -> Usage:
     """Train one optimizer step, and return what it holds and sends."""
     live.sent.clear()
     begin, original = live.moment, fabric.strategy.unwrap(running)
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    _train_window(fabric, training, running, batch, step, live)
-    live.hold((one.grad for one in original.parameters()), "gradients")
-    after_backward, middle = live.now(), live.moment
-    with live.making("optimizer"):
+    after_backward, middle = live.now(), begin
+
+    def run_window() -> Tensor | None:
+        nonlocal after_backward, middle
         for optimizer in optimizers:
-            fabric.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        loss = _train_window(fabric, training, running, batch, step, live)
+        live.hold((one.grad for one in original.parameters()), "gradients")
+        after_backward, middle = live.now(), live.moment
+        return loss
+
+    if not _is_automatic(original):
+        with live.making("activations"):
+            step(batch, 0)
+        live.hold((one.grad for one in original.parameters()), "gradients")
+        after_backward, middle = live.now(), live.moment
+    elif evaluates_again(optimizers[0]):
+        fabric.optimizer_step(optimizers[0], run_window)
+    else:
+        run_window()
+        with live.making("optimizer"):
+            if sums is not None:
+                live.hold(sums.finish(), "gradients")
+            for optimizer in optimizers:
+                fabric.optimizer_step(optimizer)
     ends = [begin + (middle - begin) * part // _PARTS for part in range(_PARTS + 1)]
-    return Usage(live.peaks([*ends, live.moment]), after_backward, dict(live.sent))
+    return Usage(live.peaks([*ends, live.moment]), after_backward, dict(live.sent), live.has_assumed)
 
 
 def _train_window(
     fabric: Fabric, training: Training, running: nn.Module, batch: Any, step: Callable[..., Any], live: LiveMemory
-) -> None:
-    """Run forward and backward passes of a window's micro-batches."""
-    strategy = fabric.strategy
+) -> Tensor | None:
+    """Run forward and backward passes of a window's micro-batches; return the last loss, detached."""
+    strategy, loss = fabric.strategy, None
     with live.making("activations"):
         if strategy.traits.runs_windows and isinstance(strategy, RunsWindows):
             with agreed_stages() if dist.get_backend() == "fake" else nullcontext():
                 batches = [batch] * training.accumulate
                 strategy.run_window(batches, lambda one, number, counts=True: step(one, number), _loss_of)
-            return
+            return None
         for number in range(training.accumulate):
             is_last = number == training.accumulate - 1
             with nullcontext() if is_last else fabric.no_backward_sync(running):
                 output = step(batch, number)
-                fabric.backward(output.zero if isinstance(output, NoLoss) else _loss_of(output))
+                loss = output.zero if isinstance(output, NoLoss) else _loss_of(output)
+                fabric.backward(loss)
+                loss = loss.detach()
                 del output
+    return loss
+
+
+class _Sums:
+    """Sums of 16-bit gradients in float32, as the Trainer makes them where the strategy does not.
+
+    Args:
+        fabric: Of this rank.
+        optimizers: Their parameters' gradients are summed.
+    """
+
+    def __init__(self, fabric: Fabric, optimizers: Sequence[Optimizer]) -> None:
+        self._fabric = fabric
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._all: list[Tensor] = [one for group in groups for one in group["params"] if one.requires_grad]
+        self._short = [one for one in self._all if one.element_size() < 4]
+        self._sums: dict[Tensor, Tensor] = {}
+        for parameter in self._short:
+            parameter.register_post_accumulate_grad_hook(self._take)
+
+    def _take(self, parameter: Tensor) -> None:
+        gradient, total = parameter.grad, self._sums.get(parameter)
+        assert gradient is not None
+        if total is None:
+            self._sums[parameter] = gradient.float()
+        else:
+            total.add_(gradient)
+        parameter.grad = None
+
+    def finish(self) -> list[Tensor | None]:
+        """Average and cast the sums of a window; return the gradients."""
+        sums = [self._sums.pop(one, None) for one in self._short]
+        if self._fabric.world_size > 1:
+            average_tensors(self._short, sums, torch.float32)
+            self._fabric.strategy.average_gradients([one for one in self._all if one.element_size() >= 4])
+        for index, parameter in enumerate(self._short):
+            total, sums[index] = sums[index], None
+            parameter.grad = None if total is None else total.to(parameter.dtype)
+        return [one.grad for one in self._all]
 
 
 def _loss_of(output: object) -> Tensor:
@@ -278,18 +386,40 @@ def _loss_of(output: object) -> Tensor:
     return loss
 
 
-def _optimizers(training: Training, module: nn.Module) -> list[Optimizer]:
-    """Return the optimizers of a training."""
-    inner = module.module if isinstance(module, _WithStep) else module
-    make: Any = training.optimizers or getattr(type(inner), "configure_optimizers", None)
-    made = torch.optim.AdamW(inner.parameters()) if make is None else make(inner)
-    found = [one for one in _flat(made) if isinstance(one, torch.optim.Optimizer)]
-    if not found:
+def _configure(fabric: Fabric, training: Training, running: nn.Module) -> Sequence[Optimizer]:
+    """Return the optimizers of a training, as they step, and let the module know what it trains with."""
+    module, made = fabric.strategy.unwrap(running), Made([], [])
+    if training.attach is not None:
+        training.attach(module, fabric, running, made)
+    inner: Any = module.module if isinstance(module, _WithStep) else module
+    if training.optimizers is not None:
+        returned = training.optimizers(inner)
+    elif hasattr(inner, "configure_optimizers"):
+        returned = inner.configure_optimizers()
+    else:
+        returned = torch.optim.AdamW(inner.parameters())
+    parts = [*_flat(returned)]
+    found = [one for one in parts if isinstance(one, torch.optim.Optimizer)]
+    made.schedules.extend(one for one in parts if hasattr(one, "step") and not isinstance(one, torch.optim.Optimizer))
+    if not found and _is_automatic(module):
         raise ConfigError(
-            f"Expected optimizers to plan with, got {type(made).__name__}.",
+            f"Expected optimizers to plan with, got {type(returned).__name__}.",
             fix='pass optimizer= to the plan: "adamw", "sgd", or a function of the module.',
         )
-    return found
+    named = dict(module.named_parameters())
+    for optimizer in found:
+        for group in optimizer.param_groups:  # a function in an attribute may refer to the module that was copied
+            group["params"] = [named.get(training.names.get(id(one), ""), one) for one in group["params"]]
+        train = getattr(optimizer, "train", None)
+        if callable(train):  # of a schedule-free one
+            train()
+    made.optimizers.extend(fabric.prepare_optimizers(*found) if found else ())
+    return made.optimizers
+
+
+def _is_automatic(module: nn.Module) -> bool:
+    """Return whether optimizers are stepped for the module: always where a function returns the loss."""
+    return isinstance(module, _WithStep) or bool(getattr(module, "automatic_optimization", True))
 
 
 def _flat(made: Any) -> Iterator[Any]:
@@ -318,11 +448,6 @@ class _WithStep(nn.Module):
 
 def _trained(module: nn.Module, loss: Callable[[nn.Module, Any], Any] | None) -> nn.Module:
     if loss is None and hasattr(module, "training_step"):
-        if not getattr(module, "automatic_optimization", True):
-            raise ModuleError(
-                "manual optimization cannot be planned: training_step steps the optimizers itself.",
-                fix="pass lw.plan a function loss=, which returns the loss of a module and a batch.",
-            )
         return module
     return _WithStep(module, loss or _forward_loss)
 
@@ -400,9 +525,13 @@ def _problem(module: nn.Module, group: LinearGroup, tp: int) -> str | None:
     """
     if sum(one.numel() for one in module.parameters()) <= _MOST_COMPUTED:
         return group_problem(module, group, tp)
-    sizes = {name: cast("nn.Linear", module.get_submodule(name)) for name in (*group.sources, group.sink)}
-    uneven = [name for name in group.sources if sizes[name].out_features % tp]
-    return f"tp={tp} does not divide the features of {uneven[0]}" if uneven else None
+    sizes = {name: cast("nn.Linear", module.get_submodule(name)).out_features for name in group.sources}
+    uneven = [name for name, size in sizes.items() if size % tp]
+    if uneven:
+        return f"tp={tp} does not divide the features of {uneven[0]}"
+    owners = {name: module.get_submodule(name.rpartition(".")[0]) for name in sizes}
+    heads = (head_problem(owners[name], name, size, tp) for name, size in sizes.items())
+    return next((one for one in heads if one is not None), None)
 
 
 @contextmanager

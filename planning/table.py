@@ -28,6 +28,7 @@ class Row:
         memory: Memory of a device in bytes; None if unknown.
         bandwidth: Bytes per second from a device to the next.
         note: Limits of the estimate; "" without any.
+        is_complete: Whether activations are counted.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Row:
     memory: float | None = None
     bandwidth: float = 50e9
     note: str = ""
+    is_complete: bool = True
 
     @property
     def kind(self) -> str:
@@ -76,6 +78,7 @@ class Plan:
         memory: Memory of a device in bytes; None if unknown.
         bandwidth: Bytes per second from a device to the next.
         left_out: Strategies that cannot be used, and the reasons.
+        notes: What the plan of this training does not follow.
     """
 
     rows: tuple[Row, ...]
@@ -83,11 +86,12 @@ class Plan:
     memory: float | None = None
     bandwidth: float = 50e9
     left_out: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def fitting(self) -> list[Row]:
         """The rows that fit; if the memory is unknown, all rows."""
-        return [row for row in self.rows if row.fits is not False and not (self.memory and row.note)]
+        return [row for row in self.rows if row.fits is not False and (row.is_complete or not self.memory)]
 
     @property
     def best(self) -> Row | None:
@@ -116,6 +120,7 @@ class Plan:
             "rows": rows,
             "best": None if best is None else best.name,
             "left_out": dict(self.left_out),
+            "notes": list(self.notes),
         }
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
@@ -135,7 +140,11 @@ class Plan:
 
     def remarks(self) -> list[str]:
         """Return notes on rows, and unusable strategies with the reasons."""
-        notes = [f"{row.name}: {row.note}." for row in self.rows if row.note]
+        notes = [f"{note[0].upper()}{note[1:]}." for note in self.notes]
+        by_note: dict[str, list[str]] = {}
+        for row in self.rows:
+            by_note.setdefault(row.note, []).append(row.name)
+        notes += [f"{', '.join(names)}: {note}." for note, names in by_note.items() if note]
         return notes + [f"{name} is left out: {why}" for name, why in self.left_out.items()]
 
     def advice(self) -> list[str]:

@@ -18,7 +18,7 @@ from loopwright.planning.live_memory import LiveMemory
 from loopwright.planning.simulation import Training, Usage, measure, simulate
 from loopwright.strategies import Strategy
 
-__all__ = ["LlamaTask", "allocated_peak", "measured", "simulated", "training"]
+__all__ = ["LlamaTask", "allocated_peak", "fitted_peak", "measured", "simulated", "training"]
 
 
 class LlamaTask(lw.Module):
@@ -79,3 +79,13 @@ def _real(task: Training, make: Callable[[], str | Strategy], size: int, run: Ca
         return fabric.launch(run)
 
     return run_ranks(rank_of, size, connect=size > 1)
+
+
+def fitted_peak(trainer: lw.Trainer, module: lw.Module, loader: Any) -> int:
+    """Return the most bytes of live storages from the beginning of a fit's second batch to its end."""
+    live, starts = LiveMemory(), list[int]()
+    trainer.callbacks.append(lw.callbacks.LambdaCallback(on_train_batch_start=lambda *_: starts.append(live.moment)))
+    with live:
+        live.hold([*module.parameters(), *module.buffers()], "parameters")
+        trainer.fit(module, loader)
+    return sum(live.peaks([starts[1], live.moment])[0].values())

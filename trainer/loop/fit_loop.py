@@ -462,3 +462,29 @@ def _rest_of_step(run: FitRun) -> str:
     if run.plan.needs_closure:
         return "optimizer"
     return "loop" if run.plan.run_window is None else "backward"
+
+
+def estimate_steps(trainer: TrainerView, num_batches: int | float) -> int | float:
+    """Return the training steps that a fit will take in all; infinity where no limit is known.
+
+    Args:
+        trainer: Whose limits hold; its training loader is open.
+        num_batches: Batches of an epoch on one rank; infinity where that is unknown.
+    """
+    loop = trainer.fit_loop
+    limit, max_steps = loop.epoch_limit, loop.max_steps if loop.max_steps != -1 else math.inf
+    if trainer.max_samples is not None:
+        from .data_limits import steps_until_max_samples
+
+        max_steps = min(max_steps, steps_until_max_samples(trainer, num_batches, limit))
+    if limit == -1 or math.isinf(num_batches):
+        return max_steps
+    scheduler, accumulate = trainer.accumulation_scheduler, trainer.accumulate_grad_batches
+    if scheduler is not None:
+        sizes = [scheduler.get_accumulate_grad_batches(epoch) for epoch in range(limit)]
+        total = sum(math.ceil(num_batches / size) for size in sizes)
+    elif trainer.accumulate_across_epochs:
+        total = math.ceil(num_batches * limit / accumulate)
+    else:
+        total = math.ceil(num_batches / accumulate) * limit
+    return min(total, max_steps)

@@ -175,7 +175,7 @@ def _chosen(asked: str, default: str, plan: Plan, trials: tuple[Trial, ...]) -> 
     if done:
         fastest = max(done, key=lambda trial: trial.batches_per_s)
         return Settled(asked, fastest.name, f"of {len(done)} meshes it was the fastest in trial steps", plan, trials)
-    rows = [row for row in plan.rows if not row.note]
+    rows = [row for row in plan.rows if row.is_complete]
     best = plan.best
     if best is not None:
         untried = "" if asked == "auto" else ", and no trial steps were completed"
@@ -244,7 +244,7 @@ def _work(
         training = _training(trainer, module, data)
     per_node = size // num_nodes
     every = meshes(per_node, num_nodes) if asked != "auto" else choices(per_node, num_nodes)
-    chosen, left_out = _usable(trainer, training, [one for one in every if one.devices == size])
+    chosen, left_out = _usable(trainer, training, [one for one in every if one.devices == size and not one.checkpoints])
     plan = plan_choices(training, chosen, devices=size, memory=memory, limit_s=PLAN_S, until_fits=asked == "auto")
     plan = replace(plan, left_out={**plan.left_out, **left_out})
     send(plan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -26,6 +25,7 @@ from ..checkpointing import snapshot
 from ..lifecycle import Lifecycle, hook_names
 from ..loop.eval_loader import EvalLoader
 from ..loop.eval_loop import EvalLoop
+from ..loop.fit_loop import estimate_steps
 from ..loop.loss import RanksWindowLoss, WindowLoss
 from ..loop.run_signals import RunSignals
 from ..module import Module
@@ -383,23 +383,7 @@ class Session(ABC):
 
     def estimate_steps(self) -> int | float:
         """Return the training steps that fit will take in all; infinity where no limit is known. Opens the data."""
-        trainer, loop, num_batches = self.trainer, self.trainer.fit_loop, self.num_training_batches()
-        limit, max_steps = loop.epoch_limit, loop.max_steps if loop.max_steps != -1 else math.inf
-        if self.arguments.max_samples is not None:
-            from ..loop.data_limits import steps_until_max_samples
-
-            max_steps = min(max_steps, steps_until_max_samples(trainer, num_batches, limit))
-        if limit == -1 or math.isinf(num_batches):
-            return max_steps
-        scheduler, accumulate = trainer.accumulation_scheduler, trainer.accumulate_grad_batches
-        if scheduler is not None:
-            sizes = [scheduler.get_accumulate_grad_batches(epoch) for epoch in range(limit)]
-            total = sum(math.ceil(num_batches / size) for size in sizes)
-        elif self.arguments.accumulate_across_epochs:
-            total = math.ceil(num_batches * limit / accumulate)
-        else:
-            total = math.ceil(num_batches / accumulate) * limit
-        return min(total, max_steps)
+        return estimate_steps(self.trainer, self.num_training_batches())
 
     # --- evaluations -----------------------------------------------------------------------------------------------
 

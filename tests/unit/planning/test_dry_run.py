@@ -6,16 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from measured_runs import LlamaTask
+from tensor_models import Llama
 from torch import nn
 
 import loopwright as lw
+from loopwright.planning import simulation
 from loopwright.planning.dry_run import check_batches, dry_run
 from loopwright.planning.simulation import Training
 from loopwright.strategies.mesh import MeshStrategy
 
 
 class Net(lw.Module):
-    def __init__(self, reads: bool = False) -> None:
+    def __init__(self, reads: str = "") -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
         self.reads = reads
@@ -23,7 +26,9 @@ class Net(lw.Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         for block in self.blocks:
             batch = block(batch)
-        if self.reads and batch.sum().item() > 0:
+        if self.reads == "size":
+            batch = batch[: int(batch.argmax())]
+        if self.reads == "number" and batch.sum().item() > 0:
             batch = 2 * batch
         return batch.square().mean()
 
@@ -69,9 +74,29 @@ def test_what_a_start_refuses_is_a_problem_with_its_remedy(strategy: Any, device
 
 
 def test_a_step_that_reads_values_is_no_problem_and_no_success() -> None:
-    (found,) = checks("ddp", devices=8, reads=True)
+    (found,) = checks("ddp", devices=8, reads="size")
     assert found.value.startswith("not known: the step cannot be simulated (NeedsValues")
     assert not found.is_problem
+    found, _ = checks("ddp", devices=8, reads="number")
+    assert found.value.endswith("if numbers that the step reads are 1 and conditions False")
+
+
+@pytest.mark.parametrize("most", [1 << 22, 0])  # 0: layers that are too large to compute with
+def test_heads_that_ranks_do_not_divide_stay_whole_or_are_refused_in_a_plan(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> LlamaTask:
+        task = LlamaTask()
+        task.model = Llama(width=48, heads=3, blocks=2)
+        return task
+
+    monkeypatch.setattr(simulation, "_MOST_COMPUTED", most)
+    training = Training(build, torch.zeros(4, 32, dtype=torch.int64))
+    assert dry_run(training, MeshStrategy(tp=2), devices=2, num_batches=1)[0].value.startswith("trains a step")
+    wanted = {"model.blocks.*.attn.w[qkv]": "colwise", "model.blocks.*.attn.wo": "rowwise"}
+    refused = dry_run(training, MeshStrategy(tp=2, tensor_plan=wanted), devices=2, num_batches=1)[0]
+    assert refused.is_problem
+    assert "has 3 heads; tp=2 does not divide them" in refused.value
 
 
 @pytest.mark.parametrize(

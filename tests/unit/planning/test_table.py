@@ -10,8 +10,9 @@ from loopwright.errors import ConfigError
 from loopwright.planning.table import Plan, Row, read_size, show_size
 
 
-def row(name: str, peak: float, *, devices: int = 4, note: str = "") -> Row:
-    return Row(name, f'strategy="{name}"', devices, {"parameters": peak}, sent=1e9, memory=100e9, note=note)
+def row(name: str, peak: float, *, devices: int = 4, is_complete: bool = True) -> Row:
+    held = {"parameters": peak}
+    return Row(name, f'strategy="{name}"', devices, held, sent=1e9, memory=100e9, is_complete=is_complete)
 
 
 def test_a_row_fits_with_a_tenth_to_spare() -> None:
@@ -28,8 +29,8 @@ def test_the_first_row_with_all_devices_that_fits_is_chosen() -> None:
     assert "no, only 5.00 GB left" in str(plan)
 
 
-def test_a_row_that_is_not_exact_is_not_chosen() -> None:
-    assert Plan((row("ddp", 1e9, note="activations are not counted"),), 4, 100e9).best is None
+def test_a_row_without_activations_is_not_chosen() -> None:
+    assert Plan((row("ddp", 1e9, is_complete=False),), 4, 100e9).best is None
 
 
 def test_where_nothing_fits_the_table_says_what_would_help() -> None:
