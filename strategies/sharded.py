@@ -78,6 +78,8 @@ class ShardedStrategy(ParallelStrategy):
     saves_optimizers = False
     helps_in_evaluation = True
     """Whether this rank can call `evaluate_without_data`: also before its first batch."""
+    total_norm: Callable[[Sequence[Tensor], float], Tensor] = staticmethod(total_norm)
+    """Returns the norm of sharded gradients, on every rank; see `clipping.total_norm`."""
     axis_names: Mapping[str, str] = {axis: axis for axis in AXES}
     """Names of the axes in `device_mesh`, by those of `AXES`."""
 
@@ -436,7 +438,7 @@ class ShardedStrategy(ParallelStrategy):
         gradients = _gradients(optimizer)
         runner = self._lw_split.runner(self.unwrap(module))
         if runner is None:
-            norm = total_norm(gradients, norm_type).to(self.device)
+            norm = self.total_norm(gradients, norm_type).to(self.device)
         else:
             from .mesh.pipeline.gradients import norm_over_stages
 

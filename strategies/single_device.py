@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +35,7 @@ class SingleDeviceStrategy(Strategy):
     """
 
     strategy_name = "single_device"
+    traits = replace(Strategy.traits, sums_in_tree=True)
 
     def __init__(
         self,

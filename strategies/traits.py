@@ -129,6 +129,7 @@ class Traits:
         sums_gradients_itself: Whether the engine sums gradients in `accumulate_dtype`; else the training loop does.
         averages_after_backward: Whether gradients can be averaged over ranks after all backward passes of a window.
         accumulation_refusal: Reason why gradients cannot be summed in float32; None if they can.
+        sums_in_tree: Whether gradients can be summed over ranks by a fixed tree; see distributed/tree_sum.py.
         has_module_hooks: Whether hooks of submodules communicate: `compile=` then compiles submodules instead of steps.
         compile_refusal: Reason why `compile=` cannot be used; None if it can.
     """
@@ -150,5 +151,6 @@ class Traits:
     sums_gradients_itself: bool = False
     averages_after_backward: bool = False
     accumulation_refusal: Refusal | None = None
+    sums_in_tree: bool = False
     has_module_hooks: bool = False
     compile_refusal: Refusal | None = None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..data.stream import BatchStream
     from ..fabric import Fabric
     from ..protocols import Batch, StateDict, StepFunction, StepOutput
-    from ..strategies.base import RunWindow
+    from ..strategies.base import NoLoss, RunWindow
     from .checkpointing.evaluation_weights import EvaluationWeights
     from .checkpointing.validated_weights import ValidatedWeights
     from .lifecycle import Lifecycle
@@ -76,6 +76,7 @@ class StepPlan:
         step_by_module: The module's own `optimizer_step`, called instead: `(closure) -> whether it stepped`; None
             without.
         no_sync: Opens the context of a micro-batch whose gradients are not reduced over ranks; None where all are.
+        without_data: Takes part in a micro-batch for which only other ranks have data; see `Strategy.without_data`.
         optimizer: The optimizer, None when the module has none.
         needs_outputs: Whether outputs have to be made for on_train_batch_end.
         needs_loss: Whether the loss's value is needed.
@@ -105,6 +106,7 @@ class StepPlan:
     take_step: Callable[[Optimizer], bool]
     step_by_module: Callable[[Callable[[], Tensor | None]], bool] | None
     no_sync: Callable[[], AbstractContextManager[None]] | None
+    without_data: Callable[[nn.Module], NoLoss | None]
     optimizer: Optimizer | None
     needs_outputs: bool
     needs_loss: bool

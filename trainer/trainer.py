@@ -137,6 +137,8 @@ class Trainer(TrainerAttributes):
             window in two on all ranks and repeats the window with the same gradient. Later windows start with the
             smaller parts. See docs/guides/out-of-memory.md.
         fault_tolerance: `TorchFT(...)` for replica groups, which continue when one of them dies; see docs/torchft.md.
+        reproducible: "world" for the same bits on every number of ranks; see docs/reproducible-world.md. None: not so.
+        micro_shards: Batches of the loader in each step over all ranks, a power of two, for `reproducible`.
 
     Raises:
         ConfigError: Names every invalid argument.
@@ -200,6 +202,8 @@ class Trainer(TrainerAttributes):
         on_oom: str = "raise",
         when_short: str = "raise",
         fault_tolerance: TorchFT | None = None,
+        reproducible: str | None = None,
+        micro_shards: int | None = None,
     ) -> None:
         self.behavior = self.make_behavior()
         given = Arguments(
@@ -223,6 +227,7 @@ class Trainer(TrainerAttributes):
             grad_accumulation_dtype=grad_accumulation_dtype, matmul_precision=matmul_precision, compile=compile,
             activation_checkpointing=activation_checkpointing, offload_activations=offload_activations,
             on_oom=on_oom, when_short=when_short, fault_tolerance=fault_tolerance,
+            reproducible=reproducible, micro_shards=micro_shards,
         )  # fmt: skip
         given = self._lw_read_environment(given)
         self._lw_same_everywhere = given.same_everywhere()

@@ -82,7 +82,7 @@ class DDPStrategy(ParallelStrategy):
     """
 
     strategy_name = "ddp"
-    traits = replace(ParallelStrategy.traits, averages_after_backward=True)
+    traits = replace(ParallelStrategy.traits, averages_after_backward=True, sums_in_tree=True)
 
     def __init__(
         self,
@@ -117,6 +117,7 @@ class DDPStrategy(ParallelStrategy):
         if ddp_comm_hook is not None:
             self.traits = replace(
                 self.traits,
+                sums_in_tree=False,
                 reduces_every_step=ddp_comm_hook not in ("noop", "post_local_sgd"),
                 accumulation_refusal=("its ddp_comm_hook communicates the gradients", "leave out one of the two"),
             )

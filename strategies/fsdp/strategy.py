@@ -113,6 +113,8 @@ class FSDPStrategy(ShardedStrategy):
             param_init_fn=param_init_fn, sync_module_states=sync_module_states, **kwargs,
         )  # fmt: skip
         super().__init__(MeshAxes(fsdp=REST), arguments)
+        has_copies = self.plan.mesh is not None or self.plan.is_hybrid or self.plan.is_replicated
+        self.traits = replace(self.traits, sums_in_tree=not has_copies)
 
     def memory_shares(self, num_processes: int, num_nodes: int) -> MemoryShares:
         """Return how a copy is sharded; see `SharesMemory.memory_shares`."""

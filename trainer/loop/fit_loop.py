@@ -362,12 +362,20 @@ class FitLoop:
         every = self._trainer.check_val_every_n_epoch
         return every is None or (self._trainer.progress.epochs + 1) % every == 0
 
+    @property
+    def _validates_at_end(self) -> bool:
+        """Whether to validate once per epoch, at its end."""
+        trainer = self._trainer
+        interval = trainer.val_check_interval
+        return trainer.check_val_every_n_epoch is not None and isinstance(interval, float) and interval == 1.0
+
     def plan_validation(self, run: FitRun) -> int | float:
         """Return the number of batches (of the epoch, or in total) at which the next validation is due."""
         trainer, progress = self._trainer, run.progress
         interval = run.loaders.interval_batches
         every = trainer.check_val_every_n_epoch
-        if interval == math.inf or not self.validates_in_this_epoch:
+        # The end of an epoch is seen when it comes: a run that was resumed on other ranks has counted otherwise before.
+        if interval == math.inf or self._validates_at_end or not self.validates_in_this_epoch:
             return math.inf
         # Counted from the last validation, not from now: one that was pending in a checkpoint is still due.
         epoch_began_at = 0 if every is None else progress.total_batches - progress.batches_in_epoch
@@ -402,9 +410,7 @@ class FitLoop:
         count = progress.total_batches if every is None else progress.batches_in_epoch
         if count >= self.next_validation:
             return True
-        # Once per epoch means at its end, also where its length was not known or was wrong.
-        interval = trainer.val_check_interval
-        return is_epoch_over and every is not None and isinstance(interval, float) and interval == 1.0
+        return is_epoch_over and self._validates_at_end
 
     def _is_time_to_validate(self, run: FitRun, seconds: float) -> bool:
         """Whether this much time has passed, by rank 0's clock, which every rank queries once per window."""

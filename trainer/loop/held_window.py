@@ -279,7 +279,7 @@ class HeldWindow:
         if not counts:
             return self._forward_muted(batch, one.offset)
         if batch is NO_BATCH:
-            output = run.fabric.strategy.without_data(run.model)
+            output = plan.without_data(run.model)
         else:
             metrics.select_batch(batch, self._sizes[one.offset] if one.size is None else one.size)
             metrics.table = plan.table

@@ -131,10 +131,9 @@ def _ranks(ranks: list[int]) -> str:
 # --- data ----------------------------------------------------------------------------------------------------------
 
 
-def distribute_loaders(loaders: StageLoaders, strategy: Strategy, *, splits: bool) -> None:
-    """Let the loaders of this run be read in shares, one for each rank."""
+def distribute_loaders(loaders: StageLoaders, strategy: Strategy, *, splits: bool, uneven: str) -> None:
+    """Let the loaders of this run be read in shares, one for each rank; `uneven` is as in `Shard`."""
     topology = strategy.topology
-    uneven = strategy.uneven
     smallest_or_largest = "min" if uneven == "stop_all" else "max"
 
     def agree(count: int) -> int:

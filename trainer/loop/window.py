@@ -99,7 +99,7 @@ def train_window(run: FitRun, size: int) -> bool:
                     output = plan.training_step(batch, index)
                     metrics.table = metrics.nowhere
                 else:
-                    output = run.fabric.strategy.without_data(run.model)
+                    output = plan.without_data(run.model)
                 loss = plan.loss_and_backward(run, output, is_first=index == first, is_last=is_last)
         # Count samples; then look whether the data end here, if it was not known before.
         if has_batch:

@@ -29,7 +29,7 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _column(numbers: list[Any], device: torch.device) -> Tensor:  # Any: Number, distinguished by `kinds`
+def column_of(numbers: list[Any], device: torch.device) -> Tensor:  # Any: Number, distinguished by `kinds`
     """Return numbers and one-element tensors as one tensor on the device, without reading any of them."""
     dtype = accumulation_dtype(device)
     kinds = set(map(type, numbers))
@@ -220,9 +220,9 @@ class ScalarAccumulator:
             assert total is not None
             return total, total_weight
         self._refuse_changed(self.values, self.version)
-        values = _column(self.values, device)
+        values = column_of(self.values, device)
         if self.reduce == "mean":
-            weights = _column(self.weights, device)
+            weights = column_of(self.weights, device)
             # A weight of 0 hides the value also where it is NaN: 0 elements have no mean.
             part = torch.where(weights == 0, torch.zeros_like(values), values * weights).sum()
             part_weight = weights.sum()
@@ -249,7 +249,7 @@ class ScalarAccumulator:
         value = self.step_value(device)
         if len(self.step_weights) == 1:
             return value, self.step_weights[0]
-        return value, _column(self.step_weights, device).sum()
+        return value, column_of(self.step_weights, device).sum()
 
     @property
     def is_step_changed(self) -> bool:
@@ -261,7 +261,7 @@ class ScalarAccumulator:
         self._refuse_changed(self.step_values, self.step_version)
         if len(self.step_values) == 1:
             return self.step_values[0]
-        values, weights = _column(self.step_values, device), _column(self.step_weights, device)
+        values, weights = column_of(self.step_values, device), column_of(self.step_weights, device)
         if self.reduce in ("mean", "metric"):
             value = torch.where(weights == 0, torch.zeros_like(values), values * weights).sum() / weights.sum()
         elif self.reduce == "sum":
@@ -284,8 +284,8 @@ class ScalarAccumulator:
             "dtype": self.dtype,
             "total": self.total,
             "total_weight": self.total_weight,
-            "values": _column(self.values, device) if self.values else None,
-            "weights": _column(self.weights, device) if self.weights else None,
+            "values": column_of(self.values, device) if self.values else None,
+            "weights": column_of(self.weights, device) if self.weights else None,
         }
 
     @classmethod

@@ -49,16 +49,15 @@ def latest_values(metrics: Metrics, names: Iterable[str], gather: Gather) -> dic
     accumulators = {name: metrics.step_accumulator(name) for name in dict.fromkeys(names)}
     of_step = {name: accumulator for name, accumulator in accumulators.items() if accumulator is not None}
     of_epoch = {name: metrics.results[name] for name in accumulators if name not in of_step and name in metrics.results}
-    pairs = [accumulator.step_share(metrics.device) for accumulator in of_step.values()]
-    numbers = iter(metrics.read_numbers([*(number for pair in pairs for number in pair), *of_epoch.values()]))
+    assert metrics.ranks is not None
+    own, numbers = metrics.ranks.read_shares(of_step.values(), list(of_epoch.values()))
     mine: dict[str, _Latest] = {}
-    for name, accumulator in of_step.items():
-        value, weight = next(numbers), next(numbers)
+    for (name, accumulator), (value, weight) in zip(of_step.items(), own, strict=True):
         mine[name] = _Latest(
             accumulator.step, True, accumulator.dtype, value, weight, accumulator.reduce, accumulator.rank_zero_only
         )
-    for name, result in of_epoch.items():
-        mine[name] = _Latest(metrics.result_steps[name], False, result.dtype, next(numbers))
+    for (name, result), number in zip(of_epoch.items(), numbers, strict=True):
+        mine[name] = _Latest(metrics.result_steps[name], False, result.dtype, number)
     everywhere = gather(mine)
     found = {}
     for name in accumulators:
@@ -84,4 +83,4 @@ def _newest(shares: dict[int, _Latest], device: torch.device) -> tuple[Tensor, i
     else:
         value = joined(first.reduce, [(one.value, 0.0) for one in counting])
     dtype = torch.float64 if any(share.dtype == torch.float64 for share in counting) else first.dtype
-    return torch.tensor(value, dtype=torch.float64).to(device, dtype), step
+    return torch.tensor(float(value), dtype=torch.float64).to(device, dtype), step

@@ -206,13 +206,8 @@ class RanksMetrics:
 
     def _shares(self, accumulators: Iterable[ScalarAccumulator], loaders: Mapping[str, set[int]]) -> dict[_Key, _Share]:
         """Return this rank's shares, read in one packed copy; `loaders` are the loaders of each epoch's key."""
-        metrics = self._metrics
         accumulators = list(accumulators)
-        sums = [
-            None if isinstance(accumulator, MetricAccumulator) else accumulator.sums(metrics.device)
-            for accumulator in accumulators
-        ]
-        numbers = iter(metrics.read_numbers([n for pair in sums if pair is not None for n in pair if n is not None]))
+        sums = self.read_sums(accumulators)
         paths: dict[int, str] = {}
         if self._module is not None and None in sums:
             paths = {id(child): path for path, child in self._module.named_modules()}
@@ -222,12 +217,18 @@ class RanksMetrics:
             if isinstance(accumulator, MetricAccumulator):
                 own = {"path": paths.get(id(accumulator.metric)), "updates": accumulator.metric._update_count}
             elif pair is not None:
-                own = {"total": next(numbers), "shapes": accumulator.shapes}
-                own["weight"] = next(numbers) if pair[1] is not None else 0.0
+                own = {"total": pair[0], "weight": pair[1], "shapes": accumulator.shapes}
             how = {name: getattr(accumulator, name) for name in _HOW}
             own["loaders"] = frozenset(loaders.get(accumulator.epoch_key, ()))
             shares[accumulator.hook, accumulator.name] = _Share(**how, **own)
         return shares
+
+    def read_sums(self, accumulators: Sequence[ScalarAccumulator]) -> list[tuple[float, float] | None]:
+        """Return this rank's total and weight of each, in one packed copy; None for metric objects."""
+        metrics = self._metrics
+        sums = [None if isinstance(one, MetricAccumulator) else one.sums(metrics.device) for one in accumulators]
+        numbers = iter(metrics.read_numbers([n for pair in sums if pair is not None for n in pair if n is not None]))
+        return [None if pair is None else (next(numbers), 0.0 if pair[1] is None else next(numbers)) for pair in sums]
 
     def _counting(self, key: _Key, epoch: _Epoch) -> dict[int, _Share]:
         """Return the shares of a key that count, by rank."""
@@ -293,8 +294,7 @@ class RanksMetrics:
     ) -> tuple[dict[str, float], float]:
         """Exchange the step values of the present window; see `Metrics.read_step`."""
         metrics = self._metrics
-        pairs = [accumulator.step_share(metrics.device) for accumulator in accumulators]
-        *numbers, probed = metrics.read_numbers([n for pair in pairs for n in pair] + [0.0 if extra is None else extra])
+        shares, (probed,) = self.read_shares(accumulators, [0.0 if extra is None else extra])
         mine = {
             accumulator.step_key: _StepShare(
                 accumulator.name if accumulator.on_epoch else None,
@@ -303,27 +303,27 @@ class RanksMetrics:
                 accumulator.logger,
                 accumulator.prog_bar,
                 accumulator.rank_zero_only,
-                numbers[2 * index],
-                numbers[2 * index + 1],
+                value,
+                weight,
                 accumulator.dtype,
             )
-            for index, accumulator in enumerate(accumulators)
+            for accumulator, (value, weight) in zip(accumulators, shares, strict=True)
         }
         everywhere = self.gather((mine, probed))
         values: dict[str, float] = {}
         row: dict[str, float] = {}
         for key in dict.fromkeys(key for theirs, _ in everywhere for key in theirs):
-            shares = [theirs[key] for theirs, _ in everywhere if key in theirs]
-            first = shares[0]
+            of_key = [theirs[key] for theirs, _ in everywhere if key in theirs]
+            first = of_key[0]
             is_joined = first.is_synced and not first.rank_zero_only
             # A rank where nothing counts has no mean: 0 / 0.
-            pairs_of_key = [(share.value * share.weight if share.weight else 0.0, share.weight) for share in shares]
+            pairs_of_key = [(share.value * share.weight if share.weight else 0.0, share.weight) for share in of_key]
             if is_joined and first.reduce == "mean":
                 value = joined("mean", pairs_of_key)
             elif is_joined:
-                value = joined(first.reduce, [(share.value, 0.0) for share in shares])
+                value = joined(first.reduce, [(share.value, 0.0) for share in of_key])
             else:
-                value = first.value
+                value = float(first.value)
             values[key] = value
             if first.logger:
                 row[key] = value
@@ -331,7 +331,7 @@ class RanksMetrics:
                 metrics.show(value, key, first.name)
         for key, share in everywhere[self.rank][0].items():
             if key not in mine:  # this rank logs nothing: another rank reports for it
-                number = values[key] if share.is_synced and not share.rank_zero_only else share.value
+                number = values[key] if share.is_synced and not share.rank_zero_only else float(share.value)
                 metrics.take_over(torch.tensor(number, dtype=share.dtype), metrics.step, key, share.name)
         for accumulator in accumulators:
             if accumulator.sync_dist:
@@ -341,6 +341,16 @@ class RanksMetrics:
                 )
         is_finite = all(math.isfinite(theirs) for _, theirs in everywhere)
         return row, probed if is_finite else math.nan
+
+    def read_shares(
+        self, accumulators: Iterable[ScalarAccumulator], others: Sequence[Tensor | float]
+    ) -> tuple[list[tuple[float, float]], list[float]]:
+        """Return value and weight of each in its latest window, and other numbers, in one packed copy."""
+        metrics = self._metrics
+        pairs = [accumulator.step_share(metrics.device) for accumulator in accumulators]
+        numbers = metrics.read_numbers([*(number for pair in pairs for number in pair), *others])
+        count = 2 * len(pairs)
+        return list(zip(numbers[:count:2], numbers[1:count:2], strict=True)), numbers[count:]
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -381,6 +391,10 @@ def _joined_accumulators(ranks: list[list[StateDict]]) -> list[StateDict]:
     joined = []
     for states in found.values():
         counting = states[:1] if states[0].get("rank_zero_only") else states
+        if all(state["total"] is None for state in counting):  # not added up yet
+            columns = {name: torch.cat([state[name] for state in counting]) for name in ("values", "weights")}
+            joined.append({**states[0], **columns})
+            continue
         pairs = []
         for state in counting:
             own_total, own_weight = ScalarAccumulator.from_state(state, cpu).sums(cpu)
@@ -440,8 +454,8 @@ def joined(reduce: str, pairs: list[tuple[float, float]]) -> float:
     """Return the mean of (total, weight) pairs, NaN where they weigh nothing; or sum, minimum or maximum of totals."""
     total, weight = _sums(reduce, pairs)
     if reduce != "mean":
-        return total
-    return total / weight if weight else math.nan
+        return float(total)
+    return float(total / weight) if weight else math.nan
 
 
 def _sums(reduce: str, pairs: list[tuple[float, float]]) -> tuple[float, float]:

@@ -109,6 +109,8 @@ class Arguments:
     offload_activations: bool = False
     on_oom: str = "raise"
     fault_tolerance: TorchFT | None = None
+    reproducible: str | None = None
+    micro_shards: int | None = None
     profiler: Profiler | str | None = None
     logger: LoggerArgument = None
 
@@ -161,7 +163,7 @@ class Arguments:
             )
         problems = [*self._wrong_values(), *self._barebones_conflicts()]
         if problems:
-            raise _combined(problems)
+            raise combined(problems)
         if self.barebones:
             self.enable_checkpointing = self.enable_progress_bar = self.enable_model_summary = False
             self.logger = False
@@ -179,6 +181,8 @@ class Arguments:
             if getattr(self, name) is None:
                 setattr(self, name, True)
         self.val_check_interval = 1.0 if self.val_check_interval is None else self.val_check_interval
+        if self.reproducible and self.deterministic is None:
+            self.deterministic = True
         if self.gradient_clip_algorithm is not None:
             self.gradient_clip_algorithm = self.gradient_clip_algorithm.lower()
         return self
@@ -251,6 +255,18 @@ class Arguments:
             problems.add(f"on_oom={self.on_oom!r}.", fix="pass 'raise' or 'shrink'.")
         if self.fault_tolerance is not None and not hasattr(self.fault_tolerance, "min_replicas"):
             problems.add(f"fault_tolerance={self.fault_tolerance!r}.", fix="pass lw.TorchFT(...), or None.")
+        if self.reproducible not in (None, "world"):
+            problems.add(f"reproducible={self.reproducible!r}.", fix="pass 'world' or None.")
+        shards = self.micro_shards
+        if (shards is None) != (self.reproducible is None):
+            problems.add(
+                f"reproducible={self.reproducible!r} and micro_shards={shards!r}.",
+                fix="pass both: reproducible='world' and the batches of a step over all ranks.",
+            )
+        elif shards is not None:
+            from ..reproducible_world.checks import wrong_arguments
+
+            problems += wrong_arguments(self.values())
         if self.nonfinite_loss not in POLICIES:
             problems.add(f"nonfinite_loss={self.nonfinite_loss!r}.", fix=f"pass one of {', '.join(POLICIES)}.")
         return problems
@@ -348,7 +364,8 @@ def _time_error(name: str, value: Tree) -> ConfigError:
     )
 
 
-def _combined(problems: list[ConfigError]) -> ConfigError:
+def combined(problems: list[ConfigError]) -> ConfigError:
+    """Return one error that names all problems."""
     if len(problems) == 1:
         only = problems[0]
         return ConfigError(f"Trainer: {only.what}", fix=only.fix)

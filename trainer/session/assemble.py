@@ -234,6 +234,7 @@ def make_plan(run: FitRun, trainer: TrainerView) -> StepPlan:
         take_step=life.bracketed(fabric.optimizer_step, f"[Strategy]{type(fabric.strategy).__name__}.optimizer_step"),
         step_by_module=_step_by_module(run),
         no_sync=(lambda: fabric.no_backward_sync(run.model)) if defers else None,
+        without_data=fabric.strategy.without_data,
         optimizer=optimizer,
         needs_outputs=needs_outputs,
         needs_loss=needs_outputs or run.watch.keeps or run.skips_bad_steps or life.own("optimizer_step") is not None,

@@ -27,6 +27,7 @@ from ..checkpointing.locate import can_be_requeued, locate
 from ..fit_lines import tell_beginning, tell_end
 from ..run import FitRun, Run
 from . import assemble
+from .arguments import combined
 from .checks import check_fit, check_layers
 from .continuing import begin_epoch_again, continue_training, take_before
 from .fit_actions import FitActions
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from ...protocols import Loaders, StateDict
     from ...strategies import TrainerConfig
     from ..replica_groups.groups import ReplicaGroups
+    from ..reproducible_world.steps import ReproducibleWorld
     from ..trainer import Trainer
 
 
@@ -79,6 +81,7 @@ class FitSession(Session):
         super().__init__(trainer, "fit", datamodule=datamodule, given=given)
         self.model, self.ckpt_path, self.is_trusted = model, ckpt_path, is_trusted
         self.loop = trainer.fit_loop
+        self.world: ReproducibleWorld | None = None
         if "LOOPWRIGHT_REPLAY" in os.environ:  # set by `loopwright replay` for the program that it runs
             from ..replay import replay_in
 
@@ -163,6 +166,8 @@ class FitSession(Session):
         """Refuse what cannot run, also weights that no checkpoint could hold."""
         super().check()
         self.trainer._lw_saving.check_weights(self.module)
+        if self.arguments.reproducible:
+            self._check_world()
         if isinstance(self.strategy, TakesTrainerConfig):
             self.strategy.apply_trainer_config(self._trainer_config())
 
@@ -173,7 +178,22 @@ class FitSession(Session):
             self.trainer._lw_settle_strategy(self.module, data)
             self.strategy = self.fabric.strategy
             check_layers(self.strategy, self.module)
+            if self.arguments.reproducible:
+                self._check_world()
         super().launch()
+
+    def _check_world(self) -> None:
+        """Refuse what depends on the number of ranks."""
+        from ..reproducible_world.checks import check_norms, wrong_setup
+
+        trainer, num_shards = self.trainer, self.arguments.micro_shards
+        assert num_shards is not None
+        ranks = trainer.num_devices * trainer.num_nodes
+        problems = wrong_setup(self.strategy, self.fabric.precision, self.module, num_shards=num_shards, ranks=ranks)
+        if problems:
+            raise combined(problems)
+        check_norms(self.module)
+        self.loaders.counts_all_ranks = True
 
     def _trainer_config(self) -> TrainerConfig:
         """Return the Trainer's arguments for a strategy whose engine has its own configuration."""
@@ -206,6 +226,12 @@ class FitSession(Session):
 
             self.groups = ReplicaGroups(self.arguments.fault_tolerance, self, self.trainer._lw_saving)
             self.log = self.groups.log
+        if self.arguments.reproducible:
+            from ..reproducible_world.steps import ReproducibleWorld
+
+            self.world = ReproducibleWorld(
+                self.strategy, self.fabric.device, self.arguments.micro_shards or 1, self.ending
+            )
         tell_beginning(self.trainer)
         rank_drawn_as = self.strategy.topology.data_rank if self.strategy.traits.copies_draw_alike else None
         self.trainer.training_rng.begin_training(self.fabric.global_rank, self.fabric.world_size, rank_drawn_as)
@@ -269,6 +295,7 @@ class FitSession(Session):
         strategy, run = self.strategy, self.run
         sums_after_backward = strategy.accumulate_dtype is not None and not strategy.traits.sums_gradients_itself
         averages_later = self.arguments.on_oom == "shrink" and strategy.traits.averages_after_backward
+        averages_later = averages_later or (self.world is not None and strategy.traits.averages_after_backward)
         if not run.is_automatic or sums_after_backward or averages_later:
             super().place()
         else:
@@ -348,6 +375,8 @@ class FitSession(Session):
         self._check_limits(path)
         report_global_batch(trainer, run)
         run.plan = assemble.make_plan(run, trainer)
+        if self.world is not None:
+            self.world.bind(run, self.ending)
         if self.loop.data_limits:
             from ..loop.data_limits import DataLimits
 
@@ -484,6 +513,8 @@ class FitSession(Session):
         stream.next_batch = run.lifecycle.bracketed(stream.next_batch, "[BatchStream].next_batch")
         if self.arguments.global_batch_size is not None:
             self.trainer.accumulate_grad_batches = derive_accumulation(self.trainer, run)
+        if self.world is not None:
+            self.world.take_stream(stream, self.trainer)
 
     def validate(self) -> None:
         """Validate between two training steps."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from ...data.limit import find_length
 from ...data.rng import capture_generators, capture_rng, find_generators, restore_generators, restore_rng
 from ...data.stream import BatchStream
 from ...errors import ConfigError, ModuleError
@@ -64,6 +65,7 @@ class StageLoaders:
         keeps_generators: Whether generators of the validation loaders are restored after a validation.
         prepare: Called with a stage and its loaders, as the user passed or made them; returns those to read.
         opened: Called with the loaders of an evaluation that were requested.
+        counts_all_ranks: Whether the interval between two validations counts the batches of all ranks.
         pins: Whether training batches are pinned, so that copies to a device overlap with its work.
     """
 
@@ -89,6 +91,7 @@ class StageLoaders:
         self.prepare: Callable[[str, Loaders], Loaders] = _as_given
         self.opened: Callable[[EvalLoader], None] = _leave
         self.pins = False
+        self.counts_all_ranks = False
 
     def __getstate__(self) -> dict[str, object]:
         """Drop what belongs to a run; the numbers of batches of its loaders are kept."""
@@ -158,7 +161,12 @@ class StageLoaders:
         )  # fmt: skip
         if self.pins:
             stream.pin_batches()
-        self._settle_interval(stream.num_batches)
+        if self.counts_all_ranks:
+            length = find_length(loader)
+            self._settle_interval(math.inf if length is None else length)
+            self.interval_batches /= 1 if self.shard is None else self.shard.size
+        else:
+            self._settle_interval(stream.num_batches)
         return stream
 
     def _settle_interval(self, num_batches: int | float) -> None:

@@ -231,6 +231,10 @@ class Session(ABC):
             module=module,
             has_silent_ranks=strategy.traits.has_stages,
         )
+        if self.arguments.reproducible:
+            from ..reproducible_world.metrics import use_exact_metrics
+
+            use_exact_metrics(metrics, rank=rank, size=size, module=module)
         trainer._lw_watch_losses.gather = strategy.gather_objects if has_ranks else None
         self.run = trainer._lw_run = self.run_type(
             trainer=trainer,
@@ -304,7 +308,8 @@ class Session(ABC):
             rank_coordination.compare(strategy, facts)
             rank_rng.align_copies(strategy)
             splits = bool(self.trainer.use_distributed_sampler)
-            rank_coordination.distribute_loaders(self.loaders, strategy, splits=splits)
+            uneven = "zero_weight" if self.arguments.reproducible else strategy.uneven
+            rank_coordination.distribute_loaders(self.loaders, strategy, splits=splits, uneven=uneven)
 
     def _prepare_data(self) -> None:
         """Let one rank of each node (or of all, with `prepare_data_per_node=False`) download; the others wait."""

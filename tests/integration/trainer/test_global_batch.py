@@ -154,3 +154,31 @@ def test_all_ranks_stop_at_the_step_that_reaches_the_limit() -> None:
     assert sum(steps[:-1]) < 20_000 <= sum(steps)
     for one in results:
         assert one[:3] == (len(steps), 8 * len(steps), sum(steps))
+
+
+class Validated(Net):
+    def validation_step(self, batch: Any, index: int) -> None:
+        pass
+
+
+class CountsValidations(Callback):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.steps.append(trainer.global_step)
+
+
+def validated_at(rank: int, size: int, resume: str) -> list[int]:
+    counts = CountsValidations()
+    trainer = quiet(max_epochs=1, devices=size, strategy="ddp", callbacks=[counts])
+    trainer.fit(net(Validated), loader(24, 2), loader(4, 2), ckpt_path=resume)
+    return counts.steps
+
+
+def test_an_epoch_that_is_resumed_on_more_ranks_is_validated_at_its_end_only(tmp_path: Path) -> None:
+    path = str(tmp_path / "within.ckpt")
+    trainer = quiet(max_steps=4, limit_val_batches=0)
+    trainer.fit(net(Validated), loader(24, 2))
+    trainer.save_checkpoint(path)
+    assert run_ranks(validated_at, 2, path, connect=False) == [[8], [8]]  # four batches alone, then eight by twos
