@@ -16,6 +16,8 @@ from toys import Net, loader, net
 
 import loopwright as lw
 
+pytestmark = pytest.mark.slow
+
 
 class Failing(Net):
     """Fails in a step on every rank; waits for copies, so that each step has its own."""

@@ -81,6 +81,7 @@ def test_a_requeued_job_goes_on_where_the_signal_stopped_it(size: int, folder: P
         assert torch.equal(value, second[0][3][name])
 
 
+@pytest.mark.slow
 def test_a_job_that_is_requeued_with_fewer_tasks_makes_the_same_steps(folder: Path, tmp_path_factory: Any) -> None:
     [whole] = run_ranks(job, 1, str(tmp_path_factory.mktemp("whole")), connect=False)
     first = run_ranks(job, 2, str(folder), warn_at=3, connect=False)
@@ -90,6 +91,7 @@ def test_a_job_that_is_requeued_with_fewer_tasks_makes_the_same_steps(folder: Pa
         torch.testing.assert_close(second[3][name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_last_takes_a_checkpoint_that_is_newer_than_the_one_of_the_requeue(folder: Path) -> None:
     run_ranks(job, 1, str(folder), warn_at=2, connect=False)
     [(end, begun, *_)] = run_ranks(job, 1, str(folder), restarts=1, fail_at=5, connect=False)

@@ -76,6 +76,7 @@ def validated(rank: int, size: int, path: str, interval: float, stop: int, resum
     return notes.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("interval", "expected"), [(1.0, [8, 16]), (0.25, [2, 4, 6, 8, 10, 12, 14, 16])])
 def test_validations_come_at_the_same_steps_when_the_number_of_ranks_changes(
     tmp_path: Path, interval: float, expected: list[int]
