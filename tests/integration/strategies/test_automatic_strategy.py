@@ -41,7 +41,7 @@ class Net(lw.Module):
         for layer in self.layers:
             x = nn.functional.dropout(layer(x).relu(), 0.1)
         self.log("loss", x.mean())
-        return x.mean() * (2 if self.reads and x.sum().item() > 1e9 else 1)
+        return x.mean() * (2 if self.reads and int(x.argmax()) < 0 else 1)
     def validation_step(self, batch, batch_idx):
         self.log("seen", batch[0].mean())
     def configure_optimizers(self):
