@@ -19,7 +19,7 @@ from ...remote import names_in
 
 if TYPE_CHECKING:
     from ...protocols import Cluster
-    from ..trainer import Trainer
+    from ..view import TrainerView
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def _requeues(cluster: Cluster | None) -> TypeGuard[_RequeuingCluster]:
     return bool(getattr(cluster, "auto_requeue", False))
 
 
-def requeue_signal(trainer: Trainer) -> signal.Signals | None:
+def requeue_signal(trainer: TrainerView) -> signal.Signals | None:
     """Return the signal that requests a requeue of the job; None if the job cannot be requeued."""
     cluster = trainer.fabric.cluster_environment
     if _requeues(cluster) and cluster.job_id() is not None:
@@ -58,7 +58,7 @@ def requeue_signal(trainer: Trainer) -> signal.Signals | None:
     return None
 
 
-def requeue(trainer: Trainer) -> None:
+def requeue(trainer: TrainerView) -> None:
     """Save the run and put the job back into the queue. On every rank, all of them between the same two steps."""
     found = numbered_checkpoints(trainer.default_root_dir) if trainer.is_global_zero else {}
     number = trainer.strategy.broadcast(max(found, default=0) + 1)
@@ -75,7 +75,7 @@ def requeue(trainer: Trainer) -> None:
     cluster.requeue()
 
 
-def find_requeued(trainer: Trainer) -> str | None:
+def find_requeued(trainer: TrainerView) -> str | None:
     """Return the checkpoint that this requeued job resumes from; None if the job was not requeued."""
     cluster = trainer.fabric.cluster_environment
     if requeue_signal(trainer) is None or not (_requeues(cluster) and cluster.restart_count()):
