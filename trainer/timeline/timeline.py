@@ -64,7 +64,7 @@ _COMMUNICATION_NS = 4_000  # what measuring costs for each method in which a sha
 _DEVICE_FACTOR = 5
 _NS_PER_S = 1e9
 _COLLECTIVES = (
-    "all_gather", "all_reduce", "barrier", "broadcast", "gather_objects", "gather_state", "reduce",
+    "all_gather", "all_reduce", "barrier", "broadcast", "gather_objects", "gather_state",
     "reduce_boolean_decision", "sync_buffers",
 )  # fmt: skip
 
@@ -298,7 +298,7 @@ class Timeline:
         is_outer, self._own_depth = not self._own_depth, self._own_depth + 1
         swapped: list[tuple[object, str]] = []
         if is_outer:
-            swapped += [(strategy, name) for name in _COLLECTIVES if hasattr(strategy, name)]
+            swapped += [(strategy, name) for name in _COLLECTIVES]
             swapped += getattr(model, "communication_calls", list)()
         for owner, name in swapped:
             vars(owner)[name] = self._waiting(getattr(owner, name))
