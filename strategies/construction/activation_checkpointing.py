@@ -160,6 +160,8 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
             return original.forward(self, *args, **kwargs)
+        args = tuple(map(_without_cache, args))
+        kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
         return _run_twice(self, original.forward, args, kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> object:
@@ -184,6 +186,26 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
         _MARK: True,
     }
     return type(original.__name__, (original,), namespace)
+
+
+def _without_cache(value: object) -> object:
+    """Return None for a cache of keys and values, which models of transformers fill in training, too.
+
+    The second forward pass would append to what the first one has written.
+
+    Raises:
+        ModuleError: It has keys and values of earlier tokens, such as a learned prefix.
+    """
+    if type(value).__module__ != "transformers.cache_utils":
+        return value
+    cache: Any = value  # Any: transformers may not be installed
+    if cache.get_seq_length():
+        raise ModuleError(
+            "Expected a forward pass without keys and values of earlier tokens for activation checkpointing, got a "
+            f"{type(value).__name__} that has {cache.get_seq_length()}.",
+            fix="train without activation_checkpointing=, or pass the earlier tokens as inputs.",
+        )
+    return None
 
 
 def _new(original: type[nn.Module]) -> nn.Module:

@@ -452,3 +452,36 @@ def test_a_fraction_is_the_memory_budget_of_compiled_blocks() -> None:
     assert 0 < runs[0.0].kept_bytes < runs[None].kept_bytes / 2
     assert_equal(runs[None].state_dict(), runs[0.0].state_dict())
     assert torch._functorch.config.activation_memory_budget == 1.0
+
+
+def tiny_t5() -> tuple[Any, dict[str, Tensor]]:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).train()
+    ids = torch.randint(1, 60, (2, 6))
+    return model, {"input_ids": ids, "labels": ids, "attention_mask": (ids > 20).long()}
+
+
+def test_a_cache_of_transformers_is_left_out() -> None:
+    gradients = []
+    for checkpoints in (False, True):
+        model, batch = tiny_t5()
+        if checkpoints:
+            apply_activation_checkpointing(model, True)
+        torch.manual_seed(1)
+        model(**batch, use_cache=checkpoints).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+def test_a_cache_that_has_tokens_is_refused() -> None:
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 6, 8), torch.zeros(1, 2, 6, 8), 0)
+    model = make()
+    apply_activation_checkpointing(model, True)
+    with pytest.raises(ModuleError, match="keys and values of earlier tokens.*DynamicCache that has 6"):
+        model.blocks[0](torch.zeros(1, 8), debug=cache)
