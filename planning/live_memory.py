@@ -43,6 +43,8 @@ _INDEXED = (
     _ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._index_put_impl_.default,
 )  # fmt: skip
 _SHORT = 64
+# They keep what the library of the device needs for the backward pass; without a device, it is empty.
+_RECURRENT = {_ATEN.mkldnn_rnn_layer.default, _ATEN._cudnn_rnn.default, _ATEN.miopen_rnn.default}
 _SMALL = 4096  # elements of a constant that is read at once: flags and counts of ranks
 
 
@@ -60,13 +62,14 @@ class LiveMemory(TorchDispatchMode):
         sent: Bytes that this rank sends in rings, by operation.
         has_assumed: Whether values of tensors without memory were read: numbers are then 1, conditions are false, and
             masks select all.
+        lacks_workspace: Whether an operation keeps a workspace whose size only the device knows.
     """
 
     def __init__(self, fake: FakeTensorMode | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = "activations"
         self.sent: dict[str, float] = defaultdict(float)
-        self.has_assumed = False
+        self.has_assumed = self.lacks_workspace = False
         self._fake = fake
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}  # by address: number and bytes
         self._kinds: list[str] = []  # by number of a storage
@@ -172,6 +175,7 @@ class LiveMemory(TorchDispatchMode):
             out = func(*args, **kwargs)
         else:
             out, self.has_assumed = assumed(), True
+        self.lacks_workspace |= func in _RECURRENT
         made = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
         for one in made:
             self._see(one)

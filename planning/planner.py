@@ -245,6 +245,9 @@ def _row(training: Training, choice: Choice, memory: float | None, bandwidth: fl
         if usage.has_assumed:
             note = "the step reads values of tensors: planned with 1 for each number, False for each condition, and "
             note += "masks that select all"
+        if usage.lacks_workspace:
+            note += "; " if note else ""
+            note += "the workspace of recurrent layers is not counted: only the device knows its size"
     except (NeedsValues, RuntimeError, NotImplementedError) as error:
         is_plain = choice.make is None and not choice.checkpoints
         if isinstance(error, LoopwrightError) or not (isinstance(error, NeedsValues) or is_plain):
@@ -296,6 +299,7 @@ def _of_rank(training: Training, choice: Choice, rank: int) -> Usage:
         _line(few.after_backward, more.after_backward, factor),
         _line(few.sent, more.sent, factor),
         few.has_assumed or more.has_assumed,
+        few.lacks_workspace or more.lacks_workspace,
     )
 
 

@@ -117,12 +117,14 @@ class Usage:
         after_backward: Bytes by kind, after the last backward pass of a step.
         sent: Bytes sent in rings in a step, by operation.
         has_assumed: Whether the step read values of tensors without memory; see `LiveMemory`.
+        lacks_workspace: Whether an operation keeps a workspace whose size only the device knows.
     """
 
     moments: Sequence[Mapping[str, float]]
     after_backward: Mapping[str, float]
     sent: Mapping[str, float] = field(default_factory=dict)
     has_assumed: bool = False
+    lacks_workspace: bool = False
 
     @property
     def peak(self) -> Mapping[str, float]:
@@ -313,7 +315,8 @@ def _train(
             for optimizer in optimizers:
                 fabric.optimizer_step(optimizer)
     ends = [begin + (middle - begin) * part // _PARTS for part in range(_PARTS + 1)]
-    return Usage(live.peaks([*ends, live.moment]), after_backward, dict(live.sent), live.has_assumed)
+    moments = live.peaks([*ends, live.moment])
+    return Usage(moments, after_backward, dict(live.sent), live.has_assumed, live.lacks_workspace)
 
 
 def _train_window(

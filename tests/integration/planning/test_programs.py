@@ -134,3 +134,17 @@ def test_ranks_of_a_program_hold_what_its_trainer_plans(name: str, strategy: str
     planned, fitted = planned_and_fitted(name, strategy, 2)
     # 3 %: with ranks the Trainer reads a batch ahead.
     assert planned == pytest.approx(fitted, rel=0.03)
+
+
+def test_a_workspace_that_only_the_device_knows_is_named() -> None:
+    class Recurrent(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = nn.LSTM(256, 16, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.cells(x)[0]
+
+    trainer = lw.Trainer(accelerator="cpu", devices=1, logger=False)
+    plan = trainer.plan(Recurrent(), DataLoader(torch.randn(8, 4, 256), batch_size=4))
+    assert "the workspace of recurrent layers is not counted" in str(plan)
