@@ -19,6 +19,8 @@ _OPTIONS = {
     "test": "--config --print-config --ckpt_path --model --data --help",
     "predict": "--config --print-config --ckpt_path --model --data --help",
     "doctor": "--folder --disk-size --timeout --json --help",
+    "plan": "--devices --num-nodes --memory --bandwidth --tokens --peak-flops --price-per-hour --dry-run --json --help",
+    "replay": "--step --compare --save-batch --debug --rank --anomaly --folder --json --help",
     "report": "--output --title --smoothing --no-checkpoints --help",
     "run-lightning": "--parity --help",
     "watch": "--every --metric --once --smoothing --help",

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from ...errors import LoopwrightError
+from ...errors import ConfigError, LoopwrightError
+from ...planning.formulas import chinchilla_tokens, training_cost, training_flops, training_hours
 from .doctor import print_json, print_text
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ def plan(arguments: Sequence[str]) -> int:
     parser.add_argument("--num-nodes", type=int, default=1, help="nodes (default: 1)")
     parser.add_argument("--memory", help="memory of a device, such as 80GB (default: unknown)")
     parser.add_argument("--bandwidth", default="50GB", help="bytes per second between devices (default: 50GB)")
+    group = parser.add_argument_group("duration and cost", "of a dense model: 6 FLOPs per parameter and token")
+    group.add_argument("--tokens", type=float, help="tokens of the training, such as 140e9 (default: not shown)")
+    group.add_argument("--parameters", type=float, help="parameters that a token uses (default: those of the model)")
+    group.add_argument("--peak-flops", type=float, help="peak FLOP/s of a device in this precision, such as 989e12")
+    group.add_argument("--mfu", type=float, default=0.4, help="fraction of the peak that is reached (default: 0.4)")
+    group.add_argument("--price-per-hour", type=float, help="price of a device for an hour")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--dry-run",
@@ -65,6 +72,7 @@ def plan(arguments: Sequence[str]) -> int:
     chosen.arguments = [*others, *arguments[end + 1 :]]
     given: dict[str, Any] = {}
     try:
+        _check_length(chosen)
         fit = _fit_of(chosen, given)
         if fit is None:
             sys.stderr.write(f"loopwright plan: expected a call of Trainer.fit in {chosen.program}, got its end.\n")
@@ -79,14 +87,71 @@ def plan(arguments: Sequence[str]) -> int:
             memory=chosen.memory,
             bandwidth=chosen.bandwidth,
         )
+        length = _length(fit.model, chosen)
     except LoopwrightError as error:
         sys.stderr.write(f"loopwright plan: {error}\n")
         return 2
     if chosen.json:
-        sys.stdout.write(json.dumps(found.to_dict(), indent=2) + "\n")
+        sys.stdout.write(json.dumps({**found.to_dict(), "training": length}, indent=2) + "\n")
     else:
         _print(found)
+        sys.stdout.write("".join(f"{line}\n" for line in _length_lines(length)))
     return 1 if found.best is None else 0
+
+
+def _check_length(chosen: argparse.Namespace) -> None:
+    """Raise a ConfigError if options for duration and cost are missing or out of range."""
+    wanted = [name for name in ("parameters", "peak_flops", "price_per_hour") if getattr(chosen, name) is not None]
+    if wanted and chosen.tokens is None:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in wanted)
+        raise ConfigError(f"Expected --tokens with {names}, got none.", fix="pass the tokens of the training.")
+    if chosen.price_per_hour is not None and chosen.peak_flops is None:
+        raise ConfigError("Expected --peak-flops with --price-per-hour, got none.", fix="see the device's data sheet.")
+    if not 0 < chosen.mfu <= 1:
+        raise ConfigError(f"Expected --mfu above 0 and at most 1, got {chosen.mfu:g}.", fix="0.3 to 0.5 is common.")
+
+
+def _length(model: Any, chosen: argparse.Namespace) -> dict[str, float]:
+    """Return figures of the training, as far as the options allow; empty without `--tokens`.
+
+    Raises:
+        ConfigError: The module has no parameters yet.
+    """
+    if chosen.tokens is None:
+        return {}
+    parameters = int(chosen.parameters or sum(one.numel() for one in model.parameters()))
+    if not parameters:
+        raise ConfigError(
+            "Expected a module with parameters before fit for --tokens, got none.", fix="pass --parameters."
+        )
+    flops = training_flops(parameters, int(chosen.tokens))
+    found = {
+        "parameters": parameters,
+        "tokens": chosen.tokens,
+        "compute_optimal_tokens": chinchilla_tokens(parameters),
+        "flops": flops,
+    }
+    if chosen.peak_flops is not None:
+        devices = chosen.devices * chosen.num_nodes
+        found |= {"devices": devices, "hours": training_hours(flops, devices, chosen.peak_flops, chosen.mfu)}
+        if chosen.price_per_hour is not None:
+            found["cost"] = training_cost(found["hours"], devices, chosen.price_per_hour)
+    return found
+
+
+def _length_lines(length: dict[str, float]) -> list[str]:
+    if not length:
+        return []
+    lines = [
+        f"{length['tokens']:.3g} tokens with {length['parameters']:.3g} parameters: {length['flops']:.3g} FLOPs "
+        f"(6 per parameter and token; compute-optimal: {length['compute_optimal_tokens']:.3g} tokens)."
+    ]
+    if "hours" in length:
+        cost = f", {length['cost']:,.2f} in the currency of the price" if "cost" in length else ""
+        count = length["devices"]
+        on = "1 device" if count == 1 else f"{count} devices"
+        lines.append(f"On {on}: {length['hours']:,.1f} hours{cost}.")
+    return lines
 
 
 def _dry_run(fit: _Fit, given: dict[str, Any], chosen: argparse.Namespace) -> int:
