@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -271,7 +270,6 @@ def test_a_machine_is_lost_and_another_joins(tmp_path: Path, by_variables: bool)
     undisturbed(tmp_path / "undisturbed")
     # One rank adds the same micro-batches, in another order.
     check_as_undisturbed(tmp_path, tmp_path / "undisturbed", atol=1e-12)
-    assert max(later - earlier for earlier, later in pairwise(sorted(row.time for row in rows))) < 60
     # The agent ends the ranks with SIGTERM when another one joins, and they save: no step is made twice.
     on_one = [row.step for row in rows if row.size == 1]
     assert len(on_one) == len(set(on_one))
