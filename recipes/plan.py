@@ -133,5 +133,5 @@ def _report(prepared: Prepared) -> PlanReport:
         sizes=sizes,
         memory=plan_memory(settings, sizes, shares),
         data={name: value for name, value in report.as_dict().items() if name != "first_sample"},
-        text=describe_data(report, steps, in_color=False),
+        text=describe_data(report, steps, sizes, in_color=False),
     )

@@ -12,12 +12,14 @@ from ..callbacks import ModelCheckpoint
 from ..fabric.peak_flops import mfu
 from ..fabric.throughput import per_second
 from ..files import only_describes, replace_file
+from ..planning.formulas import chinchilla_tokens, training_flops
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ..trainer.trainer import Trainer
     from .data import DataReport
+    from .memory import Sizes
     from .meter import Meter
     from .run_folder import TrainingFolder
     from .step_plan import StepBudget
@@ -188,12 +190,13 @@ def make_report(
     )
 
 
-def describe_data(data: DataReport, plan: StepBudget, *, in_color: bool) -> str:
+def describe_data(data: DataReport, plan: StepBudget, sizes: Sizes, *, in_color: bool) -> str:
     """Return the text at the beginning of a training: counts, steps, and the first sample with its trained parts.
 
     Args:
         data: Counts of the data.
         plan: The steps of the training.
+        sizes: Of the model.
         in_color: Whether trained text is green; else it is between `[[` and `]]`.
     """
     held_out = f", {data.val_samples:,} held out" if data.val_samples else ""
@@ -206,6 +209,7 @@ def describe_data(data: DataReport, plan: StepBudget, *, in_color: bool) -> str:
         *data.notes,
         f"steps: {plan.describe()}",
         *_remainder(plan),
+        _compute(plan, sizes),
         f"first sample, trained text {'in green' if in_color else 'in [[ ]]'}:",
         _marked(data.first_sample, in_color=in_color),
     ]
@@ -225,6 +229,14 @@ def _remainder(plan: StepBudget) -> list[str]:
         f"{plan.left_out} of {plan.rows} rows are left out of each epoch: {plan.ranks} ranks need equally many "
         f"micro-batches of {plan.micro_batch}."
     ]
+
+
+def _compute(plan: StepBudget, sizes: Sizes) -> str:
+    """Return a line about the FLOPs of the training; a frozen parameter needs no gradient of its own: 4 per token."""
+    tokens = round(plan.num_steps * plan.tokens_per_step)
+    flops = training_flops(sizes.trained, tokens) + 4 * sizes.frozen * tokens
+    line = f"compute: {tokens:,} tokens, about {flops:.3g} FLOPs"
+    return line if sizes.frozen else f"{line}; compute-optimal: {chinchilla_tokens(sizes.trained):,} tokens"
 
 
 def _changed(counts: dict[str, Any]) -> str:

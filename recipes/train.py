@@ -142,7 +142,8 @@ def _begin(prepared: Prepared) -> None:
             used=_used(prepared),
         )
         run.save_tokenizer(prepared.tokenizer)
-    prepared.trainer.print(describe_data(data.report, plan, in_color=sys.stdout.isatty()))
+    sizes = count_sizes(prepared.settings.model_settings())
+    prepared.trainer.print(describe_data(data.report, plan, sizes, in_color=sys.stdout.isatty()))
 
 
 def _used(prepared: Prepared) -> dict[str, str | float]:

@@ -74,6 +74,9 @@ def test_bytes_and_steps_are_those_of_the_training(inputs: Path, tmp_path: Path,
     assert planned.steps.num_steps == report.steps
     assert (planned.sizes.trained, planned.sizes.frozen) == (report.parameters, report.frozen_parameters)
     assert planned.steps.trained_per_step * planned.steps.steps_per_epoch >= report.data["trained_tokens"]
+    tokens = round(planned.steps.num_steps * planned.steps.tokens_per_step)
+    flops = tokens * (6 * report.parameters + 4 * report.frozen_parameters)
+    assert f"compute: {tokens:,} tokens, about {flops:.3g} FLOPs" in planned.describe()
 
 
 def test_a_plan_makes_the_optimizer(inputs: Path, tmp_path: Path) -> None:
