@@ -204,7 +204,15 @@ class _Run:
                 f"loopwright replay: the run was at commit {program['revision']} of the program, this is "
                 f"{_revision(words, str(folder))}: if the code of the step differs, so do its figures.\n"
             )
-        variables = dict(program.get("variables", {}))
+        recorded = program.get("variables", {})
+        variables = {name: value for name, value in recorded.items() if HIDDEN not in value}
+        missing = [name for name in recorded if name not in variables and name not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"Expected the variables {', '.join(missing)}, whose values contain secrets and are not recorded, got "
+                "none.",
+                fix="set them as for the run.",
+            )
         if SWITCH in variables:
             variables.update(child_environment(os.environ.get("PYTHONPATH", "")))
         if "threads" in program:  # sums are split over threads

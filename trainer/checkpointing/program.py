@@ -17,12 +17,17 @@ from ...report.environment import revision
 
 # Variables that choose what the Trainer does; all others stay unread, for they may hold secrets.
 _VARIABLES = re.compile(r"(LOOPWRIGHT_TRAINER_|PL_TRAINER_|LT_)\w+|LOOPWRIGHT_(COMPAT_LIGHTNING|PARITY)")
-# An option whose name ends so; eos_token and the like are words of a vocabulary.
-_SECRET = re.compile(
-    r"(?i)(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)"
-    r"(token|secret|passw|password|passwd|credentials?|(api|access|private|secret)[-_.]?key)$"
+# What the name of a secret ends in; eos_token and the like are words of a vocabulary.
+_NAME = (
+    r"(?<!eos[-_])(?<!bos[-_])(?<!pad[-_])(?<!unk[-_])(?<!sep[-_])(?<!cls[-_])(?<!mask[-_])"
+    r"(?:token|secret|passw|passwords?|passwd|passphrase|pwd|credentials?|bearer|auth|authorization|signature"
+    r"|(?:api|access|account|auth|private|secret|wandb)[-_.]?key)"
 )
-_LOGIN = re.compile(r"://[^/@\s]+@")
+_OPTION = re.compile(rf"(?i)^-.*{_NAME}$")  # its value is the next argument
+# In an argument, all that follows the name: NAME=x, ?NAME=x of a URL, {"NAME": "x"}, NAME: x of a header.
+_VALUE = re.compile(rf"(?is)({_NAME}[\"']?\s*[=:]).*")
+_KEY = re.compile(r"\b(hf|gh[a-z]|github_pat|glpat)[-_][A-Za-z0-9]{16,}\w*")  # as some services write them
+_LOGIN = re.compile(r"://[^/\s]+@")
 HIDDEN = "***"
 
 
@@ -30,7 +35,7 @@ def program_record(fabric: Fabric) -> StateDict:
     """Return how this process was started: command, folder, commit, variables, threads, and who starts the ranks.
 
     "command" is None where there is no command to run again: a prompt, a notebook, `python -c`. Values of arguments
-    that bear the name of a secret are hidden.
+    and variables that bear the name of a secret are hidden.
 
     Args:
         fabric: Its launcher says who starts the ranks: "program", or "others" (torchrun, a cluster).
@@ -48,7 +53,11 @@ def _of_process() -> StateDict:
         command = None
     folder = folder or os.getcwd()
     script = getattr(sys.modules["__main__"], "__file__", None)
-    variables = {name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)}
+    variables = {
+        name: hide_secrets([f"{name}={value}"])[0].partition("=")[2]
+        for name, value in os.environ.items()
+        if _VARIABLES.fullmatch(name)
+    }
     return {
         "command": None if command is None else hide_secrets(command[1 + len(interpreter_flags()) :]),
         "folder": folder,
@@ -62,12 +71,10 @@ def hide_secrets(arguments: list[str]) -> list[str]:
     shown: list[str] = []
     is_next = False
     for argument in arguments:
-        name, equals, _ = argument.partition("=")
         if is_next and not argument.startswith("-"):
             shown.append(HIDDEN)
-        elif equals and _SECRET.search(name):
-            shown.append(f"{name}={HIDDEN}")
         else:
-            shown.append(_LOGIN.sub(f"://{HIDDEN}@", argument))
-        is_next = argument.startswith("-") and not equals and _SECRET.search(argument) is not None
+            hidden = _KEY.sub(HIDDEN, _LOGIN.sub(f"://{HIDDEN}@", argument))
+            shown.append(_VALUE.sub(lambda match: match[1] + HIDDEN, hidden))
+        is_next = _OPTION.search(argument) is not None
     return shown

@@ -14,6 +14,7 @@ from toys import Net, net, pairs
 
 import loopwright as lw
 from loopwright.errors import ReplayEnd
+from loopwright.trainer.checkpointing import program as program_module
 from loopwright.trainer.checkpointing.program import HIDDEN, hide_secrets
 from loopwright.trainer.replay import ReplayRequest, digest
 
@@ -163,12 +164,15 @@ def test_a_digest_sees_every_bit_and_every_kind_of_value() -> None:
 
 
 def test_a_checkpoint_records_the_program_without_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(program_module, "_of_process", program_module._of_process.__wrapped__)
     monkeypatch.setenv("MY_TOKEN", "hush")
+    monkeypatch.setenv("PL_TRAINER_LOGGER", "https://me:hush@host/x")
     trainer = fit(net(Observed), tmp_path)
     program = torch.load(next(tmp_path.rglob("*.ckpt")), weights_only=True)["loopwright"]["program"]
     assert os.path.isdir(program["folder"])
     assert program["ranks_by"] == "program"
     assert "hush" not in str(program)
+    assert program["variables"]["PL_TRAINER_LOGGER"] == f"https://{HIDDEN}@host/x"
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     assert "program" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)["loopwright"]
 
@@ -179,3 +183,9 @@ def test_secrets_in_arguments_are_hidden() -> None:
     assert " ".join(hide_secrets(typed.split())) == f"{shown}--num_tokens 5"
     assert hide_secrets(["--url=https://me:abc@host/x"]) == [f"--url=https://{HIDDEN}@host/x"]
     assert hide_secrets(["--token", "--verbose"]) == ["--token", "--verbose"]
+    for argument in (
+        "--url=https://host/x?a=1&token=abc", "https://me:a@bc@host/x", '--logger={"api_key": "abc"}',
+        "{api_key:abc}", "Authorization: Bearer abc", "--pwd=abc", "hf_abcdefghijklmnopqrst",
+    ):  # fmt: skip
+        assert "bc" not in hide_secrets([argument])[0]
+    assert hide_secrets(["--pad-token", "abc", "--wandb-key", "abc"]) == ["--pad-token", "abc", "--wandb-key", HIDDEN]
