@@ -56,7 +56,7 @@ def run_by(file: str, command: list[str]) -> list[str]:
 
 def interpreter_flags() -> list[str]:
     """Return the flags of this interpreter, which follow its path in `own_command`."""
-    flags: list[str] = getattr(subprocess, "_args_frominterpreter_flags", list)()  # as multiprocessing does
+    flags: list[str] = getattr(subprocess, "_args_from_interpreter_flags", list)()  # as multiprocessing does
     return flags
 
 

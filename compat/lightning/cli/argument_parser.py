@@ -46,8 +46,8 @@ _HAS_INSTANTIATE = hasattr(ArgumentParser, "instantiate")
 _OF_TRAINER = frozenset(
     (
         "accumulate_across_epochs", "activation_checkpointing", "compile", "fault_tolerance", "global_batch_size",
-        "grad_accumulation_dtype", "matmul_precision", "max_samples", "max_tokens", "nonfinite_loss",
-        "offload_activations", "on_oom",
+        "grad_accumulation_dtype", "matmul_precision", "max_samples", "max_tokens", "micro_shards", "nonfinite_loss",
+        "offload_activations", "on_oom", "reproducible", "when_short",
     )
 )  # fmt: skip
 _OF_PARTS = frozenset(

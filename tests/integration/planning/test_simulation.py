@@ -46,7 +46,9 @@ def test_the_peak_is_that_of_torchs_allocator(make: Make, size: int) -> None:
     task = training()
     planned = simulated(task, make, size).peak_bytes
     # Within 1 %: kernels allocate for themselves, and the allocator's events name what the storages' sizes leave out.
-    assert planned == pytest.approx(allocated_peak(task, make, size), rel=0.01)
+    # On the CPU, gloo may hold a temporary copy of what it reduces at the peak: that depends on its threads.
+    allocated = min(allocated_peak(task, make, size) for _ in range(1 if size == 1 else 3))
+    assert planned == pytest.approx(allocated, rel=0.01)
 
 
 def test_planning_a_large_model_takes_no_memory() -> None:

@@ -10,7 +10,10 @@ from loopwright.trainer.session.automatic_strategy import Trial
 
 
 def plan(memory: float | None = 80e9, note: str = "", **peaks: float) -> Plan:
-    rows = [Row(name, "", 4, {"parameters": peak}, 1e9, memory=memory, note=note) for name, peak in peaks.items()]
+    rows = [
+        Row(name, "", 4, {"parameters": peak}, 1e9, memory=memory, note=note, is_complete=not note)
+        for name, peak in peaks.items()
+    ]
     return Plan(tuple(rows), 4, memory, left_out={"mesh:tp=4": "3 heads."})
 
 
