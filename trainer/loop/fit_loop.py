@@ -383,7 +383,8 @@ class FitLoop:
         first, offset = self._moved if every is not None else (0, 0)
         if offset:  # validations come at the same samples as without the change
             validated = max(validated, first - 1)
-        return ((validated - offset) // interval + 1) * interval + offset
+        due = ((validated - offset) // interval + 1) * interval + offset
+        return math.inf if due > run.loaders.counted_batches else due  # else batches without data would count
 
     def when_to_look(self, run: FitRun) -> int | float:
         """Return the batch of this epoch from which on a validation may be due: before it, the loop does not ask."""

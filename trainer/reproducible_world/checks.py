@@ -39,6 +39,7 @@ def wrong_arguments(given: Mapping[str, Any]) -> Problems:
         "use_distributed_sampler=False": (given["use_distributed_sampler"] is False, "data are distributed by a rule"),
         "fault_tolerance": (given["fault_tolerance"] is not None, "the groups that take part may change"),
         "overfit_batches": (bool(given["overfit_batches"]), of_rank),
+        "check_val_every_n_epoch=None": (given["check_val_every_n_epoch"] is None, of_rank),
         "limit_train_batches": (given["limit_train_batches"] not in (None, 1.0, 0), of_rank),
         "limit_val_batches": (given["limit_val_batches"] not in (None, 1.0, 0), of_rank),
     }

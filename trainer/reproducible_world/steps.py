@@ -13,6 +13,7 @@ depends on the number of ranks is replaced:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...data.rng import RngStream
+from ...data.rng import RngStream, capture_rng, seed_global_generators
 from ...data.sources.base import NO_BATCH
 from ...errors import ModuleError
 from ...strategies import NoLoss
@@ -34,8 +35,9 @@ from .checks import check_data, check_norms, check_optimizers
 
 if TYPE_CHECKING:
     from ...data.stream import BatchStream
-    from ...protocols import Batch
+    from ...protocols import Batch, StateDict
     from ...strategies import Strategy
+    from ..loop.eval_loop import EvalLoop
     from ..run import FitRun
     from ..view import TrainerView
 
@@ -162,12 +164,39 @@ class ReproducibleWorld:
                 return next_batch()
 
         stream.next_batch = fetch
+        open_epoch = stream.open
+
+        def open_stream(epoch: int, shared_rng: StateDict | None = None, *, may_be_empty: bool = False) -> None:
+            # Hooks that draw for each batch move the global generators, by as much as the rank has batches.
+            with RngStream(f"{self._of_rank_zero()} epoch {epoch}".encode()):
+                open_epoch(epoch, None if shared_rng is None else capture_rng(), may_be_empty=may_be_empty)
+
+        stream.open = open_stream  # type: ignore[method-assign]  # of this one stream
+
+    def take_validation(self, loop: EvalLoop) -> None:
+        """Let the steps of a validation have random numbers of their batch; the caller restores the generators."""
+        transfer, numbers = loop.transfer, Counter[int]()
+        self._of_rank_zero()  # on every rank, also on those without a batch
+
+        def seeded(batch: Batch, dataloader_idx: int) -> Batch:
+            key = self._key(f"validation {dataloader_idx}", numbers[dataloader_idx])
+            numbers[dataloader_idx] += 1
+            seed_global_generators(key)
+            _seed_cuda(self._run.device, key)
+            return transfer(batch, dataloader_idx)
+
+        loop.transfer = seeded
+
+    def _of_rank_zero(self) -> int:
+        """Return the seed: of rank 0, also where a checkpoint has put its generators back."""
+        if self._seed is None:
+            self._seed = int(self._strategy.broadcast(torch.initial_seed()))
+        return self._seed
 
     def _key(self, what: str, number: int) -> bytes:
-        if self._seed is None:  # of rank 0, also where a checkpoint has put its generators back
-            self._seed = int(self._strategy.broadcast(torch.initial_seed()))
         shard = number * self._size + self._rank
-        return f"{self._seed} {what} {self._run.progress.epochs} {self._run.progress.steps} {shard}".encode()
+        progress = self._run.progress
+        return f"{self._of_rank_zero()} {what} {progress.epochs} {progress.steps} {shard}".encode()
 
     # --- a window --------------------------------------------------------------------------------------------------
 
@@ -187,8 +216,7 @@ class ReproducibleWorld:
         """Run the training step with the random numbers of this micro-shard."""
         key = self._key("step", self._number)
         self._rng = RngStream(key)
-        if self._run.device.type == "cuda":
-            torch.cuda.manual_seed(int.from_bytes(key[:4] + key[-4:], "little"))
+        _seed_cuda(self._run.device, key)
         if self._size > 1 and self._strategy.traits.shards_parameters:
             self._latest = batch
         with self._rng:
@@ -302,12 +330,19 @@ class ReproducibleWorld:
             gather_single(flat, part)
             sizes = [self._parameters[number].numel() for number in bucket]
             for number, piece in zip(bucket, flat[: sum(sizes)].split(sizes), strict=True):
-                gradients[number] = piece.view_as(self._parameters[number])
+                # In memory and a layout as of a backward pass: the order of sums in a norm depends on both.
+                like = self._parameters[number]
+                gradients[number] = torch.empty_like(like).copy_(piece.view_as(like))
         if not all(self._is_present[number] for number in self._plain):  # else nothing is read from the device
             for number, count in zip(self._plain, there.tolist(), strict=True):
                 if not count:
                     gradients[number] = None
         return gradients
+
+
+def _seed_cuda(device: torch.device, key: bytes) -> None:
+    if device.type == "cuda":
+        torch.cuda.manual_seed(int.from_bytes(key[:4] + key[-4:], "little"))
 
 
 class _Absence:

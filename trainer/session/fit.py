@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from ...data.module import DataModule
     from ...protocols import Loaders, StateDict
     from ...strategies import TrainerConfig
+    from ..loop.eval_loader import EvalLoader
+    from ..loop.eval_loop import EvalLoop
     from ..replica_groups.groups import ReplicaGroups
     from ..reproducible_world.steps import ReproducibleWorld
     from ..trainer import Trainer
@@ -515,6 +517,13 @@ class FitSession(Session):
             self.trainer.accumulate_grad_batches = derive_accumulation(self.trainer, run)
         if self.world is not None:
             self.world.take_stream(stream, self.trainer)
+
+    def evaluation_loop(self, stage: str, data: EvalLoader) -> EvalLoop:
+        """Return the loop over validation data."""
+        loop = super().evaluation_loop(stage, data)
+        if self.world is not None and not self.trainer.sanity_checking:
+            self.world.take_validation(loop)
+        return loop
 
     def validate(self) -> None:
         """Validate between two training steps."""

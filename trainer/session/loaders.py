@@ -66,6 +66,7 @@ class StageLoaders:
         prepare: Called with a stage and its loaders, as the user passed or made them; returns those to read.
         opened: Called with the loaders of an evaluation that were requested.
         counts_all_ranks: Whether the interval between two validations counts the batches of all ranks.
+        counted_batches: Batches of an epoch that have data, per rank, where they are so counted.
         pins: Whether training batches are pinned, so that copies to a device overlap with its work.
     """
 
@@ -92,6 +93,7 @@ class StageLoaders:
         self.opened: Callable[[EvalLoader], None] = _leave
         self.pins = False
         self.counts_all_ranks = False
+        self.counted_batches: int | float = math.inf
 
     def __getstate__(self) -> dict[str, object]:
         """Drop what belongs to a run; the numbers of batches of its loaders are kept."""
@@ -164,7 +166,9 @@ class StageLoaders:
         if self.counts_all_ranks:
             length = find_length(loader)
             self._settle_interval(math.inf if length is None else length)
-            self.interval_batches /= 1 if self.shard is None else self.shard.size
+            size = 1 if self.shard is None else self.shard.size
+            self.interval_batches /= size
+            self.counted_batches = math.inf if length is None else length / size
         else:
             self._settle_interval(stream.num_batches)
         return stream
