@@ -109,7 +109,7 @@ _OWN_SHAPE = {
                     "told_later?": {"event": str, "callbacks": _NAMES}},
     "after_validation?": ({"*": object}, None),  # a Tensor, or a part of one in a folder
     "program?": {"command": ([str], None), "folder": str, "revision": (str, None), "variables": {"*": str},
-                 "threads": int, "ranks_by": str},
+                 "threads": int, "ranks_by": str, "fit?": int},
 }  # fmt: skip
 _COUNTS = {"*": int}
 _SHAPE = {

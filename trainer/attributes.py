@@ -158,6 +158,9 @@ class TrainerAttributes:
         """Return the run in progress, else the last one; None before the first."""
         return self._lw_run or self._lw_last_run
 
+    _lw_is_trial = False  # of a search, such as the tuner's
+    _lw_is_in_child: bool
+
     @property
     def _lw_reports_runs(self) -> bool:
         """Whether this process logs lines about its runs: on rank 0, without barebones, and not in a search's trial."""

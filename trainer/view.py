@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 class _Saving(Protocol):
     program: StateDict | None
+    fit: int
 
     def complete(self, checkpoint: StateDict) -> None: ...
 

@@ -276,6 +276,8 @@ class _TrialTrainer(Trainer):
     What `PL_TRAINER_...`, `LT_...` and launchers say in the environment is meant for the original, which has read it.
     """
 
+    _lw_is_trial = True
+
     def __init__(self, fabric: Fabric, **plan: Any) -> None:
         self._lw_present_fabric = fabric
         super().__init__(**plan)

@@ -178,6 +178,12 @@ class _Run:
         typed = self._given.command
         program = (known.program if known is not None else None) or {}
         folder = program.get("folder")
+        if program.get("fit") and not typed:
+            raise ConfigError(
+                "Expected a run that the program's first call of Trainer.fit made, got one of call "
+                f"{program['fit'] + 1}, which depends on the calls before it.",
+                fix="write a program after -- whose first call of Trainer.fit makes the run, such as one fold alone.",
+            )
         words = typed or program.get("command")
         if not words:
             raise ConfigError(

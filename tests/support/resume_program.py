@@ -597,10 +597,11 @@ def _without(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content(path: str) -> str:
-    """Return a hash of a checkpoint, without what depends on the clock."""
+    """Return a hash of a checkpoint, without what depends on the clock, or on earlier fits of the process."""
     checkpoint = torch.load(path, weights_only=True)
     own = checkpoint["loopwright"]
     own["progress"].pop("validated_s")
+    own.get("program", {}).pop("fit", None)
     own["loggers"] = {key: state.get("rows", state["step"]) for key, state in own.get("loggers", {}).items()}
     checkpoint["callbacks"] = {
         key: state for key, state in checkpoint.get("callbacks", {}).items() if not key.startswith("Timer")

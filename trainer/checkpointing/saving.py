@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ _PLAIN = (Tensor, nn.Parameter, UninitializedParameter, UninitializedBuffer)
 
 logger_ = logging.getLogger(__name__)
 
+_fits = count()  # of this process
+
 
 class Saving:
     """Writes checkpoints, now or in the background.
@@ -43,6 +46,7 @@ class Saving:
         has_score: Whether the checkpoint being saved has the score of the latest validation, and so the weights that it
             saw.
         program: Record of the program, of the process that started this one for a function; None in other processes.
+        fit: Number of the fit among those of the process, from 0; a search's trials do not count.
     """
 
     def __init__(self, trainer: TrainerView) -> None:
@@ -52,10 +56,15 @@ class Saving:
         self.how_to_continue: str | None = None
         self.has_score = self.is_elsewhere = False
         self.program: StateDict | None = None
+        self.fit = 0
         self._saved_at, self._saved_path = -1, ""
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_trainer": self._trainer._lw_itself}
+
+    def begin_fit(self) -> None:
+        """Count a fit, in the process that the user has called it in."""
+        self.fit = next(_fits)
 
     def path_at(self, step: int) -> str | None:
         """Return the last checkpoint that holds the state after this optimizer step; None where there is none."""

@@ -106,7 +106,8 @@ def _collect(run: Run, validated: ValidatedWeights | None, *, is_weights_only: b
         states["frozen"] = _frozen(run)
         states["unfinished"] = _unfinished(run)
         states["loggers"] = logger_states(run.output)
-        states["program"] = run.trainer._lw_saving.program or program_record(fabric)
+        saving = run.trainer._lw_saving
+        states["program"] = {**(saving.program or program_record(fabric)), "fit": saving.fit}
         _leave_validation(run, states)
         if ranks_answer:
             states["metric_objects"] = run.metrics.of_ranks(states["metric_objects"])

@@ -84,7 +84,9 @@ class FitSession(Session):
         self.model, self.ckpt_path, self.is_trusted = model, ckpt_path, is_trusted
         self.loop = trainer.fit_loop
         self.world: ReproducibleWorld | None = None
-        if "LOOPWRIGHT_REPLAY" in os.environ:  # set by `loopwright replay` for the program that it runs
+        if not (trainer._lw_is_trial or trainer._lw_is_in_child):
+            trainer._lw_saving.begin_fit()
+        if "LOOPWRIGHT_REPLAY" in os.environ and not trainer._lw_is_trial:  # set by `loopwright replay`
             from ..replay import replay_in
 
             replay_in(self)

@@ -55,6 +55,8 @@ def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: An
         check_layers(trainer.strategy, unwrapped(model))
     module = model if model is not None else trainer.lightning_module
     trainer._lw_saving.program = program_record(trainer.fabric)
+    if verb == "fit":
+        trainer._lw_saving.begin_fit()
     result: StateDict = trainer.fabric.launcher.launch(_run_in_child, trainer, verb, module, arguments)
     if "is_replayed" in result:
         raise ReplayEnd

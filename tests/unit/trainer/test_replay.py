@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Subset
 from toys import Net, net, pairs
 
 import loopwright as lw
+from loopwright.cli.commands.replay import replay as replay_command
 from loopwright.errors import ReplayEnd
 from loopwright.trainer.checkpointing import program as program_module
 from loopwright.trainer.checkpointing.program import HIDDEN, hide_secrets
@@ -104,6 +105,47 @@ def test_a_replay_has_the_figures_of_the_run_and_leaves_its_folder_alone(
     for place, batch in zip(record["micro_batches"], batches, strict=True):
         for number, index in enumerate(place["samples"]):
             assert all(torch.equal(column[number], value) for column, value in zip(batch, data[index], strict=True))
+
+
+def test_a_trial_of_a_search_is_not_replayed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fit_after_search(module: Any, folder: Path) -> None:
+        lw.seed_everything(3)
+        trainer = lw.Trainer(
+            accelerator="cpu", devices=1, max_epochs=1, default_root_dir=folder, logger=False,
+            enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[lw.ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)],
+        )  # fmt: skip
+        module.lr = 0.01
+        lw.Tuner(trainer).lr_find(module, DataLoader(pairs(28), batch_size=2), num_training=10, update_attr=False)
+        module.losses, module.steps = [], []
+        trainer.fit(module, DataLoader(pairs(28), batch_size=2))
+
+    original = net(Observed)
+    fit_after_search(original, tmp_path / "run")
+    checkpoint = next((tmp_path / "run").rglob("*step=4.ckpt"))
+    first = torch.load(checkpoint, weights_only=True)["loopwright"]["program"]["fit"]
+    fit(net(Observed), tmp_path / "second")
+    second = torch.load(next((tmp_path / "second").rglob("*step=4.ckpt")), weights_only=True)["loopwright"]
+    assert second["program"]["fit"] == first + 1
+
+    request = ReplayRequest(6, str(tmp_path), str(checkpoint))
+    monkeypatch.setenv("LOOPWRIGHT_REPLAY", request.to_variable()["LOOPWRIGHT_REPLAY"])
+    with pytest.raises(ReplayEnd):
+        fit_after_search(net(Observed), tmp_path / "other")
+    record = json.loads(request.record_of(0).read_text())
+    assert [one["loss"] for one in record["micro_batches"]] == original.steps[6][0]
+
+
+def test_a_run_that_is_not_the_first_of_its_program_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(net(Observed), tmp_path / "first")
+    fit(net(Observed), tmp_path / "second")
+    checkpoint = next((tmp_path / "second").rglob("*step=4.ckpt"))
+    content = torch.load(checkpoint, weights_only=True)
+    assert content["loopwright"]["program"]["fit"] > 0
+    assert replay_command([str(checkpoint), "--step", "6"]) == 2
+    assert "Expected a run that the program's first call of Trainer.fit made" in capsys.readouterr().err
 
 
 def test_a_replay_from_the_beginning_needs_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
