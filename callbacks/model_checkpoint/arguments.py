@@ -17,6 +17,8 @@ def check_arguments(
     dirpath: str | None,
     save_last: bool | str | None,
     save_top_k: int,
+    keep_last: int | None,
+    restore_best: bool,
     every_n_train_steps: int | None,
     every_n_epochs: int | None,
     train_time_interval: timedelta | None,
@@ -31,10 +33,10 @@ def check_arguments(
         problems.append(f"mode={mode!r} (expected 'min' or 'max')")
     if not isinstance(save_top_k, int) or save_top_k < -1:
         problems.append(f"save_top_k={save_top_k!r} (expected -1, 0 or more)")
-    elif monitor is None and save_top_k not in (-1, 0, 1):
-        problems.append(
-            f"save_top_k={save_top_k} without monitor (expected -1, 0 or 1: a larger number needs a metric)"
-        )
+    if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
+        problems.append(f"keep_last={keep_last!r} (expected 1 or more, or None)")
+    if restore_best and (monitor is None or save_top_k == 0):
+        problems.append("restore_best=True without monitor or with save_top_k=0 (no checkpoint is the best)")
     if save_last not in (None, True, False, "link"):
         problems.append(f"save_last={save_last!r} (expected True, False, 'link' or None)")
     if save_last == "link" and dirpath is not None and not files.is_local(dirpath):

@@ -13,14 +13,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, nn
 
 from ...console import ONLY_LOGS
-from ...errors import CheckpointError, StopBySignal
+from ...errors import CheckpointError, ConfigError, StopBySignal
 from ...strategies.distributed.shards import local
 from ..base import AnyModule, Checkpoint, from_rank_zero
 from . import files as files
@@ -54,7 +54,9 @@ class ModelCheckpoint(Checkpoint):
         monitor: Name of the logged metric that ranks checkpoints. None: the newest checkpoint is the best.
         verbose: Whether each save is logged.
         save_last: Whether "last.ckpt" is written at every save; "link" makes it a link to the newest file.
-        save_top_k: Number of checkpoints to keep; -1 for all, 0 for none. Without `monitor`, only -1, 0 and 1.
+        save_top_k: Number of checkpoints to keep: the best ones, without `monitor` the newest; -1 for all, 0 for none.
+        keep_last: Number of the newest checkpoints to keep as well, whatever their scores. None is 0.
+        restore_best: Whether the module has the weights of the best checkpoint when fit has ended, instead of the last.
         save_on_exception: Whether a checkpoint is written when training fails or is interrupted.
         save_weights_only: Whether to omit optimizers, schedules and callbacks; such a file cannot be resumed.
         mode: "min" if a smaller metric is better, else "max".
@@ -104,6 +106,9 @@ class ModelCheckpoint(Checkpoint):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
+        *,
+        keep_last: int | None = None,
+        restore_best: bool = False,
     ) -> None:
         super().__init__()
         if every_n_train_steps is None and train_time_interval is None and every_n_epochs is None:
@@ -112,6 +117,8 @@ class ModelCheckpoint(Checkpoint):
         self.verbose = verbose
         self.save_last = save_last
         self.save_top_k = save_top_k
+        self.keep_last = keep_last
+        self.restore_best = restore_best
         self.save_on_exception = save_on_exception
         self.save_weights_only = save_weights_only
         self.mode = mode
@@ -130,12 +137,14 @@ class ModelCheckpoint(Checkpoint):
             dirpath=self.dirpath,
             save_last=save_last,
             save_top_k=save_top_k,
+            keep_last=keep_last,
+            restore_best=restore_best,
             every_n_train_steps=self._every_n_train_steps,
             every_n_epochs=self._every_n_epochs,
             train_time_interval=train_time_interval,
         )
 
-        self.checkpoint_state = CheckpointState(self.rules.top_k_type(save_top_k, mode))
+        self.checkpoint_state = self._lw_empty_state()
 
         # This run's.
         self._lw_loading_in: str | None = None
@@ -304,8 +313,13 @@ class ModelCheckpoint(Checkpoint):
 
     def forget_run(self) -> None:
         """Reset the checkpoint state; the files of the other run are kept."""
-        self.checkpoint_state = CheckpointState(self.rules.top_k_type(self.save_top_k, self.mode))
+        self.checkpoint_state = self._lw_empty_state()
         self._lw_loaded_dirpath = None
+
+    def _lw_empty_state(self) -> CheckpointState:
+        newest = max(self.keep_last or 0, self.save_top_k if self.monitor is None else 0)
+        top_k = self.rules.top_k_type(self.save_top_k, self.mode)
+        return CheckpointState(top_k, num_newest=0 if self.save_top_k == -1 else newest)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
         """Record the verb for which the state is loaded."""
@@ -313,6 +327,11 @@ class ModelCheckpoint(Checkpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Determine the directory; the loggers know their version by now."""
+        if self.restore_best and trainer._lw_arguments.fault_tolerance is not None:
+            raise ConfigError(
+                "ModelCheckpoint: restore_best=True with fault_tolerance, where one group of several writes files.",
+                fix="leave it out, and call trainer.test(ckpt_path='best') after fit.",
+            )
         if trainer._lw_saving.is_elsewhere:
             return
 
@@ -418,6 +437,17 @@ class ModelCheckpoint(Checkpoint):
             self.write_last_alone(trainer)
         self._lw_finish_before(trainer)
 
+    def on_fit_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
+        """Load the weights of the best checkpoint, if requested; all last files are written by now."""
+        if not self.restore_best or self._lw_is_inert(trainer):
+            return
+        self._lw_finish_before(trainer)
+        if self.best_model_path:
+            trainer._lw_saving.load_weights(self.best_model_path)
+            _log.info("ModelCheckpoint: the module has the weights of %s.", self.best_model_path)
+        elif trainer.is_global_zero:
+            _log.warning("ModelCheckpoint: restore_best=True, but no checkpoint was written: the module is unchanged.")
+
     def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Save the current state; no other checkpoint is removed or overwritten."""
         was_training, self._lw_is_training = self._lw_is_training, False
@@ -441,7 +471,7 @@ class ModelCheckpoint(Checkpoint):
         self._lw_synchronize(trainer)
         is_stale = bool(self._lw_stale_metrics(trainer, self._lw_needed_metrics()))
         template = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}" if is_stale else None
-        path = self._lw_free_path(trainer, self.rules.metrics(self, trainer), template, own="")
+        path = self._lw_free_path(trainer, self.rules.metrics(self, trainer), template, own=())
         self.written_step = step
         try:
             trainer.save_checkpoint(path, self.save_weights_only)
@@ -543,7 +573,7 @@ class ModelCheckpoint(Checkpoint):
         return [str(self.monitor)] if has_score else []
 
     def _lw_needed_metrics(self) -> list[str]:
-        if self.save_top_k == 0:
+        if self.save_top_k == 0 and not self.keep_last:
             return []
         return list(dict.fromkeys([*self.score_metrics(), *template_names(self.filename or "")]))
 
@@ -571,16 +601,17 @@ class ModelCheckpoint(Checkpoint):
         """Write the checkpoint if it is one of the best, `last` if it is due, and remove what was replaced."""
         metrics = self.rules.metrics(self, trainer)
         score = None
-        if self.monitor is not None:
+        if self.monitor is not None and (self.save_top_k != 0 or self.monitor in metrics):
             # Waits for the device, once per checkpoint.
             score = self.checkpoint_state.top_k.cleaned(float(metrics[self.monitor]))
             self.checkpoint_state.current_score = score
-        is_kept = self.save_top_k != 0 and (score is None or self.check_monitor_top_k(trainer, score))
+        is_best = self.save_top_k != 0 and (score is None or self.check_monitor_top_k(trainer, score))
+        is_kept = is_best or bool(self.keep_last)
         is_last_due = self._lw_is_last_due(is_kept=is_kept)
         if is_kept or is_last_due:
             self._lw_finish_before(trainer)
         last_path = self._lw_plan_last(trainer) if is_last_due else ""
-        path = self._lw_write_kept(trainer, metrics, score, last_path) if is_kept else None
+        path = self._lw_write_kept(trainer, metrics, score, last_path, is_best=is_best) if is_kept else None
         if is_last_due:
             self._lw_write_last(trainer, last_path, path)
         trainer._lw_saving.then(lambda: self._lw_remove_pending(trainer))
@@ -595,12 +626,21 @@ class ModelCheckpoint(Checkpoint):
             trainer.wait_for_save(before_save=self._lw_is_training)
 
     def _lw_write_kept(
-        self, trainer: Trainer, metrics: Mapping[str, Tensor | float], score: float | None, last_path: str
+        self,
+        trainer: Trainer,
+        metrics: Mapping[str, Tensor | float],
+        score: float | None,
+        last_path: str,
+        *,
+        is_best: bool,
     ) -> str:
         before = self.checkpoint_state.copy()
-        replaced = self.best_model_path if score is None else self.kth_best_model_path
+        if self.save_top_k == -1:
+            replaced = [self.best_model_path if score is None else self.kth_best_model_path]
+        else:
+            replaced = before.replaced_by(score, is_best=is_best)
         path = self._lw_free_path(trainer, metrics, None, own=replaced)
-        self.checkpoint_state.enter(path, score, keep_all=self.save_top_k == -1)
+        self.checkpoint_state.enter(path, score, is_best=is_best)
         if last_path:
             self.checkpoint_state.enter_last(last_path, trainer.global_step)
         # In the background, a second save would wait for the first: one takes the content to both.
@@ -683,14 +723,14 @@ class ModelCheckpoint(Checkpoint):
         return from_rank_zero(trainer, read)
 
     def _lw_free_path(
-        self, trainer: Trainer, metrics: Mapping[str, Tensor | float], template: str | None, *, own: str
+        self, trainer: Trainer, metrics: Mapping[str, Tensor | float], template: str | None, *, own: Collection[str]
     ) -> str:
-        """Return the path of a new file, with a version if a file other than `own` has the name."""
+        """Return the path of a new file, with a version if a file that is not one of `own` has the name."""
         path = self.format_checkpoint_name(metrics, template)
         if not self._enable_version_counter:
             return path
         version = self.STARTING_VERSION
-        while path != own and path not in self._lw_overwritable and self.file_exists(path, trainer):
+        while path not in own and path not in self._lw_overwritable and self.file_exists(path, trainer):
             path = self.format_checkpoint_name(metrics, template, ver=version)
             version += 1
         return path
@@ -699,7 +739,7 @@ class ModelCheckpoint(Checkpoint):
         template, metrics = self.CHECKPOINT_NAME_LAST, self.rules.metrics(self, trainer)
         if any(name not in metrics for name in template_names(template)):
             template = ModelCheckpoint.CHECKPOINT_NAME_LAST  # `last` does not wait for metrics
-        return self._lw_free_path(trainer, metrics, template, own=self.last_model_path)
+        return self._lw_free_path(trainer, metrics, template, own=[self.last_model_path])
 
     # --- removing --------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ class CheckpointState:
 
     Attributes:
         top_k: The best ones and their scores; empty without monitor.
+        num_newest: Number of the newest files to keep, whatever their scores.
+        newest: The newest files, at most `num_newest`, in the order in which they were written.
         best_path: The best one, without monitor the newest; empty if there is none.
         best_score: Score of the best one.
         last_path: Path of `last`; empty if there is none.
@@ -31,6 +33,8 @@ class CheckpointState:
     """
 
     top_k: TopK
+    num_newest: int = 0
+    newest: list[str] = field(default_factory=list)
     best_path: str = ""
     best_score: float | None = None
     last_path: str = ""
@@ -43,19 +47,35 @@ class CheckpointState:
     def copy(self) -> CheckpointState:
         """Return an independent copy."""
         top_k = replace(self.top_k, scores=dict(self.top_k.scores))
-        return replace(self, top_k=top_k, pending_removals=list(self.pending_removals))
+        return replace(self, top_k=top_k, newest=list(self.newest), pending_removals=list(self.pending_removals))
 
-    def enter(self, path: str, score: float | None, *, keep_all: bool) -> None:
-        """Record a file that is about to be written, and the one that it replaces."""
+    def enter(self, path: str, score: float | None, *, is_best: bool) -> None:
+        """Record a file that is about to be written, and those that it replaces.
+
+        Args:
+            path: The file.
+            score: Its score; None without monitor.
+            is_best: Whether it is one of the best.
+        """
+        before = self._listed()
+        if self.num_newest:
+            self.newest = [*(one for one in self.newest if one != path), path][-self.num_newest :]
         if score is None:
-            gone = "" if keep_all else self.best_path
             self.best_path = path
-        else:
-            gone = self.top_k.add(path, score)
+        elif is_best:
+            self.top_k.add(path, score)
             self.best_path = self.top_k.best_path
             self.best_score = self.top_k.scores[self.best_path]
-        if gone and gone != path:
-            self.pending_removals.append(gone)
+        self.pending_removals += dict.fromkeys(one for one in before if not self.holds(one))
+
+    def replaced_by(self, score: float | None, *, is_best: bool) -> list[str]:
+        """Return the files that go for a new one with this score."""
+        after = self.copy()
+        after.enter("", score, is_best=is_best)
+        return [one for one in self._listed() if one not in after._listed()]
+
+    def _listed(self) -> list[str]:
+        return [*self.newest, *self.top_k.scores]
 
     def enter_last(self, path: str, step: int) -> None:
         """Record the path and step of `last`; a previous one with another name is removed."""
@@ -65,11 +85,11 @@ class CheckpointState:
 
     def holds(self, path: str) -> bool:
         """Whether the file is one of those that are kept."""
-        return path in self.top_k.scores or path in (self.best_path, self.last_path)
+        return path in self._listed() or path in (self.best_path, self.last_path)
 
     def keep_best_path_only(self) -> None:
         """Forget all files but the best path: they are in a directory that this run must not clean."""
-        self.top_k.scores = {}
+        self.top_k.scores, self.newest = {}, []
         self.last_path, self.last_step, self.best_score, self.pending_removals = "", -1, None, []
 
     def state_dict(self) -> StateDict:
@@ -82,6 +102,7 @@ class CheckpointState:
             "best_k_models": {path: score_tensor(score) for path, score in self.top_k.scores.items()},
             "kth_best_model_path": kth_path,
             "kth_value": score_tensor(self.top_k.scores[kth_path] if kth_path else self.top_k.worst_score),
+            "newest": list(self.newest),
             "last_model_path": self.last_path,
             "last_step": self.last_step,
             "triggered_step": self.triggered_step,
@@ -95,6 +116,9 @@ class CheckpointState:
         self.best_score = _optional_float(state.get("best_model_score"))
         self.current_score = _optional_float(state.get("current_score"))
         self.top_k.scores = {path: float(score) for path, score in state.get("best_k_models", {}).items()}
+        # Before `newest` was saved, the only file without a score was the best.
+        only = [self.best_path] if self.best_path and self.best_score is None else []
+        self.newest = list(state.get("newest", only))[-self.num_newest :] if self.num_newest else []
         self.last_path = state.get("last_model_path", "")
         self.last_step = int(state.get("last_step", -1))
         self.triggered_step = int(state.get("triggered_step", 0))

@@ -245,6 +245,12 @@ class Saving:
             return
         self._begin_wait(filepaths)
 
+    def load_weights(self, path: str) -> None:
+        """Load the weights of a checkpoint into the module of the present run; on every rank."""
+        run = self._trainer.present_run()
+        assert run is not None
+        snapshot.restore_weights(run, snapshot.read(run.fabric, path, is_trusted=False))
+
     def full_state(self, run: Run, module: nn.Module | None) -> StateDict:
         """Return full weights on rank 0; see `Trainer.full_state_dict`."""
         trainer, strategy = self._trainer, self._trainer.strategy

@@ -402,6 +402,19 @@ def restore_module(run: Run, content: Content) -> None:
     own = run.lifecycle.own("on_load_checkpoint")
     if own is not None:
         own(checkpoint)
+    restore_weights(run, content)
+    load_metric_states(run.module, content.states.get("metric_objects", {}), run.device, run.metrics.place)
+    if run.datamodule is not None:
+        state = content.extra.get(type(run.datamodule).__qualname__)
+        if state is not None:
+            run.datamodule.load_state_dict(state)
+    run.lifecycle.of_callbacks("on_load_checkpoint")(checkpoint)
+    restore_callbacks(run.callbacks, checkpoint.get("callbacks", {}))
+
+
+def restore_weights(run: Run, content: Content) -> None:
+    """Load parameters and buffers into the module of a run; on every rank."""
+    checkpoint = content.extra["__checkpoint__"]
     strict = getattr(run.module, "strict_loading", True) is not False
     leaves_out = getattr(run.module, "exclude_frozen_parameters", False)
     excluded = content.states.get("excluded", ()) if leaves_out else ()
@@ -417,13 +430,6 @@ def restore_module(run: Run, content: Content) -> None:
         from ...checkpoint.frozen_parameters import check_loaded
 
         check_loaded(run.module, keys, frozenset(excluded))
-    load_metric_states(run.module, content.states.get("metric_objects", {}), run.device, run.metrics.place)
-    if run.datamodule is not None:
-        state = content.extra.get(type(run.datamodule).__qualname__)
-        if state is not None:
-            run.datamodule.load_state_dict(state)
-    run.lifecycle.of_callbacks("on_load_checkpoint")(checkpoint)
-    restore_callbacks(run.callbacks, checkpoint.get("callbacks", {}))
 
 
 def restore_callbacks(callbacks: list[Callback], states: StateDict) -> None:

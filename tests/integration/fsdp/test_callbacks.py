@@ -26,6 +26,7 @@ from loopwright.callbacks import (
     WeightStatistics,
 )
 from loopwright.callbacks.summary.summary import summarize
+from loopwright.checkpoint import AsyncCheckpointIO
 from loopwright.loggers import CSVLogger, TensorBoardLogger
 from loopwright.strategies import FSDPStrategy
 from loopwright.strategies.distributed.shards import is_sharded
@@ -184,6 +185,34 @@ def by_launcher(size: int) -> Any:
 
 def test_a_launching_process_gets_full_weights_and_averages() -> None:
     assert_near(by_launcher(2), by_launcher(1))
+
+
+def restored(rank: int, size: int, folder: str, form: str) -> dict[str, Any]:
+    """Return the weights after fit, and what the best of the validations saw."""
+    seen: list[tuple[float, Any]] = []
+
+    class Watch(lw.Callback):
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.append((float(trainer.callback_metrics["val"]), whole(dict(pl_module.state_dict()))))
+
+    best = lw.ModelCheckpoint(f"{folder}/{form}-{size}", monitor="val", mode="max", restore_best=True)  # the first
+    plugins = AsyncCheckpointIO() if form == "full" else None
+    quiet = {"enable_checkpointing": None, "num_sanity_val_steps": 0, "plugins": plugins}
+    trainer = trainer_for(size, form, max_epochs=3, callbacks=[Watch(), best], **quiet)
+    module = Net()
+    trainer.fit(module, training(size), validation())
+    wanted = max(seen, key=lambda one: one[0])[1]
+    found = whole(dict(module.state_dict()))
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    assert not torch.equal(found["first.weight"], seen[-1][1]["first.weight"])
+    return found
+
+
+def test_fit_ends_with_the_best_weights_on_request(tmp_path: Path) -> None:
+    (wanted,) = run_ranks(restored, 1, str(tmp_path), "full", connect=False)
+    for form in ("full", "sharded"):
+        for found in run_ranks(restored, 2, str(tmp_path), form, connect=False):
+            assert_near(found, wanted)
 
 
 # -- callbacks that look ----------------------------------------------------------------------------------------------

@@ -89,6 +89,8 @@ def _comparable(value: Any) -> Any:
         return Path(value).name.replace("-v1", "")
     if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
         return {Path(key).name.replace("-v1", ""): digest(entry) for key, entry in value.items()}
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return [_comparable(one) for one in value]
     return digest(value)
 
 

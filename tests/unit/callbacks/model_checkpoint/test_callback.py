@@ -117,15 +117,20 @@ def test_save_top_k_0_writes_only_last(tmp_path: Path) -> None:
     k=st.integers(-1, 3),
     mode=st.sampled_from(["min", "max"]),
     save_last=st.sampled_from([None, True, "link"]),
+    keep_last=st.sampled_from([None, 1, 3]),
 )
-def test_files_on_disk_are_the_k_best(scores: list[float], k: int, mode: str, save_last: Any) -> None:
+def test_files_on_disk_are_the_k_best_and_the_newest(
+    scores: list[float], k: int, mode: str, save_last: Any, keep_last: int | None
+) -> None:
     worst = float("inf") if mode == "min" else float("-inf")
     cleaned = [worst if score != score else score for score in scores]
     sign = 1 if mode == "min" else -1
     order = sorted(range(len(scores)), key=lambda index: (sign * cleaned[index], index))
     kept = order if k == -1 else order[:k]
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = ModelCheckpoint(folder, monitor="v", save_top_k=k, mode=mode, save_last=save_last)
+        checkpoint = ModelCheckpoint(
+            folder, monitor="v", save_top_k=k, mode=mode, save_last=save_last, keep_last=keep_last
+        )
         fit(
             Path(folder),
             checkpoint,
@@ -134,7 +139,8 @@ def test_files_on_disk_are_the_k_best(scores: list[float], k: int, mode: str, sa
             val_metrics=lambda step: {"v": scores[step - 1]},
         )
         on_disk = [name for name in names(folder) if name != "last.ckpt"]
-        assert on_disk == sorted(f"epoch={index}-step={index + 1}.ckpt" for index in kept)
+        newest = range(len(scores))[-keep_last:] if keep_last else []
+        assert on_disk == sorted(f"epoch={index}-step={index + 1}.ckpt" for index in {*kept, *newest})
         assert os.path.basename(checkpoint.best_model_path) == (
             f"epoch={kept[0]}-step={kept[0] + 1}.ckpt" if kept else ""
         )
@@ -143,7 +149,29 @@ def test_files_on_disk_are_the_k_best(scores: list[float], k: int, mode: str, sa
             assert last["global_step"] == len(scores)
         for name in on_disk:
             path = os.path.realpath(os.path.join(folder, name))
-            assert path in saved_state(path, checkpoint)["best_k_models"]
+            state = saved_state(path, checkpoint)
+            assert path in [*state["best_k_models"], *state["newest"]]
+
+
+@pytest.mark.parametrize("arguments", [{"save_top_k": 3}, {"keep_last": 3}, {"save_top_k": 0, "keep_last": 3}], ids=str)
+def test_without_a_monitor_the_newest_are_kept(tmp_path: Path, arguments: dict[str, int]) -> None:
+    fit(tmp_path, ModelCheckpoint(tmp_path / "c", "x", **arguments), max_epochs=2)
+    fit(tmp_path, ModelCheckpoint(tmp_path / "d", "{step}", **arguments), max_epochs=2)
+    newest = str(tmp_path / "d" / "step=8.ckpt")
+    resumed = fit(tmp_path, ModelCheckpoint(tmp_path / "d", "{step}", **arguments), newest, max_epochs=5)
+    assert names(tmp_path / "c") == ["x-v1.ckpt", "x.ckpt"]
+    # The file that was named in ckpt_path stays.
+    assert names(tmp_path / "d") == [f"step={step}.ckpt" for step in (12, 16, 20, 8)]
+    assert resumed.callbacks[0].best_model_path == str(tmp_path / "d" / "step=20.ckpt")
+
+
+def test_states_of_before_keep_last_are_resumed(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "c", save_top_k=2)
+    fit(tmp_path, checkpoint, max_epochs=1)
+    state = checkpoint.state_dict()
+    del state["newest"]
+    checkpoint.checkpoint_state.load_state_dict(state)
+    assert checkpoint.checkpoint_state.newest == [checkpoint.best_model_path]
 
 
 # --- names -------------------------------------------------------------------------------------------------------
@@ -462,11 +490,17 @@ def scores(step: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("stop", range(1, 16))
-@pytest.mark.parametrize("save_last", [None, True, "link"])
-def test_a_run_that_was_killed_ends_with_the_same_books_and_files(tmp_path: Path, stop: int, save_last: Any) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [{"save_last": None}, {"save_last": True}, {"save_last": "link"}, {"keep_last": 3, "save_last": True}],
+    ids=str,
+)
+def test_a_run_that_was_killed_ends_with_the_same_books_and_files(
+    tmp_path: Path, stop: int, arguments: dict[str, Any]
+) -> None:
     def make(folder: Path) -> FakeTrainer:
         checkpoint = ModelCheckpoint(
-            folder / "c", "{step}-{v}", monitor="v", save_top_k=2, every_n_train_steps=2, save_last=save_last
+            folder / "c", "{step}-{v}", monitor="v", save_top_k=2, every_n_train_steps=2, **arguments
         )
         return FakeTrainer(folder, [checkpoint], max_epochs=2, windows=8, val_every=2, val_metrics=scores)
 
@@ -614,7 +648,9 @@ def test_an_exception_before_training_saves_nothing(tmp_path: Path) -> None:
     [
         ({"mode": "up"}, "mode='up'"),
         ({"save_top_k": -2}, "save_top_k=-2"),
-        ({"save_top_k": 3}, "save_top_k=3 without monitor"),
+        ({"keep_last": 0}, "keep_last=0 (expected 1 or more"),
+        ({"restore_best": True}, "restore_best=True without monitor"),
+        ({"restore_best": True, "monitor": "v", "save_top_k": 0}, "restore_best=True without monitor or with"),
         ({"every_n_epochs": -1}, "every_n_epochs=-1"),
         ({"every_n_epochs": 1.5}, "every_n_epochs=1.5 (expected an integer"),
         ({"every_n_train_steps": "5"}, "every_n_train_steps='5' (expected an integer"),
