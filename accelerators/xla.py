@@ -79,8 +79,8 @@ def import_xla(name: str = "torch_xla", *, needed_for: str = "accelerator='xla'"
 
 def is_runtime_started() -> bool:
     """Return whether this process has started XLA's runtime: its devices are fixed from then on."""
-    module = sys.modules.get("torch_xla")
-    return module is not None and bool(module._XLAC._xla_runtime_is_initialized())
+    binding = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
+    return binding is not None and bool(binding._xla_runtime_is_initialized())
 
 
 @ACCELERATOR_REGISTRY.register("tpu", description="TPUs, and other devices of torch_xla's runtime (PJRT_DEVICE)")

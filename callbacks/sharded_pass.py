@@ -15,7 +15,8 @@ R = TypeVar("R")
 def root_around(module: nn.Module) -> nn.Module | None:
     """Return FSDPStrategy's wrapper of the module; None if its parameters are not sharded. Imports nothing."""
     known = sys.modules.get(f"{__package__.rpartition('.')[0]}.strategies.fsdp.root")
-    return None if known is None else known.root_of(module)
+    root_of = getattr(known, "root_of", None)  # without it, another thread is importing the module
+    return None if root_of is None else root_of(module)
 
 
 def gathered(module: nn.Module, function: Callable[P, R]) -> Callable[P, R]:

@@ -201,8 +201,10 @@ def resolve(
     """
     # A cluster environment of this process reads its variables on each access: launchers add to them.
     fixed = None if environment is None else environment.variables
-    if environment is None and (script := sys.modules.get(f"{__package__}.launch.script")) is not None:
-        script.leave_ended_job()
+    # Another thread may be importing it: then nothing was started either.
+    leave = getattr(sys.modules.get(f"{__package__}.launch.script"), "leave_ended_job", None)
+    if environment is None and leave is not None:
+        leave()
     environment = environment if environment is not None else Environment.current()
     variables = environment.variables
     problems: list[ConfigError] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from ...protocols import StateDict
+from ...strategies.distributed.shards import is_sharded
 from ..plain import Trusted, Untrusted, WithObjects
 from .deferred_copy import DeferredCopies
 
@@ -160,7 +160,7 @@ class _Copier:
     def _tensor(self, tensor: Tensor) -> Tensor:
         if type(tensor) in _PLAIN_TENSORS:
             result = self._local(tensor.detach())
-        elif _is_shard(tensor):
+        elif is_sharded(tensor):
             result = self._shard(tensor)
         else:
             return cast(Tensor, self._other(tensor))
@@ -239,8 +239,3 @@ class _Copier:
             sources.clear()
 
         return settle
-
-
-def _is_shard(tensor: Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)

@@ -44,8 +44,9 @@ class ExternalLauncher(InProcessLauncher):
             owner.kill(signum)
 
     def _owner(self) -> ScriptLauncher | None:
-        script = sys.modules.get(f"{__package__}.script")  # not imported means that nothing was started
-        return None if script is None else script.started_here()
+        # Not imported, or not completely, means that nothing was started.
+        started_here = getattr(sys.modules.get(f"{__package__}.script"), "started_here", None)
+        return None if started_here is None else started_here()
 
     def launch(self, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """Call the function and return what it returned on this rank.

@@ -61,9 +61,10 @@ def open_crash_file() -> str:
 
 
 def _started_the_others() -> bool:
-    # Not imported means that nothing was started.
+    # Not imported, or not completely, means that nothing was started.
     script = sys.modules.get(f"{__package__.rpartition('.')[0]}.launch.script")
-    return script is not None and script.started_here() is not None
+    started_here = getattr(script, "started_here", None)
+    return started_here is not None and started_here() is not None
 
 
 def _remove_stale(folder: Path) -> None:

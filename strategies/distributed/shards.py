@@ -73,8 +73,9 @@ class RemoteShards:
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:
     """Return whether this is a sharded tensor (a DTensor). Imports nothing."""
-    module = sys.modules.get("torch.distributed.tensor")  # not imported yet means that there is none
-    return module is not None and isinstance(value, module.DTensor)
+    # Not imported yet, or not completely in another thread, means that there is none.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
 
 
 def all_parameters(module: nn.Module) -> Iterator[Tensor]:

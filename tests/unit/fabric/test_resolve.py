@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -434,3 +436,14 @@ def test_processes_that_exist_may_be_fewer_too() -> None:
 def test_missing_devices_are_an_error_otherwise(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find(accelerator=Board(), strategy="ddp", **arguments)
+
+
+@pytest.mark.parametrize("name", ["loopwright.fabric.launch.script", "torch.distributed.tensor", "torch_xla"])
+def test_a_module_that_another_thread_is_importing_counts_as_absent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from loopwright.accelerators.xla import is_runtime_started
+    from loopwright.strategies.distributed.shards import is_sharded
+
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert isinstance(resolve(accelerator="cpu").strategy, SingleDeviceStrategy)
+    assert not is_sharded(torch.ones(1))
+    assert not is_runtime_started()
