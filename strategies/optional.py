@@ -118,8 +118,11 @@ class MakesPrecision(Protocol):
 class TakesTrainerConfig(Protocol):
     """Has its own configuration that must agree with the Trainer's arguments."""
 
-    def apply_trainer_config(self, config: TrainerConfig) -> None:
+    def apply_trainer_config(self, config: TrainerConfig) -> TrainerConfig:
         """Take the Trainer's arguments, before processes start.
+
+        Returns:
+            Accumulation and clipping that the Trainer must take over from the engine's configuration; else empty.
 
         Raises:
             ConfigError: The engine's configuration differs; names both values. Or the engine does not support them.

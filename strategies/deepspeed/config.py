@@ -1,7 +1,8 @@
 """DeepSpeed's configuration as plain values: reading it, and filling in what Trainer or Fabric knows.
 
 The Trainer's values are the source. The user's configuration may repeat them, say "auto", or leave them out. A value
-that differs is an error before any process starts, with both values side by side.
+that differs is an error before any process starts, with both values side by side, unless the configuration takes
+precedence (`config_wins`) and the Trainer can do the same.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import copy
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,28 @@ def stage_of(config: Mapping[str, Any]) -> int:
     return int(stage) if is_stage(stage) else 0
 
 
+def taken_over(config: Mapping[str, Any], facts: Facts) -> Facts:
+    """Return the facts with accumulation and clipping as the configuration has them, where the Trainer can do the same.
+
+    A `train_batch_size` without accumulation implies one, if the size of a micro-batch is known.
+    """
+    accumulate, clip = at(config, "gradient_accumulation_steps"), at(config, "gradient_clipping")
+    total, micro = at(config, "train_batch_size"), (facts.micro_batch or 0) * facts.world_size
+    if not isinstance(accumulate, int) and isinstance(total, int) and micro and total % micro == 0:
+        accumulate = total // micro
+    if isinstance(accumulate, int) and facts.accumulate is not None and facts.global_batch is None:
+        facts = replace(facts, accumulate=accumulate)
+    return replace(facts, clip=float(clip)) if isinstance(clip, int | float) and facts.clip is not None else facts
+
+
+def precision_of(config: Mapping[str, Any], name: str) -> str:
+    """Return the 16-bit precision that a configuration turns on, mixed unless `name` is not; without one `name`."""
+    kind = "true" if name in ("16-true", "bf16-true") else "mixed"
+    found = [short for section, short in (("bf16", "bf16"), ("fp16", "16"))
+             if section_of(config, section).get("enabled") is True]  # fmt: skip
+    return f"{found[0]}-{kind}" if found else name
+
+
 def settle(config: Config, facts: Facts, where: str) -> Config:
     """Return the configuration with everything that Trainer or Fabric knows, and without "auto".
 
@@ -190,7 +213,8 @@ def differences(rows: Iterable[Row], left: str, right: str) -> ConfigError:
     lines = "".join(f"\n  {path:<{first}}  {one:<{second}}  {other}" for path, one, other in table)
     return ConfigError(
         f"Expected values of the run in DeepSpeed's configuration, got:{lines}",
-        fix='make the values equal, write "auto" into the configuration, or remove the keys.',
+        fix='make the values equal, write "auto" into the configuration, remove the keys, or pass config_wins=True to '
+        "DeepSpeedStrategy for accumulation, clipping and precision.",
     )
 
 

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from ...protocols import CheckpointPlugin, Cluster, StateDict, T
     from .engine_types import Engine, State
 
+_log = logging.getLogger(__name__)
+
 
 class DeepSpeedStrategy(ParallelStrategy):
     """Several processes whose module and optimizer are run by a DeepSpeed engine, on any kind of device.
@@ -95,6 +97,9 @@ class DeepSpeedStrategy(ParallelStrategy):
         load_full_weights: Accepted for compatibility; checkpoints always contain full tensors.
         exclude_frozen_parameters: Whether checkpoints omit parameters that are not trained.
         uneven: Behavior for unequal numbers of training batches on ranks: "stop_all" or "cycle".
+        config_wins: Whether accumulation, clipping and precision are those of `config`, where it has values, instead of
+            the Trainer's; what was taken is logged. Clipping by value, manual optimization, `global_batch_size` and the
+            loaders' batch size must agree nevertheless.
 
     Raises:
         ConfigError: An argument is invalid, or differs from `config`; every problem is listed.
@@ -165,6 +170,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         start_method: str = "popen",
         uneven: str = "stop_all",
         stall_timeout: timedelta | float | None = None,
+        config_wins: bool = False,
     ) -> None:
         read = read_given(
             config,
@@ -195,6 +201,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         self.given_config = read.config
         self.arguments = read.arguments
         self.where = read.where
+        self.config_wins = config_wins
         self.stage = configs.stage_of(read.config)
         if self.stage == 3:
             what = "ZeRO stage 3 replaces functions of linear layers with ones that torch.compile cannot trace"
@@ -278,23 +285,45 @@ class DeepSpeedStrategy(ParallelStrategy):
         Raises:
             ConfigError: The engine, or the device, does not support it.
         """
-        return DeepSpeedPrecision(name, device_type)
+        wanted = configs.precision_of(self.given_config, name) if self.config_wins else name
+        if wanted != name:
+            _log.info("DeepSpeedStrategy: precision=%r, from %s.", wanted, self.where)
+        return DeepSpeedPrecision(wanted, device_type)
 
-    def apply_trainer_config(self, config: TrainerConfig) -> None:
+    def apply_trainer_config(self, config: TrainerConfig) -> TrainerConfig:
         """Apply the Trainer's configuration, before processes start.
 
         Args:
             config: See `TrainerConfig`.
 
+        Returns:
+            The values that the Trainer must take instead: with `config_wins`, those of DeepSpeed's configuration.
+
         Raises:
             ConfigError: The configuration differs, with both values of each; or it cannot be done.
         """
         self._lw_plan = dict(config)
+        taken = self._lw_take_over() if self.config_wins and config["is_automatic"] else TrainerConfig()
         settled = self.configure_deepspeed_config(self.given_config)
         if self._lw_plan.get("grad_accumulation_dtype") is not None:
             for what, fix in check_sections(settled, "Trainer(grad_accumulation_dtype='float32')"):
                 raise ConfigError(f"{what}.", fix=f"{fix}.")
         ops.prepare(self.given_config, self.where)
+        return taken
+
+    def _lw_take_over(self) -> TrainerConfig:
+        """Replace accumulation and clipping in the plan by DeepSpeed's, and return them."""
+        before, taken = self._lw_facts(), TrainerConfig()
+        after = configs.taken_over(self.given_config, before)
+        if after.accumulate != before.accumulate:
+            taken["accumulate_grad_batches"] = after.accumulate
+        if after.clip != before.clip and self._lw_plan.get("gradient_clip_algorithm") in (None, "norm"):
+            taken["gradient_clip_val"] = after.clip
+        if taken:
+            shown = ", ".join(f"{name}={value!r}" for name, value in taken.items())
+            _log.info("DeepSpeedStrategy: %s, from %s.", shown, self.where)
+        self._lw_plan.update(taken)
+        return taken
 
     def _lw_facts(self) -> configs.Facts:
         dtype = str(self.precision.policy.compute_dtype).removeprefix("torch.")

@@ -335,7 +335,12 @@ class FitLoop:
                     fix="use precision='bf16-mixed' or '32-true', or set evaluates_closure = False on an optimizer "
                     "that needs no second evaluation.",
                 )
-        if run.is_automatic and plan.optimizer is not None and not type(plan.optimizer).__module__.startswith("torch."):
+        # An engine's wrapper has the class of the user's optimizer.
+        if (
+            run.is_automatic
+            and plan.optimizer is not None
+            and not plan.optimizer.__class__.__module__.startswith("torch.")
+        ):
             self._tell_closure(plan.optimizer, evaluates=plan.needs_closure)
 
     def _tell_closure(self, optimizer: Optimizer, *, evaluates: bool) -> None:
@@ -345,7 +350,7 @@ class FitLoop:
         way = "evaluates the model within its step: each window is run again for every call of its closure"
         if not evaluates:
             way = "gets its gradients before its step, which does not evaluate the model again"
-        logger.info("%s %s. Set evaluates_closure on it if that is wrong.", type(optimizer).__name__, way)
+        logger.info("%s %s. Set evaluates_closure on it if that is wrong.", optimizer.__class__.__name__, way)
 
     def _refuse_to_skip(self, run: FitRun, where: str) -> None:
         if run.skips_bad_steps:

@@ -173,7 +173,10 @@ class FitSession(Session):
         if self.arguments.reproducible:
             self._check_world()
         if isinstance(self.strategy, TakesTrainerConfig):
-            self.strategy.apply_trainer_config(self._trainer_config())
+            taken = self.strategy.apply_trainer_config(self._trainer_config())
+            if accumulate := taken.get("accumulate_grad_batches"):
+                self.trainer.accumulate_grad_batches = accumulate
+            self.trainer.gradient_clip_val = taken.get("gradient_clip_val", self.trainer.gradient_clip_val)
 
     def launch(self) -> None:
         """Choose the strategy by a plan if it is left to the Trainer, and connect the processes."""

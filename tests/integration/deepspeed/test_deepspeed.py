@@ -222,6 +222,12 @@ def train_by_file(rank: int, size: int, folder: str) -> Any:
         DeepSpeedStrategy(config=file), size, 6, module=Trained(has_optimizer=False), ckpt_path=f"{folder}/3.ckpt"
     )
     trainer.save_checkpoint(f"{folder}/3-6.ckpt")
+    written = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.2, "zero_optimization": {"stage": 1}}
+    winner, _ = fit(DeepSpeedStrategy(config=written, config_wins=True), size, 4)
+    winner.save_checkpoint(f"{folder}/config.ckpt")
+    trainer, _ = fit(DeepSpeedStrategy(stage=1), size, 4, accumulate_grad_batches=3, clip=0.2)
+    trainer.save_checkpoint(f"{folder}/arguments.ckpt")
+    assert (winner.accumulate_grad_batches, winner.gradient_clip_val) == (3, 0.2)
     return module.rates, again.rates, by_hand(size, rank)
 
 
@@ -251,6 +257,8 @@ def test_optimizer_and_schedule_of_the_file_work_as_the_engine_does_them(tmp_pat
     assert [rates[index] for index in ends] == pytest.approx(wanted)
     assert again == rates[5:]
     assert distance(weights(tmp_path / "6.ckpt"), weights(tmp_path / "3-6.ckpt")) == 0
+    # A configuration that takes precedence trains what the same arguments of the Trainer train.
+    assert distance(weights(tmp_path / "config.ckpt"), weights(tmp_path / "arguments.ckpt")) == 0
 
 
 # --- manual optimization -------------------------------------------------------------------------------------------

@@ -465,6 +465,7 @@ def tiny_t5() -> tuple[Any, dict[str, Tensor]]:
 
 
 def test_a_cache_of_transformers_is_left_out() -> None:
+    pytest.importorskip("transformers")
     gradients = []
     for checkpoints in (False, True):
         model, batch = tiny_t5()
@@ -477,6 +478,7 @@ def test_a_cache_of_transformers_is_left_out() -> None:
 
 
 def test_a_cache_that_has_tokens_is_refused() -> None:
+    pytest.importorskip("transformers")
     from transformers import DynamicCache
 
     cache = DynamicCache()

@@ -15,7 +15,7 @@ from loopwright.strategies.deepspeed.arguments import (
     check_arguments,
     check_sections,
 )
-from loopwright.strategies.deepspeed.config import Facts, merged, read, settle, stage_of
+from loopwright.strategies.deepspeed.config import Facts, merged, precision_of, read, settle, stage_of, taken_over
 
 # The example file of the chapter on distributed training.
 CHAPTER: dict[str, Any] = {
@@ -248,3 +248,18 @@ def test_a_global_batch_of_the_trainer_and_one_of_the_configuration_must_be_equa
     assert settle({}, facts, "here")["train_batch_size"] == 64
     with pytest.raises(ConfigError, match=r"train_batch_size +32 +64"):
         settle({"train_batch_size": 32}, Facts(world_size=2, global_batch=64), "here")
+
+
+def test_a_configuration_that_wins_gives_accumulation_clipping_and_precision() -> None:
+    facts = Facts(world_size=2, accumulate=1, clip=0.0, micro_batch=8, dtype="float32")
+    taken = taken_over({"gradient_accumulation_steps": 4, "gradient_clipping": 0.5}, facts)
+    assert (taken.accumulate, taken.clip) == (4, 0.5)
+    assert taken_over({"train_batch_size": 64}, facts).accumulate == 4
+    assert taken_over({"train_batch_size": 60, "gradient_clipping": "auto"}, facts) == facts
+    by_hand = Facts(world_size=2)
+    assert taken_over({"gradient_accumulation_steps": 4, "gradient_clipping": 0.5}, by_hand) == by_hand
+    decided = Facts(accumulate=2, global_batch=64, clip=0.0)
+    assert taken_over({"gradient_accumulation_steps": 4}, decided).accumulate == 2
+    assert precision_of({"bf16": {"enabled": True}}, "32-true") == "bf16-mixed"
+    assert precision_of({"fp16": {"enabled": True}}, "bf16-true") == "16-true"
+    assert precision_of({"fp16": {"enabled": "auto"}, "bf16": {"enabled": False}}, "32-true") == "32-true"
