@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...errors import ConfigError, LaunchError, LoopwrightError, Problems
 from ...messages import counted
+from .launch_ask import ask
 from .launch_options import Request, read_request
 
 _DEFAULT_PORT = "29400"
@@ -24,6 +25,7 @@ _PASSED_ON = {
         "shutdown-timeout", "log-dir", "redirects", "tee", "node-rank",
     )
 } | {"local-address": "local-addr", "main-address": "master-addr", "main-port": "master-port"}  # fmt: skip
+_NETWORK = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 _VARIABLES = {
     "accelerator": "LT_ACCELERATOR",
     "strategy": "LT_STRATEGY",
@@ -62,6 +64,10 @@ def launch(arguments: Sequence[str]) -> int:
     """
     try:
         request = read_request(arguments, os.environ)
+        if request.ask is not None:
+            return _ask(request.ask)
+        if request.left_out:
+            sys.stderr.write(f"loopwright launch: without effect here: {'; '.join(request.left_out)}\n")
         if "ray" in request.options:
             return _launch_on_ray(request)
         plan = make_plan(request, num_gpus=_num_gpus(), num_cpus=_num_cpus(), variables=os.environ)
@@ -75,13 +81,26 @@ def launch(arguments: Sequence[str]) -> int:
         return 2
 
 
+def _ask(path: str) -> int:
+    try:
+        ask(path)
+    except EOFError as error:
+        raise ConfigError(
+            "Expected answers on the terminal, got the end of the input.",
+            fix="run it in a terminal, or write the file yourself: see docs/several-machines.md.",
+        ) from error
+    return 0
+
+
 def _launch_on_ray(request: Request) -> int:
     from .launch_ray import make_ray_plan, start_on_ray
 
     problems = Problems()
     _, local = _num_processes(request.options, _num_gpus(), _num_cpus(), problems)
     _check_strategy(request.options, problems)
-    plan = make_ray_plan(request, local, _trainer_variables(request), problems)
+    # Workers of Ray do not inherit this process's variables.
+    network = {name: value for name, value in os.environ.items() if name.startswith(_NETWORK)}
+    plan = make_ray_plan(request, local, {**network, **_trainer_variables(request)}, problems)
     problems.refuse()
     if request.is_dry_run:
         sys.stdout.write(f"{plan}\n")

@@ -11,6 +11,8 @@ from pathlib import Path
 from yaml import YAMLError
 
 from ...errors import ConfigError, Problems, nearest
+from ...sagemaker import sagemaker_variables
+from .accelerate_config import is_accelerates, translate
 
 
 @dataclass(frozen=True)
@@ -124,12 +126,16 @@ class Request:
         program: The script and its arguments, or the module and its arguments.
         is_module: Whether to run the program as a module, as `python -m` does.
         is_dry_run: Whether to print the command without running it.
+        left_out: What the file says and the launch cannot do.
+        ask: File that is to be written after questions; nothing is started.
     """
 
     options: Mapping[str, str]
     program: tuple[str, ...]
     is_module: bool = False
     is_dry_run: bool = False
+    left_out: tuple[str, ...] = ()
+    ask: str | None = None
 
 
 @dataclass
@@ -140,6 +146,7 @@ class _Found:
     program: tuple[str, ...] = ()
     is_module: bool = False
     problems: Problems = field(default_factory=Problems)
+    left_out: list[str] = field(default_factory=list)
 
     def add(self, option: Option, text: str, shown: str) -> None:
         """Add a value if it is valid."""
@@ -158,6 +165,7 @@ def read_request(arguments: Sequence[str], variables: Mapping[str, str] | None =
     Args:
         arguments: Arguments after `loopwright launch`.
         variables: Environment variables. Kubernetes' training jobs set those of torchrun: PET_NNODES for --nnodes.
+            SageMaker's set SM_HOSTS.
 
     Raises:
         ConfigError: An option or key is unknown, or a value is invalid; all are named.
@@ -165,6 +173,8 @@ def read_request(arguments: Sequence[str], variables: Mapping[str, str] | None =
     """
     options, program, has_dashes = _split(arguments)
     given, unknown = _parser().parse_known_args(options)
+    if given.ask is not None:
+        return Request({}, (), ask=given.ask)
     flags = _Found()
     for option in OPTIONS:
         text = getattr(given, option.name.replace("-", "_"))
@@ -175,11 +185,12 @@ def read_request(arguments: Sequence[str], variables: Mapping[str, str] | None =
         if word.startswith("-"):
             flags.problems.add(
                 f"Expected an option of `loopwright launch`, got {word}"
-                f"{nearest(word, [*names, '--config', '--dry-run'])}.",
+                f"{nearest(word, [*names, '--config', '--dry-run', '--ask'])}.",
                 fix="see `loopwright launch --help`; write your program's options after its name.",
             )
     file = _Found() if given.config is None else _read_file(given.config)
-    environment = _read_variables(variables or {})
+    has_rendezvous = "rdzv-endpoint" in {**file.options, **flags.options}
+    environment = _read_variables(variables or {}, has_rendezvous=has_rendezvous)
     problems = Problems([*flags.problems, *file.problems, *environment.problems])
     if program and file.program and has_dashes:
         program, given.module = [*file.program, *program], file.is_module
@@ -192,7 +203,11 @@ def read_request(arguments: Sequence[str], variables: Mapping[str, str] | None =
         )
     problems.refuse()
     return Request(
-        {**environment.options, **file.options, **flags.options}, tuple(program), given.module, given.dry_run
+        {**environment.options, **file.options, **flags.options},
+        tuple(program),
+        given.module,
+        given.dry_run,
+        tuple(file.left_out),
     )
 
 
@@ -201,7 +216,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="loopwright launch",
         usage="loopwright launch [options] script.py [arguments]\n"
         "       loopwright launch [options] -m module [arguments]\n"
-        "       loopwright launch --config file.yaml [options] [-- arguments]",
+        "       loopwright launch --config file.yaml [options] [-- arguments]\n"
+        "       loopwright launch --ask file.yaml",
         description="Start a program in several processes, on one or more machines, through torch's elastic launch or "
         "Ray Train.",
         allow_abbrev=False,
@@ -210,9 +226,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML file with these options as keys, and with script (or module) and args; the command line has "
-        "priority",
+        help="YAML file with these options as keys, and with script (or module) and args, or a file of `accelerate "
+        "config`; the command line has priority",
     )
+    parser.add_argument("--ask", metavar="FILE", help="ask for the options, and write FILE for --config")
     parser.add_argument("--dry-run", action="store_true", help="print the command and exit")
     groups = {name: parser.add_argument_group(title) for name, title in _GROUPS.items()}
     for option in OPTIONS:
@@ -226,7 +243,10 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
 
     The program is the first word that is neither an option nor an option's value. `_` in option names means `-`.
     """
-    with_value = {f"--{name}" for option in OPTIONS for name in (option.name, *option.other_names)} | {"--config"}
+    with_value = {f"--{name}" for option in OPTIONS for name in (option.name, *option.other_names)} | {
+        "--config",
+        "--ask",
+    }
     ours: list[str] = []
     index = 0
     while index < len(arguments) and arguments[index].startswith("-"):
@@ -242,9 +262,12 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
     return ours, list(arguments[index:]), False
 
 
-def _read_variables(variables: Mapping[str, str]) -> _Found:
-    """Return the options that torchrun would take from its variables."""
+def _read_variables(variables: Mapping[str, str], *, has_rendezvous: bool) -> _Found:
+    """Return the options that torchrun would take from its variables, or that follow from those of a SageMaker job."""
     found = _Found()
+    if not has_rendezvous:
+        of_job = {f"PET_{name}": value for name, value in sagemaker_variables(variables).items()}
+        variables = {**of_job, **variables}
     for option in OPTIONS:
         if option.group != "trainer":  # torchrun does not have these
             for name in (option.name, *option.other_names):
@@ -255,9 +278,13 @@ def _read_variables(variables: Mapping[str, str]) -> _Found:
 
 
 def _read_file(path: str) -> _Found:
-    """Return the options of a YAML file."""
+    """Return the options of a YAML file: ours, or one of `accelerate config`."""
     content = _load(path)
     found = _Found()
+    if is_accelerates(content):
+        theirs = translate(content, path)
+        found.options, found.problems, content = theirs.options, theirs.problems, theirs.others
+        found.left_out = theirs.left_out
     by_name = {name: option for option in OPTIONS for name in (option.name, *option.other_names)}
     for key, value in content.items():
         name = str(key).replace("_", "-")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from ...errors import ConfigError
+from ...sagemaker import sagemaker_variables
 from .base import ClusterEnvironment
 
 # Variables that contain the node rank; the last is set by DeepSpeed's launcher.
@@ -15,8 +16,8 @@ _NODE_RANKS = ("NODE_RANK", "GROUP_RANK", "CROSS_RANK")
 class LightningEnvironment(ClusterEnvironment):
     """One machine, or several: the user starts the same command on each.
 
-    On several machines the user sets MASTER_ADDR, MASTER_PORT and NODE_RANK, and Loopwright starts the processes of
-    each machine. With LOCAL_RANK set, the user starts every process.
+    On several machines the user sets MASTER_ADDR, MASTER_PORT and NODE_RANK (a SageMaker job needs none of them), and
+    Loopwright starts the processes of each machine. With LOCAL_RANK set, the user starts every process.
 
     Args:
         variables: Environment variables; None for the current ones of this process.
@@ -27,6 +28,12 @@ class LightningEnvironment(ClusterEnvironment):
         self._world_size = 1
         self._global_rank = 0
         self._main_port: int | None = None
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """The environment variables that are read; in a SageMaker job, with those that follow from its own."""
+        found = super().variables
+        return {**sagemaker_variables(found), **found} if "SM_HOSTS" in found else found
 
     @property
     def name(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
 import shlex
 import sys
@@ -11,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from loopwright.cli.commands.launch import LaunchPlan, launch, make_plan
-from loopwright.cli.commands.launch_options import OPTIONS, read_request
+from loopwright.cli.commands.launch_ask import ask
+from loopwright.cli.commands.launch_options import OPTIONS, Request, read_request
 from loopwright.cli.commands.launch_ray import make_ray_plan, run_program
 from loopwright.errors import ConfigError, LaunchError, Problems
+from loopwright.fabric import LightningEnvironment
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "several-machines.md"
 
@@ -390,3 +394,105 @@ def test_a_program_in_a_worker_has_its_arguments_and_its_folder(
         run_program({"plan": ray_plan, "folder": str(tmp_path / "below")})
     assert capsys.readouterr().out == f"beside __main__ --lr 1 {tmp_path / 'below'} 32-true\n"
     sys.modules.pop("beside")
+
+
+# -- files of `accelerate config`, questions, SageMaker ---------------------------------------------------------------
+
+ACCELERATES = {
+    "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_machines": 2, "num_processes": 8,
+    "machine_rank": 1, "main_process_ip": "10.0.0.1", "main_process_port": 29500, "mixed_precision": "bf16",
+    "rdzv_backend": "static", "same_network": True, "tpu_env": [], "use_cpu": False, "main_training_function": "main",
+}  # fmt: skip
+
+
+def by_file(folder: Path, content: dict[str, object], *flags: str) -> Request:
+    path = folder / "accelerate.yaml"
+    path.write_text(json.dumps(content))  # JSON is YAML
+    return read_request(["--config", str(path), *flags, "a.py"])
+
+
+def test_a_file_of_accelerate_starts_the_same_processes(tmp_path: Path) -> None:
+    request = by_file(tmp_path, ACCELERATES)
+    made = make_plan(request, num_gpus=4, num_cpus=8, variables={})
+    assert made.torchrun == (
+        "--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=29500", "--nproc-per-node=4",
+    )  # fmt: skip
+    assert made.variables["LT_STRATEGY"] == "ddp"
+    assert made.variables["LT_PRECISION"] == "bf16-mixed"
+    assert [line.split()[0] for line in request.left_out] == ["same_network"]
+    assert by_file(tmp_path, ACCELERATES, "--node-rank", "0").options["node-rank"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({"distributed_type": "NO", "num_processes": 1}, {"nproc-per-node": "1"}),
+        ({"num_processes": 2, "gpu_ids": "1,3"}, {"devices": "1,3", "nproc-per-node": "2", "strategy": "ddp"}),
+        ({"distributed_type": "MULTI_CPU", "use_cpu": True}, {"accelerator": "cpu", "strategy": "ddp"}),
+        ({"distributed_type": "FSDP", "num_processes": 2}, {"strategy": "fsdp"}),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}, {"strategy": "deepspeed_stage_3"}),
+        ({**ACCELERATES, "rdzv_backend": "c10d"}, {"rdzv-endpoint": "10.0.0.1:29500", "rdzv-backend": "c10d"}),
+    ],
+)  # fmt: skip
+def test_settings_of_accelerate(tmp_path: Path, changes: dict[str, object], options: dict[str, str]) -> None:
+    found = by_file(tmp_path, {"distributed_type": "MULTI_GPU", **changes}).options
+    assert {name: found.get(name) for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"compute_environment": "AMAZON_SAGEMAKER"}, "starts a job"),
+        ({"distributed_type": "MEGATRON_LM"}, "MEGATRON_LM"),
+        ({"num_processes": 3, "num_machines": 2}, "a multiple of num_machines"),
+        ({"num_processes": "many"}, "num_processes of 1 or more"),
+        ({"mixed_precision": "fp8"}, "mixed_precision"),
+        ({"num_procs": 3}, "num_procs"),
+    ],
+)
+def test_what_accelerate_can_and_a_launch_cannot_is_an_error(
+    tmp_path: Path, changes: dict[str, object], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        by_file(tmp_path, {**ACCELERATES, **changes})
+
+
+def test_questions_write_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = iter(["2", "10.0.0.1", "", "zero", "4", "fsdp", "", "3", "b.py"])
+    path = tmp_path / "launch.yaml"
+    ask(str(path), lambda question: next(answers))
+    assert "Expected a valid value, got 'zero'" in capsys.readouterr().out
+    request = read_request(["--config", str(path), "--node-rank", "1"])
+    assert request.program == ("b.py",)
+    assert request.options == {
+        "nnodes": "2", "main-address": "10.0.0.1", "main-port": "29400", "nproc-per-node": "4", "strategy": "fsdp",
+        "max-restarts": "3", "node-rank": "1",
+    }  # fmt: skip
+    before = path.read_text()
+    ask(str(path), lambda question: "no")
+    assert path.read_text() == before
+    answers = iter(["y", "1:4", "a:1", "", "", "", "", "", ""])
+    ask(str(path), lambda question: next(answers))
+    assert plan(f"--config {path}").torchrun[:2] == ("--nnodes=1:4", "--rdzv-backend=c10d")
+
+
+def test_without_a_terminal_questions_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert launch(["--ask", str(tmp_path / "a.yaml")]) == 2
+    assert "Expected answers on the terminal" in capsys.readouterr().err
+
+
+def test_the_hosts_of_a_sagemaker_job_are_the_machines() -> None:
+    job = {"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-2"}
+    made = make_plan(read_request(["--nproc-per-node", "4", "a.py"], job), num_gpus=4, num_cpus=8, variables=job)
+    assert made.torchrun[:4] == ("--nnodes=2", "--node-rank=1", "--master-addr=algo-1", "--master-port=29400")
+    single = {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}
+    assert read_request(["a.py"], single).options == {}
+    elastic = read_request(["--nnodes", "1:2", "--rdzv-endpoint", "a:1", "--rdzv-id", "j", "a.py"], job)
+    assert "main-address" not in elastic.options
+    cluster = LightningEnvironment(variables=job)
+    assert (cluster.main_address, cluster.main_port, cluster.node_rank()) == ("algo-1", 29400, 1)
+    cluster.validate_settings(num_devices=4, num_nodes=2)
+    assert LightningEnvironment(variables={**job, "NODE_RANK": "0"}).node_rank() == 0

@@ -1,0 +1,139 @@
+"""Reading of `accelerate config` files for `loopwright launch --config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...errors import Problems
+from ...messages import counted
+
+# A file with one of these is one of `accelerate config`.
+_MARKS = ("compute_environment", "distributed_type", "num_machines", "num_processes", "machine_rank", "main_process_ip")
+_STRATEGIES = {
+    "NO": None, "MULTI_CPU": "ddp", "MULTI_GPU": "ddp", "MULTI_XPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed",
+    "XLA": "xla", "TPU": "xla",
+}  # fmt: skip
+_ACCELERATORS = {"MULTI_CPU": "cpu", "MULTI_GPU": "cuda", "XLA": "tpu", "TPU": "tpu"}
+_PRECISIONS = {"no": None, "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_OFF: tuple[object, ...] = (None, False, "no", "NO", "", "main", {}, [])
+# Key -> what to do instead, for keys that the file may leave out without a loss.
+_LEFT_OUT = {
+    "fsdp_config": "pass FSDPStrategy(...) in the program",
+    "deepspeed_config": "pass DeepSpeedStrategy(...) in the program",
+    "dynamo_config": "pass compile=True in the program",
+    "downcast_bf16": "pass precision='bf16-true'",
+    "main_training_function": "the program is run as a script",
+    "same_network": "it has no meaning here",
+    "debug": "ranks are always watched",
+    "enable_cpu_affinity": "set it with numactl or the scheduler",
+}
+
+
+@dataclass
+class AccelerateConfig:
+    """What a file of `accelerate config` means for `loopwright launch`.
+
+    Attributes:
+        options: Option name -> value.
+        others: Keys that are not Accelerate's.
+        left_out: A line for each setting that has no effect.
+        problems: What cannot be done.
+    """
+
+    options: dict[str, str] = field(default_factory=dict)
+    others: dict[object, object] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
+
+
+def is_accelerates(content: Mapping[object, object]) -> bool:
+    """Return whether a file is one of `accelerate config`."""
+    return any(name in content for name in _MARKS)
+
+
+def translate(content: Mapping[object, object], path: str) -> AccelerateConfig:
+    """Return the options of `loopwright launch` for a file of `accelerate config`."""
+    found, keys = AccelerateConfig(), dict(content)
+    if keys.pop("compute_environment", "LOCAL_MACHINE") == "AMAZON_SAGEMAKER":
+        found.problems.add(
+            f"Expected compute_environment: LOCAL_MACHINE in {path}, got AMAZON_SAGEMAKER, which starts a job.",
+            fix="start the job with SageMaker's own tools, and `loopwright launch train.py` in it.",
+        )
+    _set_kind(keys, path, found)
+    _set_machines(keys, path, found)
+    name = str(keys.pop("mixed_precision", None) or "no").lower()
+    if name not in _PRECISIONS:
+        found.problems.add(
+            f"Expected mixed_precision: no, fp16 or bf16 in {path}, got {name}.", fix="choose one of these."
+        )
+    elif precision := _PRECISIONS[name]:
+        found.options["precision"] = precision
+    for key, value in list(keys.items()):
+        known = str(key) in _LEFT_OUT or str(key).endswith("_config") or str(key).startswith(("tpu_", "command"))
+        if known:
+            del keys[key]
+            if value not in _OFF:
+                reason = _LEFT_OUT.get(str(key), "not supported")
+                found.left_out.append(f"{key} ({reason})")
+    found.others = keys
+    return found
+
+
+def _set_kind(keys: dict[object, object], path: str, found: AccelerateConfig) -> None:
+    """Set strategy and accelerator."""
+    kind = str(keys.pop("distributed_type", "NO")).upper()
+    if kind not in _STRATEGIES:
+        found.problems.add(
+            f"Expected distributed_type to be one of {', '.join(_STRATEGIES)} in {path}, got {kind}.",
+            fix="for other ways to split a model, see docs/strategies.md.",
+        )
+    strategy = _STRATEGIES.get(kind)
+    settings = keys.get("deepspeed_config")
+    if strategy == "deepspeed" and isinstance(settings, Mapping):
+        stage = settings.get("zero_stage")
+        if stage in (1, 2, 3):
+            strategy = f"deepspeed_stage_{stage}"
+        rest = {key: value for key, value in settings.items() if key != "zero_stage" and value not in (*_OFF, "none")}
+        keys["deepspeed_config"] = rest
+    if strategy is not None:
+        found.options["strategy"] = strategy
+    accelerator = "cpu" if keys.pop("use_cpu", False) else _ACCELERATORS.get(kind)
+    if accelerator is not None:
+        found.options["accelerator"] = accelerator
+
+
+def _set_machines(keys: dict[object, object], path: str, found: AccelerateConfig) -> None:
+    """Set processes, machines and their rendezvous; Accelerate counts the processes of all machines."""
+    machines, total = _number(keys, "num_machines", 1, path, found), _number(keys, "num_processes", 1, path, found)
+    if total % machines:
+        found.problems.add(
+            f"Expected num_processes to be a multiple of num_machines in {path}, got {total} and {machines}.",
+            fix=f"start as many processes on each of the {counted(machines, 'machine')}.",
+        )
+    local = total // machines or 1
+    found.options["nproc-per-node"] = str(local)
+    devices = str(keys.pop("gpu_ids", None) or "all").replace(" ", "")
+    if devices not in ("all", ",".join(map(str, range(local)))):
+        found.options["devices"] = devices
+    address, port, rank = (keys.pop(name, None) for name in ("main_process_ip", "main_process_port", "machine_rank"))
+    backend = str(keys.pop("rdzv_backend", None) or "static")
+    if machines == 1:
+        return
+    found.options["nnodes"] = str(machines)
+    if backend == "static":
+        given = {"node-rank": rank or 0, "main-address": address, "main-port": port}
+        found.options |= {name: str(value) for name, value in given.items() if value is not None}
+    else:
+        endpoint = f"{address}:{port}" if port is not None else str(address)
+        found.options |= {"rdzv-backend": backend, "rdzv-endpoint": endpoint, "rdzv-id": "accelerate"}
+
+
+def _number(keys: dict[object, object], name: str, default: int, path: str, found: AccelerateConfig) -> int:
+    value = keys.pop(name, None)
+    if value is None:
+        return default
+    if not str(value).isdecimal() or int(str(value)) < 1:
+        found.problems.add(f"Expected {name} of 1 or more in {path}, got {value!r}.", fix="write a number.")
+        return default
+    return int(str(value))
