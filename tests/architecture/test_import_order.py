@@ -15,7 +15,7 @@ from .sources import ROOT, package_files, place, tree_of
 LAYERS = (
     {"errors", "messages", "protocols"},
     {"yaml_file"},
-    {"console", "deferred_compiler", "files", "lazy", "remote", "tree"},
+    {"console", "deferred_compiler", "files", "lazy", "remote", "sagemaker", "tree"},
     {"tracebacks"},
     {"settings"},
     {"accelerators"},
