@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from .callbacks import RichProgressBar as RichProgressBar
     from .callbacks import RichProgressBarTheme as RichProgressBarTheme
     from .callbacks import SampleLogger as SampleLogger
+    from .callbacks import Sentinel as Sentinel
+    from .callbacks import SentinelError as SentinelError
     from .callbacks import Snapshot as Snapshot
     from .callbacks import SpikeDetection as SpikeDetection
     from .callbacks import StochasticWeightAveraging as StochasticWeightAveraging
@@ -224,6 +226,8 @@ _HOME = {
     "STRATEGY_REGISTRY": "strategies",
     "SampleLogger": "callbacks",
     "SchedulePreview": "tuner",
+    "Sentinel": "callbacks",
+    "SentinelError": "callbacks",
     "ShardedIterable": "data",
     "SimpleProfiler": "profilers",
     "SingleDeviceStrategy": "strategies",

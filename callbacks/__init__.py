@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from .progress.rich_bar import RichProgressBar, RichProgressBarTheme
     from .progress.tqdm_bar import TQDMProgressBar
     from .pruning import ModelPruning
+    from .sentinel.callback import Sentinel
+    from .sentinel.error import SentinelError
     from .snapshot import Snapshot
     from .stopping.early_stopping import EarlyStopping, EarlyStoppingReason
     from .stopping.preemption import Preemption
@@ -70,6 +72,8 @@ __all__ = [
     "RichProgressBar",
     "RichProgressBarTheme",
     "SampleLogger",
+    "Sentinel",
+    "SentinelError",
     "Snapshot",
     "SpikeDetection",
     "StochasticWeightAveraging",
@@ -110,6 +114,8 @@ __getattr__, __dir__ = attach(
         "RichProgressBar": "progress.rich_bar",
         "RichProgressBarTheme": "progress.rich_bar",
         "SampleLogger": "monitors.sample_logger",
+        "Sentinel": "sentinel.callback",
+        "SentinelError": "sentinel.error",
         "Snapshot": "snapshot",
         "SpikeDetection": "monitors.spike_detection",
         "StochasticWeightAveraging": "averaging.stochastic_weight_averaging",

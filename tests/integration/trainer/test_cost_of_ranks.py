@@ -71,9 +71,12 @@ class Counting(lw.Module):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def counted(rank: int, size: int, form: str, what: str, accumulate: int = 1, strategy: str = "ddp") -> float:
+def counted(
+    rank: int, size: int, form: str, what: str, accumulate: int = 1, strategy: str = "ddp", every: int | None = None
+) -> float:
     module = Counting(form, what, accumulate)
     trainer = lw.Trainer(
+        callbacks=[] if every is None else [lw.Sentinel(every)],
         accelerator="cpu", devices=size, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, accumulate_grad_batches=accumulate,
         log_every_n_steps=1000, gradient_clip_val=1.0,
@@ -97,6 +100,13 @@ def test_a_step_reduces_gradients_once_and_weights_at_most_once(form: str, accum
 @pytest.mark.parametrize("form", ["mean", "sum"])
 def test_nothing_reads_the_device_between_log_boundaries(form: str, strategy: str) -> None:
     assert run_ranks(counted, 2, form, "reads", 2, strategy, connect=False) == [0, 0]
+
+
+@pytest.mark.parametrize("form", ["mean", "sum"])
+def test_a_check_of_the_sentinel_exchanges_once_and_reads_one_number_that_was_copied_before(form: str) -> None:
+    checks, plain = 1 / 5, {"mean": 1, "sum": 2}[form]
+    assert run_ranks(counted, 2, form, "collectives", 1, "ddp", 5, connect=False) == [plain + checks] * 2
+    assert run_ranks(counted, 2, form, "reads", 1, "ddp", 5, connect=False) == [checks] * 2
 
 
 def by_hand(rank: int, size: int) -> float:

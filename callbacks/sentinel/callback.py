@@ -1,0 +1,219 @@
+"""`Sentinel`: digests of what ranks have in common, compared while training continues."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
+
+from ...errors import ConfigError
+from ...messages import counted
+from ..base import AnyModule, Callback
+from .error import Deviation, SentinelError
+from .replicas import ReplicaCheck, ReplicaDifference, Replicas, describe_place
+
+if TYPE_CHECKING:
+    from ...protocols import AnyBatch, AnyOutput, StateDict
+    from ...trainer import Trainer
+    from ..base import Checkpoint
+    from ..model_checkpoint import ModelCheckpoint
+
+_log = logging.getLogger(__name__)
+
+_MOST_NAMED = 5
+
+
+class Sentinel(Callback):
+    """Find wrong bits: ranks that have the same weights, gradients and optimizer states must have the same bits.
+
+    Every few steps, each rank sums the bits of these tensors on its device, and one number for each rank is exchanged
+    while training continues. The result is read when the step is logged, or at the next check, or before a checkpoint
+    is saved; nothing waits for it before. At a difference, every rank raises the same `SentinelError`. It names the
+    ranks, the first parameter, what differs of it, the steps in which that happened, and checkpoints written since.
+    With three or more ranks the majority decides which of them is wrong.
+
+    The ranks that are compared have the same weights and read different data: all ranks with ddp; with fsdp and copies
+    the ranks with the same shard. One device, and fsdp without copies, have none, and nothing is compared.
+
+    Of buffers, those that do not change between two checks are compared: others may follow the data of each rank.
+
+    Args:
+        every: Number of optimizer steps between two checks.
+        ignore: Names of parameters and buffers that may differ between ranks, as patterns: "model.counts", "*.stats".
+
+    Raises:
+        ConfigError: `every` is below 1; or, at the beginning of training, an engine holds the tensors.
+        SentinelError: During training: a difference was found.
+    """
+
+    hears_every_step = True
+
+    def __init__(self, every: int = 100, *, ignore: Sequence[str] = ()) -> None:
+        super().__init__()
+        if every < 1:
+            raise ConfigError(f"Sentinel: expected every of 1 or more, got every={every}.", fix="pass a larger every=.")
+        self.every = every
+        self.ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        self._lw_replicas: Replicas | None = None
+        self._lw_check: ReplicaCheck | None = None  # whose result is not read yet
+        self._lw_last: ReplicaCheck | None = None
+        self._lw_agreed = -1
+        self._lw_files: dict[str, int] = {}  # checkpoints, and the step of each
+        self._lw_saved_at = -1  # of a checkpoint that is not in there yet
+
+    def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
+        """Find the ranks that have the same weights, and compare them for the first time."""
+        strategy = trainer.strategy
+        if strategy.traits.owns_optimizers or strategy.traits.traces_lazily:
+            raise ConfigError(
+                f"Expected a strategy whose gradients and optimizer states are tensors of this process for Sentinel, "
+                f"got {type(strategy).__name__}.",
+                fix="remove Sentinel, or use strategy='ddp' or 'fsdp'.",
+            )
+        self._lw_reset()
+        replicas = Replicas.of(strategy, pl_module, self.ignore)
+        if replicas.are_several:
+            self._lw_replicas = replicas
+            self._lw_files = dict.fromkeys(_files_of(trainer), -1)
+            self._lw_begin(trainer, pl_module)
+        elif trainer.is_global_zero:
+            _log.warning(
+                "Sentinel compares nothing: no two ranks of %s have the same weights at every step.",
+                type(strategy).__name__,
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: AnyModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
+    ) -> None:
+        """Begin a check, compare the last one on the device, or read its result, if it is time."""
+        replicas, check, step = self._lw_replicas, self._lw_check, trainer.global_step
+        if replicas is None or not trainer.at_step_boundary:
+            return
+        self._lw_note_files(trainer)
+        is_due = step % self.every == 0 and self._lw_last is not None and step > self._lw_last.step
+        if check is not None:
+            if check.differs is None:
+                replicas.compare(check)
+            every = trainer.log_every_n_steps
+            if is_due or (every and step % every == 0):
+                self._lw_read(trainer)
+        if is_due:
+            self._lw_begin(trainer, pl_module)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
+        """Read a result that is there already."""
+        if self._lw_check is not None and self._lw_check.differs is not None and trainer.ranks_answer:
+            self._lw_read(trainer)
+        self._lw_note_files(trainer)
+        self._lw_saved_at = trainer.global_step
+
+    def on_train_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
+        """Compare what training ends with."""
+        last = self._lw_last
+        if last is None or not trainer.ranks_answer:
+            return
+        if self._lw_check is not None:
+            self._lw_read(trainer)
+        if trainer.global_step > last.step:
+            self._lw_begin(trainer, pl_module)
+            self._lw_read(trainer)
+        self._lw_reset()
+
+    def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:
+        """Stop communicating with other ranks, which may be elsewhere."""
+        self._lw_reset()
+
+    def _lw_reset(self) -> None:
+        self._lw_replicas = self._lw_check = self._lw_last = None
+        self._lw_agreed, self._lw_files, self._lw_saved_at = -1, {}, -1
+
+    def _lw_note_files(self, trainer: Trainer) -> None:
+        """Note what was written since the last call."""
+        step, self._lw_saved_at = self._lw_saved_at, -1
+        if step >= 0:
+            new = [path for path in _files_of(trainer) if path not in self._lw_files]
+            last = [one.last_model_path for one in trainer.checkpoint_callbacks if _has_written(one, step)]
+            at_step = trainer._lw_saving.path_at(step)
+            self._lw_files.update(dict.fromkeys([*new, *last, *([] if at_step is None else [at_step])], step))
+
+    def _lw_begin(self, trainer: Trainer, module: AnyModule) -> None:
+        assert self._lw_replicas is not None
+        run = trainer.present_run()
+        # A module that calls backward itself may have gradients that are not averaged yet.
+        has_reduced = run is not None and run.is_automatic and self._lw_last is not None
+        self._lw_check = self._lw_last = self._lw_replicas.begin(
+            trainer.global_step, module, trainer.optimizers, self._lw_last, with_gradients=has_reduced
+        )
+
+    def _lw_read(self, trainer: Trainer) -> None:
+        """Look at the result of the last check. On every rank.
+
+        Raises:
+            SentinelError: Ranks differ.
+        """
+        check, self._lw_check = self._lw_check, None
+        assert check is not None
+        assert self._lw_replicas is not None
+        if self._lw_replicas.has_found(check):
+            difference = self._lw_replicas.explain(check)
+            if difference is not None:
+                raise self._lw_error(trainer, check, difference)
+        self._lw_agreed = check.step
+
+    def _lw_error(self, trainer: Trainer, check: ReplicaCheck, found: ReplicaDifference) -> SentinelError:
+        places = trainer.strategy.gather_objects(describe_place(trainer.strategy))
+        self._lw_note_files(trainer)
+        files = [path for path, step in self._lw_files.items() if path and step > self._lw_agreed]
+        deviation = Deviation(
+            kind=found.kind,
+            parameter=found.items[0].owner,
+            tensors=tuple(item.key or item.kind for item in found.items),
+            ranks=tuple(found.ranks),
+            is_decided=found.is_decided,
+            hosts=tuple(places[rank][0] for rank in found.ranks),
+            devices=tuple(places[rank][1] for rank in found.ranks),
+            agreed_step=self._lw_agreed,
+            step=check.step,
+            checkpoints=tuple(files),
+        )
+        named = ", ".join(
+            f"rank {rank} ({host}, {device})"
+            for rank, host, device in zip(deviation.ranks, deviation.hosts, deviation.devices, strict=True)
+        )
+        who = f"other bits on {named} than on {_ranks(found.others)}" if found.is_decided else f"other bits on {named}"
+        since = "were not compared before" if self._lw_agreed < 0 else f"agreed after step {self._lw_agreed}"
+        rest = found.num_tensors - len(found.items)
+        more = f" and in {counted(rest, 'tensor')} of others" if rest else ""
+        return SentinelError(
+            f"Expected the same bits on ranks with the same weights, got {who}, after step {check.step}, in "
+            f"{', '.join(deviation.tensors)} of {deviation.parameter}"
+            f"{more}. They {since}.",
+            fix="test the memory and processor of "
+            f"{'that rank' if found.is_decided and len(found.ranks) == 1 else 'these ranks'}, and resume from a "
+            f"checkpoint that was taken up to step {max(self._lw_agreed, 0)}"
+            f"{', not from ' + _listed(files) if files else ''}. If it happens again at the same step, look for code "
+            "that changes a tensor on some ranks only; if it may differ, pass its name in ignore=.",
+            deviation=deviation,
+        )
+
+
+def _files_of(trainer: Trainer) -> list[str]:
+    """Return the checkpoints that checkpoint callbacks know of."""
+    return [
+        str(path)
+        for one in trainer.checkpoint_callbacks
+        for path in (*getattr(one, "best_k_models", ()), getattr(one, "best_model_path", ""))
+    ]
+
+
+def _has_written(callback: Checkpoint, step: int) -> TypeGuard[ModelCheckpoint]:
+    """Return whether the newest file of a checkpoint callback, which may replace one of that name, is of this step."""
+    return getattr(callback, "written_step", -1) == step and hasattr(callback, "last_model_path")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:_MOST_NAMED])}{' ...' if len(names) > _MOST_NAMED else ''}"
