@@ -256,6 +256,10 @@ class Checkpoint(Callback):
         """
         return None
 
+    def kept_step(self, trainer: Trainer) -> int:
+        """Return the step of the state that `find_newer` would return on a restart; -1 if there is none."""
+        return -1
+
 
 def find_state(states: Iterable[str], key: str) -> str | None:
     """Return the key in a checkpoint's states that has the same arguments, by value, so that 1 equals 1.0; else None.

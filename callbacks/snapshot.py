@@ -5,13 +5,14 @@
         <host>.all/                         of all ranks; or <host>.<crc32>: of those of this node, one of several
           step=14-<start>-<last>.ckpt       a checkpoint; the start of the ranks, and the step of the checkpoint before
 
-A copy is taken up if it belongs to this run, all nodes have it from the same start, and the checkpoint before it is
-there still: whoever removes the last checkpoints wants to go back.
+A copy is taken up if it belongs to this run, all nodes have it from the same start, no later start has begun before
+its step, and the checkpoint before it is there still: whoever removes the last checkpoints wants to go back.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import platform
@@ -19,6 +20,7 @@ import re
 import secrets
 import shutil
 import stat
+import sys
 import zlib
 from functools import partial
 from pathlib import Path
@@ -29,9 +31,12 @@ from torch import Tensor
 
 from ..checkpoint import sharded, storage
 from ..checkpoint.checkpoint_io import TorchCheckpointIO
+from ..checkpoint.file.remote import as_local
 from ..checkpoint.saving.background import AsyncCheckpointIO
+from ..checkpoint.sharded.backends import RemoteBackend, backend_of
 from ..errors import CheckpointError, ConfigError
 from ..fabric.on_all_ranks import run_on_all_ranks
+from ..files import replace_file
 from ..messages import warn
 from ..strategies.distributed.shards import has_parts, has_shards, local
 from ..strategies.optional import SavesShards
@@ -70,7 +75,8 @@ class Snapshot(Checkpoint):
         folder: Folder in the memory of each node, or on its disk; None is /dev/shm.
 
     Raises:
-        ConfigError: `every` or `keep` is below 1; or, at the start of training, the folder cannot be used.
+        ConfigError: `every` or `keep` is below 1; or, at the start, the folder cannot be used, or the Trainer has two
+            of these callbacks.
         CheckpointError: At the first copy: the folder does not have space for the copies.
     """
 
@@ -87,7 +93,7 @@ class Snapshot(Checkpoint):
         self.folder = Path(_MEMORY if folder is None else folder).expanduser()
         self._lw_io: AsyncCheckpointIO | None = None
         self._lw_memory: _Memory | None = None
-        self._lw_resumed: tuple[str, int] | None = None  # the run, and the step of its last checkpoint
+        self._lw_resumed: tuple[_Run, int] | None = None  # the run, and the step of its last checkpoint
         self._lw_has_space = False
 
     # --- a restart -------------------------------------------------------------------------------------------------
@@ -99,7 +105,8 @@ class Snapshot(Checkpoint):
         if run is None or not _can_meet(trainer):
             return None
         node, strategy = _Node.of(trainer), trainer.strategy
-        here = {one.path.name: one for one in node.copies(self._lw_folder(trainer, run)) if one.last <= step < one.step}
+        found = node.copies(self._lw_folder(trainer, run))
+        here = {one.path.name: one for one in found if run.has(one) and one.last <= step < one.step}
         everywhere = strategy.gather_objects(sorted((one.step, name) for name, one in here.items()))
         for number, name in sorted(set(everywhere[0]).intersection(*everywhere[1:]), reverse=True):
             path = str(here[name].path)
@@ -116,15 +123,29 @@ class Snapshot(Checkpoint):
             warn(f"Snapshot: not every node has the copy of step {newest[0]}, so that the last checkpoint is used")
         return None
 
+    def kept_step(self, trainer: Trainer) -> int:
+        """Return the step of the newest copy on this node; -1 if there is none after the last checkpoint."""
+        if self._lw_memory is None:
+            return -1
+        self._lw_finish()
+        newest = max((one.step for one in self._lw_memory.node.copies(self._lw_memory.folder)), default=-1)
+        return newest if newest > self._lw_last(trainer, self._lw_memory) else -1
+
     # --- a run -----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
+        """Refuse a second callback: a run has its copies in one place."""
+        count = sum(isinstance(one, Snapshot) for one in trainer.checkpoint_callbacks)
+        if count > 1:
+            raise ConfigError(f"Expected one Snapshot callback, got {count}.", fix="leave out the others.")
 
     def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Prepare the folder, and remove the copies of other runs of this place."""
         resumed, self._lw_resumed = self._lw_resumed, None
         if trainer.fast_dev_run or not _can_meet(trainer):
             return
-        place = _place_of(trainer)
-        run = resumed[0] if resumed is not None else from_rank_zero(trainer, lambda: _write_run(place))
+        place, (known, last) = _place_of(trainer), resumed or (None, -1)
+        run, start = from_rank_zero(trainer, lambda: _write_start(place, known, trainer.global_step, last))
         node = _Node.of(trainer)
         folder = self._lw_folder(trainer, run)
         _make_private(folder.parent)
@@ -132,11 +153,10 @@ class Snapshot(Checkpoint):
             for other in folder.parent.glob(f"{folder.name.partition('-')[0]}-*"):
                 if other != folder:
                     shutil.rmtree(other, ignore_errors=True)  # another rank of this host may be at it
-            for one in node.copies(folder):
-                if one.step > trainer.global_step:  # this run makes these steps again
+            for one in _copies_of_host(folder):
+                if not run.has(one):
                     _remove(one.path)
-        start = from_rank_zero(trainer, lambda: secrets.token_hex(4))
-        self._lw_memory = _Memory(node, folder, start, self.keep, last=-1 if resumed is None else resumed[1])
+        self._lw_memory = _Memory(node, folder, start, self.keep, last=last)
         self._lw_io = AsyncCheckpointIO(self._lw_memory)
         self._lw_io.on_failure = _noted_later
         self._lw_has_space = False
@@ -149,12 +169,15 @@ class Snapshot(Checkpoint):
         if step % self.every or not step or not trainer.at_step_boundary or self._lw_io is None:
             return
         assert self._lw_memory is not None, "it comes with the IO"
-        written = [one.written_step for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-        last = max((self._lw_memory.last, *written))
+        last = self._lw_last(trainer, self._lw_memory)
         is_free = not (self._lw_io.is_writing or trainer._lw_saving.is_writing)
         if last < step and trainer.strategy.reduce_boolean_decision(is_free):
             self._lw_finish()
             self._lw_take(trainer, self._lw_io, self._lw_memory.path_of(step, last))
+
+    def _lw_last(self, trainer: Trainer, memory: _Memory) -> int:
+        written = [one.written_step for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        return max((memory.last, *written))
 
     def _lw_take(self, trainer: Trainer, io: AsyncCheckpointIO, path: Path) -> None:
         memory, strategy = self._lw_memory, trainer.strategy
@@ -202,7 +225,7 @@ class Snapshot(Checkpoint):
         if memory is not None and memory.node.is_first:
             shutil.rmtree(memory.folder, ignore_errors=True)
         if memory is not None and trainer.is_global_zero:
-            (_place_of(trainer) / _RUN).unlink(missing_ok=True)
+            backend_of(_place_of(trainer)).remove({_RUN})
 
     def teardown(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Wait for a copy that is being written, and release memory."""
@@ -219,9 +242,12 @@ class Snapshot(Checkpoint):
             except (CheckpointError, OSError, RuntimeError) as error:
                 _log.warning("Snapshot: a copy could not be written; training continues: %s", error)
 
-    def _lw_folder(self, trainer: Trainer, run: str) -> Path:
-        place = hashlib.blake2b(os.fsencode(os.path.abspath(_place_of(trainer))), digest_size=8).hexdigest()
-        return self.folder / f"loopwright-{_user()}" / f"{place}-{run}"
+    def _lw_folder(self, trainer: Trainer, run: _Run) -> Path:
+        place = _place_of(trainer)
+        local = as_local(place)
+        named = os.fsencode(place if local is None else os.path.abspath(local))
+        hashed = hashlib.blake2b(named, digest_size=8).hexdigest()
+        return self.folder / f"loopwright-{_user()}" / f"{hashed}-{run.name}"
 
 
 class _Copy(NamedTuple):
@@ -231,6 +257,25 @@ class _Copy(NamedTuple):
     step: int
     start: str
     last: int
+
+
+class _Run(NamedTuple):
+    """What `.loopwright-run` says: the run's name, and of each start the step up to which its copies belong to the run.
+
+    A start makes the steps again that follow its first one, so that it ends what earlier ones have, on all nodes.
+    """
+
+    name: str
+    starts: dict[str, int]
+
+    def with_start(self, start: str, step: int, last: int) -> _Run:
+        """Return the run with a start at a step; `last` is the step of the checkpoint before."""
+        ends = {one: min(end, step) for one, end in self.starts.items()}
+        return _Run(self.name, {**{one: end for one, end in ends.items() if end > last}, start: sys.maxsize})
+
+    def has(self, copy: _Copy) -> bool:
+        """Return whether a copy is of a step that this run has made and has not gone back behind."""
+        return copy.step <= self.starts.get(copy.start, -1)
 
 
 class _Node(NamedTuple):
@@ -266,13 +311,8 @@ class _Node(NamedTuple):
 
     def copies(self, folder: Path) -> list[_Copy]:
         """Return the copies of a run on this host that the ranks of this node can use."""
-        found = []
-        for path in folder.glob(f"{platform.node()}.*/step=*.ckpt"):
-            match = _NAME.fullmatch(path.name)
-            is_usable = path.parent.name in (self.name, f"{platform.node()}.all") or path.is_file()
-            if match and is_usable:
-                found.append(_Copy(path, int(match[1]), match[2], int(match[3])))
-        return found
+        whole = (self.name, f"{platform.node()}.all")
+        return [one for one in _copies_of_host(folder) if one.path.parent.name in whole or one.path.is_file()]
 
 
 class _Memory(TorchCheckpointIO):
@@ -323,26 +363,37 @@ def _can_meet(trainer: Trainer) -> bool:
     return trainer.world_size == 1 or trainer.ranks_answer
 
 
-def _place_of(trainer: Trainer) -> Path:
-    """Return the folder that makes two starts of a program one run: where `ckpt_path="last"` looks."""
+def _copies_of_host(folder: Path) -> list[_Copy]:
+    paths = folder.glob(f"{platform.node()}.*/step=*.ckpt")
+    found = [(path, match) for path in paths if (match := _NAME.fullmatch(path.name))]
+    return [_Copy(path, int(match[1]), match[2], int(match[3])) for path, match in found]
+
+
+def _place_of(trainer: Trainer) -> str:
+    """Return the folder or URL that makes two starts of a program one run: where `ckpt_path="last"` looks."""
     own = [one.given_dirpath for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-    place = next((one for one in own if one is not None), None) or files.last_place(trainer)
-    return Path(place if files.is_local(place) else trainer.default_root_dir)
+    return next((one for one in own if one is not None), None) or files.last_place(trainer)
 
 
-def _read_run(place: Path) -> str | None:
+def _read_run(place: str) -> _Run | None:
     try:
-        run = (place / _RUN).read_text(encoding="ascii").strip()
-    except FileNotFoundError:
+        run = _Run(**json.loads(backend_of(place).read(_RUN)))
+    except (FileNotFoundError, ValueError, TypeError):
         return None
-    return run if re.fullmatch("[0-9a-f]{16}", run) else None
+    return run if re.fullmatch("[0-9a-f]{16}", run.name) else None
 
 
-def _write_run(place: Path) -> str:
-    run = secrets.token_hex(8)
-    place.mkdir(parents=True, exist_ok=True)
-    (place / _RUN).write_text(f"{run}\n", encoding="ascii")
-    return run
+def _write_start(place: str, run: _Run | None, step: int, last: int) -> tuple[_Run, str]:
+    """Note a start of the ranks at a step, of a new run for None, and return the run and the name of the start."""
+    start, backend = secrets.token_hex(4), backend_of(place)
+    run = (run or _Run(secrets.token_hex(8), {})).with_start(start, step, last)
+    text = json.dumps(run._asdict())
+    if isinstance(backend, RemoteBackend):
+        backend.put(_RUN, text.encode())
+    else:
+        backend.folder.mkdir(parents=True, exist_ok=True)
+        replace_file(backend.folder / _RUN, text)
+    return run, start
 
 
 def _make_private(folder: Path) -> None:

@@ -163,6 +163,9 @@ def _tell_interruption(trainer: Trainer, error: BaseException) -> None:
         path = trainer._lw_saving.path_at(trainer.global_step) if trainer.state.fn == "fit" else None
         if trainer.state.fn != "fit":
             rest = "."
+        elif path is None and (kept := _kept_step(trainer)) >= 0:
+            how = trainer._lw_saving.how_to_continue or "trainer.fit(..., ckpt_path='last')"
+            rest = f": a copy of step {kept} is in memory; continue with {how}"
         elif path is None:
             earlier = _newest(trainer)
             how = trainer._lw_saving.how_to_continue or f"trainer.fit(..., ckpt_path={shown(earlier or '')!r})"
@@ -188,6 +191,10 @@ def _newest(trainer: Trainer) -> str:
     """Return the checkpoint to continue from; "" if there is none."""
     callbacks = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
     return next((path for one in callbacks if (path := one.last_model_path or one.best_model_path)), "")
+
+
+def _kept_step(trainer: Trainer) -> int:
+    return max((one.kept_step(trainer) for one in trainer.checkpoint_callbacks), default=-1)
 
 
 def _how_to_name(trainer: Trainer, path: str) -> str:

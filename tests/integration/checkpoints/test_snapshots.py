@@ -43,7 +43,9 @@ class Start(lw.Callback):
         self.step = trainer.global_step
 
 
-def train(rank: int, size: int, folder: Path, strategy: str, fails_at: int = -1, num_nodes: int = 1) -> Any:
+def train(
+    rank: int, size: int, folder: Path, strategy: str, fails_at: int = -1, num_nodes: int = 1, every: int = 5
+) -> Any:
     """Return where the fit resumed, the weights at its end, and its warnings."""
     node = rank * num_nodes // size
     if num_nodes > 1:
@@ -58,7 +60,7 @@ def train(rank: int, size: int, folder: Path, strategy: str, fails_at: int = -1,
         max_epochs=2, accelerator="cpu", devices=size // num_nodes, num_nodes=num_nodes, strategy=strategy,
         logger=False, enable_progress_bar=False, enable_model_summary=False, global_batch_size=8,
         callbacks=[
-            start, lw.Snapshot(1, folder=memory), lw.ModelCheckpoint(folder / "checkpoints", every_n_train_steps=5)
+            start, lw.Snapshot(1, folder=memory), lw.ModelCheckpoint(folder / "checkpoints", every_n_train_steps=every)
         ],
     )  # fmt: skip
     with warnings.catch_warnings(record=True) as caught:
@@ -107,3 +109,16 @@ def test_on_one_node_another_number_of_ranks_continues(tmp_path: Path, strategy:
     step, weights, _ = train(0, 1, tmp_path, "auto")
     assert step == 8
     assert all(value.isfinite().all() for value in weights.values())
+
+
+def test_copies_of_two_nodes_are_not_used_after_one_of_them_has_gone_back(tmp_path: Path) -> None:
+    run_ranks(train, 2, tmp_path, "fsdp", 8, 2, connect=False)
+    assert sorted(path.name[:6] for path in tmp_path.rglob("memory*/*/*/*/*.ckpt")) == [
+        "step=7",
+        "step=7",
+        "step=8",
+        "step=8",
+    ]
+    # One node cannot use shards of two: from step 5, with a checkpoint at step 6 that is newer than the copies.
+    assert run_ranks(train, 1, tmp_path, "fsdp", 7, 1, 6, connect=False) == [None]
+    assert run_ranks(train, 2, tmp_path, "fsdp", -1, 2, connect=False)[0][0] == 6

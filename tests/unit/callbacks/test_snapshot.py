@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fsspec
 import pytest
 import torch
 from toys import Net, ValidatedNet, loader, net, weights
@@ -27,6 +28,7 @@ class Failing(Net):
     """Fails in a step, as if it was killed; waits for copies, so that each step has its own."""
 
     fails_at = -1
+    error: type[BaseException] = ZeroDivisionError
 
     def __init__(self) -> None:
         super().__init__(lambda parameters: torch.optim.AdamW(parameters, 0.01), dropout=0.2)
@@ -36,7 +38,7 @@ class Failing(Net):
         wait_for_copies()
         self.counts.append(len(list(self.memory.rglob("*.ckpt"))))
         if self.trainer.global_step == self.fails_at:
-            raise ZeroDivisionError
+            raise self.error
         return self.loss(batch)
 
 
@@ -46,20 +48,22 @@ class Place(NamedTuple):
     folder: Path
 
     def fit(
-        self, fails_at: int = -1, *, ckpt_path: str | None = "last", every_checkpoint: int = 5, **snapshot: Any
-    ) -> Any:
+        self, fails_at: int = -1, *, ckpt_path: str | None = "last", every_checkpoint: int = 5,
+        error: type[BaseException] = ZeroDivisionError, root: str | None = None, **snapshot: Any,
+    ) -> Any:  # fmt: skip
         module = net(Failing)
-        module.memory, module.fails_at = self.folder / "memory", fails_at
+        module.memory, module.fails_at, module.error = self.folder / "memory", fails_at, error
         module.memory.mkdir(exist_ok=True)
         callbacks: list[lw.Callback] = [lw.Snapshot(**{"every": 1, "folder": module.memory, **snapshot})]
-        callbacks.append(lw.ModelCheckpoint(self.folder / "checkpoints", every_n_train_steps=every_checkpoint))
+        checkpoints = self.folder / "checkpoints" if root is None else None
+        callbacks.append(lw.ModelCheckpoint(checkpoints, every_n_train_steps=every_checkpoint))
         lw.seed_everything(3, verbose=False)
         trainer = lw.Trainer(
             max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=callbacks,
+            callbacks=callbacks, default_root_dir=root,
         )  # fmt: skip
         if fails_at >= 0:
-            with pytest.raises(ZeroDivisionError):
+            with pytest.raises(error):
                 trainer.fit(module, loader(32, 4, shuffle=True), ckpt_path=ckpt_path)
         else:
             trainer.fit(module, loader(32, 4, shuffle=True), ckpt_path=ckpt_path)
@@ -155,6 +159,67 @@ def test_copies_of_another_run_are_not_used_and_go(
     place.fit(2, ckpt_path=None if removed == "nothing" else "last")
     assert resumed_at(caplog) == 0
     assert not set(before) & set(place.copies())
+
+
+def test_copies_of_a_lost_machine_are_not_used_once_the_run_has_gone_back_behind_them(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    place.fit(8)
+    assert place.steps() == [7, 8]
+    lost = shutil.move(place.folder / "memory", place.folder / "lost")  # with its machine
+    place.fit(7, every_checkpoint=6)  # from step 5: makes a checkpoint that is newer than the lost copies
+    shutil.rmtree(place.folder / "memory")
+    shutil.move(lost, place.folder / "memory")
+    place.fit(7)
+    assert resumed_at(caplog) == 6
+
+
+def test_copies_count_over_starts_that_made_none(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    place.fit(8)
+    for _ in range(2):
+        place.fit(8)
+        assert resumed_at(caplog) == 8
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_checkpoints_at_a_url_make_no_local_folder_of_its_name(
+    place: Place, scheme: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    (place.folder / "here").mkdir()
+    monkeypatch.chdir(place.folder / "here")
+    url = f"{scheme}://{place.folder}/remote"
+    place.fit(8, root=url)
+    place.fit(9, root=url)
+    assert resumed_at(caplog) == 8
+    place.fit(root=url)
+    assert resumed_at(caplog) == 9
+    assert not list(Path.cwd().iterdir())
+    assert not fsspec.open(f"{url}/.loopwright-run").fs.exists(f"{url}/checkpoints/.loopwright-run")
+
+
+@pytest.mark.parametrize(("fails_at", "every", "expected"), [
+    (8, 1, "a copy of step 8 is in memory; continue with trainer.fit(..., ckpt_path='last')"),
+    (4, 3, "a copy of step 3 is in memory; continue with trainer.fit(..., ckpt_path='last')"),
+    (7, 4, "nothing was saved; continue from the last checkpoint with trainer.fit(..., ckpt_path="),  # of step 5
+])  # fmt: skip
+def test_an_interrupted_run_names_what_last_would_take(
+    place: Place, fails_at: int, every: int, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    place.fit(fails_at, every=every, error=KeyboardInterrupt)
+    assert f"step {fails_at}: {expected}" in caplog.text
+
+
+def test_two_are_refused(place: Place) -> None:
+    trainer = lw.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=place.folder,
+        callbacks=[lw.Snapshot(1, folder=place.folder), lw.Snapshot(5, folder=place.folder)],
+    )  # fmt: skip
+    with pytest.raises(lw.ConfigError, match="Expected one Snapshot callback, got 2"):
+        trainer.fit(net(ValidatedNet), loader(4, 4))
 
 
 def test_too_little_memory_is_an_error_that_says_how_much_is_needed(
