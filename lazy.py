@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ForwardRef
@@ -10,6 +11,12 @@ from .errors import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+try:
+    START_FOLDER: str | None = os.getcwd()
+    """Folder in which the program was started, unless it changed it before it imported Loopwright; None if unknown."""
+except OSError:  # it has been removed
+    START_FOLDER = None
 
 _OTHER_NAMES = {"LightningDataModule": "DataModule", "LightningModule": "Module"}
 _ROOT = f"{__name__.partition('.')[0]}."

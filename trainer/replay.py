@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..callbacks import Callback, Checkpoint, Timer
 from ..checkpoint.to_plain import to_plain
+from ..data.distributed.fingerprint import parts_of
 from ..data.move import move_to_device
 from ..errors import ConfigError, ReplayEnd
 from ..files import replace_file
@@ -356,7 +357,13 @@ class Replay(Callback):
 
 def norm_of(tensor: Tensor) -> Tensor:
     """Return the 2-norm of a tensor, over all of its shards: shape (), on its device; communicates for shards."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):  # quantized weights
+    if tensor.is_meta:
+        return torch.zeros(())
+    if tensor.layout is not torch.strided:  # gradients of nn.Embedding(sparse=True)
+        tensor = tensor.to_dense()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.element_size() == 1 or not (tensor.is_floating_point() or tensor.is_complex()):  # quantized weights
         tensor = tensor.double()
     norm = torch.linalg.vector_norm(tensor.detach())
     return cast(Tensor, norm.full_tensor()) if hasattr(norm, "full_tensor") else norm
@@ -373,17 +380,22 @@ def _number(loss: Tensor) -> float:
 
 
 def digest(value: Any) -> str:
-    """Return a digest of every bit of the tensors in a batch or of one tensor, of its shard on this rank."""
+    """Return a digest of every bit of the tensors in a batch or of one tensor, of its shard on this rank.
+
+    It is the same in each process: sets have no order.
+    """
     found = hashlib.blake2b(digest_size=8)
     for leaf in tree_leaves(value):
         if not isinstance(leaf, Tensor):
             leaf, _ = to_plain(leaf)
         for one in tree_leaves(leaf):
             if isinstance(one, Tensor):
-                local = one.to_local() if hasattr(one, "to_local") else one
-                host = local.detach().to_dense() if local.layout is not torch.strided else local.detach()
-                found.update(f"{host.dtype} {tuple(host.shape)}".encode())
-                found.update(host.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+                for part in parts_of(one.detach()):
+                    found.update(f"{part.dtype} {tuple(part.shape)}".encode())
+                    if not part.is_meta:
+                        found.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            elif isinstance(one, set):
+                found.update(repr(sorted(map(digest, one))).encode())
             else:
                 found.update(repr(one).encode())
     return found.hexdigest()

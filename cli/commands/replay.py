@@ -188,7 +188,7 @@ class _Run:
         if not words:
             raise ConfigError(
                 f"Expected a checkpoint in {self.place} that records how the program was started, got "
-                f"{counted(len(self.checkpoints), 'checkpoint')} without.",
+                f"{counted(len(self.checkpoints), 'checkpoint') + ' without' if self.checkpoints else 'none'}.",
                 fix=f"write the program and its arguments after --: loopwright replay {self.place} --step N -- "
                 "train.py ARGS",
             )
@@ -313,11 +313,15 @@ def _compare(given: argparse.Namespace) -> int:
     runs = [_Run(place, given) for place in (given.run, given.compare)]
     sizes = {one.world_size for run in runs for one in run.checkpoints}
     if len(sizes) > 1:
-        raise ConfigError(
-            f"Expected two runs on the same number of ranks, got {' and '.join(map(str, sorted(sizes, key=str)))}.",
-            fix="`loopwright checkpoint diff A B` compares the weights of two checkpoints.",
-        )
+        raise _other_sizes(sizes)
     begin, end, differs = _bracket(runs, given.step)
+    empty = next((run.place for run in runs if not (run.checkpoints or given.command)), None)
+    if empty is not None:
+        raise ConfigError(
+            f"Expected a checkpoint in {empty} that records how the program was started, got none.",
+            fix="compare runs with full checkpoints, or write a program and its arguments after --, which both are "
+            "replayed with.",
+        )
     if end is None:
         if begin is None:
             raise ConfigError("Expected checkpoints of the same step in both runs, got none.", fix="pass --step.")
@@ -331,6 +335,8 @@ def _compare(given: argparse.Namespace) -> int:
             ranks = run.play(request, start)
             found.append([[json.loads(line) for line in request.digests_of(rank).read_text().splitlines()]
                           for rank in range(len(ranks))])  # fmt: skip
+    if len(found[0]) != len(found[1]):
+        raise _other_sizes({len(ranks) for ranks in found})
     first = _first_difference(*found)
     if first is None and differs:
         first = {"step": end, "kind": "checkpoint", "name": differs, "rank": None, "values": ["", ""]}
@@ -340,6 +346,13 @@ def _compare(given: argparse.Namespace) -> int:
     else:
         sys.stdout.write(_describe(first, begin, end) + "\n")
     return int(first is not None)
+
+
+def _other_sizes(sizes: set[int | None]) -> ConfigError:
+    return ConfigError(
+        f"Expected two runs on the same number of ranks, got {' and '.join(map(str, sorted(sizes, key=str)))}.",
+        fix="`loopwright checkpoint diff A B` compares the weights of two checkpoints.",
+    )
 
 
 def _bracket(runs: list[_Run], last: int | None) -> tuple[int | None, int | None, str | None]:

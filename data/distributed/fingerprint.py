@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import Dataset, IterableDataset
 
 from ...protocols import AnyDataset, Batch, Tree
@@ -37,13 +38,32 @@ def fingerprint_batch(batch: Batch) -> int | None:
     found: list[bytes] = []
 
     def see(tensor: Tensor) -> Tensor:
-        found.append(repr((str(tensor.dtype), tuple(tensor.shape))).encode())
-        flat = tensor.detach().reshape(-1)[: max(1, _MOST_BYTES // max(1, tensor.element_size()))]
-        found.append(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        for part in parts_of(tensor.detach()):
+            found.append(repr((str(part.dtype), tuple(part.shape))).encode())
+            flat = part.reshape(-1)[: max(1, _MOST_BYTES // max(1, part.element_size()))]
+            has_bits = flat.numel() and not flat.is_meta
+            found.append(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes() if has_bits else b"")
         return tensor
 
     apply_to_collection(batch, Tensor, see)
     return zlib.crc32(b"".join(found)) if found else None
+
+
+def parts_of(tensor: Tensor) -> Iterator[Tensor]:
+    """Return the strided tensors that hold the bits of a tensor on this rank: of shards, nested and sparse ones."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from parts_of(getattr(tensor, name))
+    elif tensor.is_nested:
+        for one in tensor.unbind():
+            yield from parts_of(one)
+    elif tensor.layout is torch.strided:
+        yield tensor.resolve_conj().resolve_neg()
+    elif tensor.is_mkldnn:
+        yield tensor.to_dense()
+    else:
+        sparse = tensor.to_sparse_coo().coalesce()
+        yield from (sparse.indices(), sparse.values())
 
 
 def is_same_on_all(fingerprints: Sequence[int | None]) -> bool:

@@ -12,6 +12,7 @@ import torch
 from ...errors import LaunchError
 from ...fabric import Fabric
 from ...fabric.launch.command import interpreter_flags, own_command
+from ...lazy import START_FOLDER
 from ...protocols import StateDict
 from ...report.environment import revision
 
@@ -21,7 +22,8 @@ _VARIABLES = re.compile(r"(LOOPWRIGHT_TRAINER_|PL_TRAINER_|LT_)\w+|LOOPWRIGHT_(C
 _NAME = (
     r"(?<!eos[-_])(?<!bos[-_])(?<!pad[-_])(?<!unk[-_])(?<!sep[-_])(?<!cls[-_])(?<!mask[-_])"
     r"(?:token|secret|passw|passwords?|passwd|passphrase|pwd|credentials?|bearer|auth|authorization|signature"
-    r"|(?:api|access|account|auth|private|secret|wandb)[-_.]?key)"
+    r"|(?:api|access|account|auth|private|secret|wandb|ssh|encryption|signing|license)[-_.]?key|jwt|cookie"
+    r"|(?:^|(?<=--))(?:pass|key))"  # names of many other things end in these
 )
 _OPTION = re.compile(rf"(?i)^-.*{_NAME}$")  # its value is the next argument
 # In an argument, all that follows the name: NAME=x, ?NAME=x of a URL, {"NAME": "x"}, NAME: x of a header.
@@ -51,7 +53,7 @@ def _of_process() -> StateDict:
         command, folder = own_command(0)
     except LaunchError:
         command = None
-    folder = folder or os.getcwd()
+    folder = folder or START_FOLDER or os.getcwd()
     script = getattr(sys.modules["__main__"], "__file__", None)
     variables = {
         name: hide_secrets([f"{name}={value}"])[0].partition("=")[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -435,3 +436,13 @@ def test_a_fingerprint_tells_batches_apart() -> None:
     assert not is_same_on_all([prints[0], prints[2]])
     assert not is_same_on_all([None, None])
     assert not is_same_on_all([prints[0]])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
+def test_a_fingerprint_of_nested_and_sparse_tensors() -> None:
+    rows, other = [torch.ones(2, 3), torch.ones(1, 3)], [torch.ones(2, 3), torch.zeros(1, 3)]
+    kinds: list[Any] = [partial(torch.nested.nested_tensor, layout=layout) for layout in (torch.strided, torch.jagged)]
+    kinds += [lambda part: part[1].to_sparse(), lambda part: part[1].to_sparse_csr(), lambda part: part[1] * 1j]
+    for kind in kinds:
+        assert fingerprint_batch(kind(rows)) == fingerprint_batch(kind(rows)) != fingerprint_batch(kind(other))
+    assert fingerprint_batch(torch.empty(3, device="meta")) is not None
