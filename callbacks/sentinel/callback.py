@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 from ...errors import ConfigError
 from ...messages import counted
@@ -13,8 +13,12 @@ from .error import Deviation, SentinelError
 from .replicas import ReplicaCheck, ReplicaDifference, Replicas, describe_place
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from ...protocols import AnyBatch, AnyOutput, StateDict
     from ...trainer import Trainer
+    from ...trainer.loop.played_window import Played, PlayedWindows
+    from ...trainer.run import FitRun
     from ..base import Checkpoint
     from ..model_checkpoint import ModelCheckpoint
 
@@ -37,27 +41,40 @@ class Sentinel(Callback):
 
     Of buffers, those that do not change between two checks are compared: others may follow the data of each rank.
 
+    With `replay_every`, the forward and backward passes of a step are run twice, on any number of ranks: with the same
+    micro-batches, random numbers and buffers, they must give the same gradients. This is compared before the optimizer
+    steps, so that a wrong gradient does not reach the weights. Where they differ, they are run a third time. Only
+    `training_step`, `backward` and hooks of modules and tensors run again; what they log does not count.
+
     Args:
         every: Number of optimizer steps between two checks.
+        replay_every: Number of optimizer steps between two that are run twice; None for none.
         ignore: Names of parameters and buffers that may differ between ranks, as patterns: "model.counts", "*.stats".
 
     Raises:
-        ConfigError: `every` is below 1; or, at the beginning of training, an engine holds the tensors.
+        ConfigError: An argument is below 1; or, at the beginning of training, an engine holds the tensors, or steps of
+            this run cannot be repeated.
         SentinelError: During training: a difference was found.
     """
 
     hears_every_step = True
 
-    def __init__(self, every: int = 100, *, ignore: Sequence[str] = ()) -> None:
+    def __init__(self, every: int = 100, *, replay_every: int | None = None, ignore: Sequence[str] = ()) -> None:
         super().__init__()
-        if every < 1:
-            raise ConfigError(f"Sentinel: expected every of 1 or more, got every={every}.", fix="pass a larger every=.")
-        self.every = every
+        if every < 1 or (replay_every is not None and replay_every < 1):
+            raise ConfigError(
+                f"Sentinel: expected every and replay_every of 1 or more, got every={every}, "
+                f"replay_every={replay_every}.",
+                fix="correct these arguments.",
+            )
+        self.every, self.replay_every = every, replay_every
         self.ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
         self._lw_replicas: Replicas | None = None
         self._lw_check: ReplicaCheck | None = None  # whose result is not read yet
         self._lw_last: ReplicaCheck | None = None
         self._lw_agreed = -1
+        self._lw_plays: PlayedWindows | None = None
+        self._lw_repeated = -1  # the last step whose gradients were the same twice
         self._lw_files: dict[str, int] = {}  # checkpoints, and the step of each
         self._lw_saved_at = -1  # of a checkpoint that is not in there yet
 
@@ -71,14 +88,20 @@ class Sentinel(Callback):
                 fix="remove Sentinel, or use strategy='ddp' or 'fsdp'.",
             )
         self._lw_reset()
+        if self.replay_every is not None:
+            from ...trainer.loop.played_window import PlayedWindows
+
+            self._lw_plays = PlayedWindows(cast("FitRun", trainer.present_run()))
+            self._lw_arm(trainer)
         replicas = Replicas.of(strategy, pl_module, self.ignore)
         if replicas.are_several:
             self._lw_replicas = replicas
             self._lw_files = dict.fromkeys(_files_of(trainer), -1)
             self._lw_begin(trainer, pl_module)
-        elif trainer.is_global_zero:
+        elif trainer.is_global_zero and self._lw_plays is None:
             _log.warning(
-                "Sentinel compares nothing: no two ranks of %s have the same weights at every step.",
+                "Sentinel compares nothing: no two ranks of %s have the same weights at every step. replay_every=1000 "
+                "runs a step twice, on any number of ranks.",
                 type(strategy).__name__,
             )
 
@@ -87,7 +110,10 @@ class Sentinel(Callback):
     ) -> None:
         """Begin a check, compare the last one on the device, or read its result, if it is time."""
         replicas, check, step = self._lw_replicas, self._lw_check, trainer.global_step
-        if replicas is None or not trainer.at_step_boundary:
+        if not trainer.at_step_boundary:
+            return
+        self._lw_arm(trainer)
+        if replicas is None:
             return
         self._lw_note_files(trainer)
         is_due = step % self.every == 0 and self._lw_last is not None and step > self._lw_last.step
@@ -100,6 +126,36 @@ class Sentinel(Callback):
         if is_due:
             self._lw_begin(trainer, pl_module)
 
+    def _lw_arm(self, trainer: Trainer) -> None:
+        plays, every = self._lw_plays, self.replay_every
+        if plays is not None and every is not None and (trainer.global_step + 1) % every == 0 and not plays.is_armed:
+            plays.arm()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
+        """Run the passes of this step again, if it is time."""
+        plays = self._lw_plays
+        if plays is None or not plays.is_armed:
+            return
+        played = plays.play()
+        strategy = trainer.strategy
+        everywhere = strategy.gather_objects((played, describe_place(strategy)))
+        wrong = [rank for rank, (one, _) in enumerate(everywhere) if any(one.plays)]
+        if not wrong:
+            self._lw_repeated = trainer.global_step + 1
+        elif self._lw_repeated < 0 and all(one.plays == (0, 1, 2) for one, _ in everywhere):
+            self._lw_plays = None
+            if trainer.is_global_zero:
+                _log.warning(
+                    "Sentinel: three runs of step %d had three different gradients on every rank, first of %s, so "
+                    "that no further step is run twice. training_step uses operations that are not deterministic (pass "
+                    "deterministic=True), or something that is not restored: attributes that it changes, generators of "
+                    "its own, files. Else a processor computes wrongly.",
+                    trainer.global_step,
+                    everywhere[0][0].parameter,
+                )
+        else:
+            raise self._lw_played_error(trainer, wrong, everywhere)
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
         """Read a result that is there already."""
         if self._lw_check is not None and self._lw_check.differs is not None and trainer.ranks_answer:
@@ -111,6 +167,7 @@ class Sentinel(Callback):
         """Compare what training ends with."""
         last = self._lw_last
         if last is None or not trainer.ranks_answer:
+            self._lw_reset()
             return
         if self._lw_check is not None:
             self._lw_read(trainer)
@@ -124,6 +181,9 @@ class Sentinel(Callback):
         self._lw_reset()
 
     def _lw_reset(self) -> None:
+        if self._lw_plays is not None:
+            self._lw_plays.disarm()
+        self._lw_plays, self._lw_repeated = None, -1
         self._lw_replicas = self._lw_check = self._lw_last = None
         self._lw_agreed, self._lw_files, self._lw_saved_at = -1, {}, -1
 
@@ -195,6 +255,53 @@ class Sentinel(Callback):
             "that changes a tensor on some ranks only; if it may differ, pass its name in ignore=.",
             deviation=deviation,
         )
+
+    def _lw_played_error(
+        self, trainer: Trainer, wrong: Sequence[int], everywhere: Sequence[tuple[Played, tuple[str, str]]]
+    ) -> SentinelError:
+        self._lw_note_files(trainer)
+        step, since = trainer.global_step, self._lw_repeated
+        files = [path for path, at in self._lw_files.items() if path and at > since]
+        is_known = not trainer.strategy.traits.shards_parameters or trainer.world_size == 1
+        deviation = Deviation(
+            kind="played step",
+            parameter=everywhere[wrong[0]][0].parameter,
+            tensors=("gradient",),
+            ranks=tuple(wrong),
+            is_decided=is_known,
+            hosts=tuple(everywhere[rank][1][0] for rank in wrong),
+            devices=tuple(everywhere[rank][1][1] for rank in wrong),
+            agreed_step=since,
+            step=step + 1,
+            checkpoints=tuple(files),
+        )
+        lines = [
+            f"\n  rank {rank} ({host}, {device}): {_VERDICTS[played.plays]}; first in {played.parameter}"
+            for rank, (played, (host, device)) in enumerate(everywhere)
+            if rank in wrong
+        ]
+        whose = "" if is_known else " Any rank may have caused it, since gradients are reduced over ranks."
+        last = (
+            "none was run twice before" if since < 0 else f"the last step with the same gradients is step {since - 1}"
+        )
+        return SentinelError(
+            f"Expected the same gradients from each run of step {step}, got different ones ({last}):{''.join(lines)}"
+            f"{whose}",
+            fix="if earlier steps had the same gradients twice, test the memory and processor of "
+            f"{'that rank' if is_known and len(wrong) == 1 else 'these ranks'}, and resume from a checkpoint"
+            f"{', preferably not ' + _listed(files) if files else ''}: the optimizer has not made this step. Otherwise "
+            "pass deterministic=True, and let training_step change nothing but buffers and metrics.",
+            deviation=deviation,
+        )
+
+
+_VERDICTS: dict[tuple[int, ...], str] = {
+    (0, 0, 0): "all runs are the same",
+    (0, 0, 2): "the third run differs",
+    (0, 1, 1): "the second and the third run differ from the first",
+    (0, 1, 0): "the second run differs from the others",
+    (0, 1, 2): "all three runs differ",
+}
 
 
 def _files_of(trainer: Trainer) -> list[str]:

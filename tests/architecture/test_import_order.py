@@ -40,6 +40,7 @@ DOCUMENTED = {
     ("settings/typed.py", "loggers"): "a logger gets the folder of the run where its own is not set",
     ("checkpoint/hparams.py", "data"): "puts saved hyperparameters into the module that it builds",
     ("callbacks/batch_size_finder.py", "tuner"): "searches when a verb begins",
+    ("callbacks/sentinel/callback.py", "trainer"): "runs a window again, with the loop's own parts",
     ("callbacks/lr_finder.py", "tuner"): "searches when fit begins",
     ("data/module.py", "checkpoint"): "DataModule.load_from_checkpoint reads a checkpoint",
 }

@@ -204,3 +204,43 @@ def local_weight(net: Net) -> Tensor:
 def test_copies_of_shards_are_compared() -> None:
     deviation = run_ranks(copies, 4, connect=False)[0]
     assert (deviation.parameter, deviation.ranks, deviation.step) == ("model.0.weight", (1, 3), 15)
+
+
+class Wrong(Net):
+    """Computes a wrong gradient at one step on one rank."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, -1)
+        if self.trainer.global_step == self.step and self.global_rank == self.rank and loss is not None:
+            self.step = -1
+            loss.register_hook(lambda gradient: gradient * 1.25)
+        return loss
+
+
+def played(rank: int, size: int) -> list[Any]:
+    uneven = data(size * 2) if rank else data(size)
+    cases: list[tuple[Any, Any, Any]] = [
+        (lw.DDPStrategy(find_unused_parameters=True, gradient_as_bucket_view=True), data(size), 14),
+        (lw.DDPStrategy(find_unused_parameters=True, uneven="zero_weight"), uneven, -1),
+        ("fsdp", data(size), 14),
+    ]
+    outcomes: list[Any] = []
+    for strategy, loader, step in cases:
+        for sentinels in [[], [lw.Sentinel(replay_every=5)]]:
+            net = Wrong(1, step if sentinels else -1)
+            trainer = trainer_of(size, strategy, [*sentinels], accumulate_grad_batches=2, max_steps=16,
+                                 use_distributed_sampler=loader is not uneven)  # fmt: skip
+            try:
+                trainer.fit(net, loader)
+            except lw.SentinelError as error:
+                outcomes.append((error.deviation.ranks, error.deviation.is_decided, error.deviation.step))
+            else:
+                outcomes.append([one.tolist() for one in net.buffers()])
+    return outcomes
+
+
+def test_a_rank_that_computes_a_wrong_gradient_once_is_named_where_gradients_are_its_own() -> None:
+    for _, ddp, plain, twice, _, fsdp in run_ranks(played, 2, connect=False):
+        assert ddp == ((1,), True, 15)
+        assert plain == twice
+        assert fsdp == ((0, 1), False, 15)
