@@ -13,13 +13,15 @@ import json
 import logging
 import os
 import pdb
+import signal
+import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +63,7 @@ class ReplayRequest:
         keeps_batch: Whether the batch of the step is written, too.
         digests: Whether digests of each step's tensors are written.
         debug: Rank whose debugger stops in `training_step` of the step; None for none.
+        terminal: Process whose standard input the debugger reads; None: the rank's.
         anomaly: Whether autograd's anomaly detection is on in the step.
     """
 
@@ -71,6 +74,7 @@ class ReplayRequest:
     keeps_batch: bool = False
     digests: bool = False
     debug: int | None = None
+    terminal: int | None = None
     anomaly: bool = False
 
     def to_variable(self) -> dict[str, str]:
@@ -142,10 +146,43 @@ def _debug_step(module: nn.Module, trainer: Trainer, request: ReplayRequest) -> 
     def debugged(*args: Any, **kwargs: Any) -> Any:
         if trainer.progress.steps != request.step or trainer.global_rank != request.debug:
             return step(*args, **kwargs)
-        with open("/dev/stdin") as terminal:  # a launcher may have given this process another sys.stdin
-            return pdb.Pdb(stdin=terminal, nosigint=True).runcall(step, *args, **kwargs)
+        debugger = _Debugger(nosigint=True)
+        with ExitStack() as stack:
+            if not sys.stdin.isatty():  # else it edits lines
+                debugger.stdin = stack.enter_context(_terminal(request))
+                debugger.use_rawinput = False
+            result = debugger.runcall(step, *args, **kwargs)
+        if debugger.is_left:  # the step was not completed
+            raise ConfigError("The debugger was left before the end of the step.", fix="continue with c.")
+        return result
 
     vars(module)["training_step"] = debugged
+
+
+@contextmanager
+def _terminal(request: ReplayRequest) -> Iterator[IO[str]]:
+    """Open what the user of `loopwright replay` types: ranks that are forked have another standard input."""
+    path = f"/proc/{request.terminal}/fd/0"  # only Linux has it
+    with open(path if os.path.exists(path) else "/dev/stdin") as terminal, ExitStack() as stack:
+        if terminal.isatty():
+            # Forked ranks are in the background of the terminal, where the system would stop a process that reads it.
+            before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+            stack.callback(signal.signal, signal.SIGTTOU, before)
+            foreground = os.tcgetpgrp(terminal.fileno())
+            os.tcsetpgrp(terminal.fileno(), os.getpgrp())
+            stack.callback(os.tcsetpgrp, terminal.fileno(), foreground)
+        yield terminal
+
+
+class _Debugger(pdb.Pdb):
+    """Notes that its user, or the end of its input, has ended it."""
+
+    is_left = False
+
+    def set_quit(self) -> None:
+        """End the step here."""
+        self.is_left = True
+        super().set_quit()
 
 
 @dataclass(slots=True)

@@ -67,7 +67,7 @@ def replay(arguments: Sequence[str]) -> int:
         with _folder(given) as folder:
             request = ReplayRequest(
                 given.step, folder, keeps_batch=given.save_batch is not None, anomaly=given.anomaly,
-                debug=given.rank if given.debug else None,
+                debug=given.rank if given.debug else None, terminal=os.getpid(),
             )  # fmt: skip
             run = _Run(given.run, given)
             start = run.before(given.step)

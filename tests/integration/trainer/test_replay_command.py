@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,38 @@ def test_planted_differences_are_found_at_their_step_rank_and_tensor(tmp_path: P
     torch.save(content, path)
     found = runs.replay("run", "--compare", "flipped", code=1)["difference"]
     assert (found["step"], found["kind"], found["name"]) == (8, "checkpoint", "state_dict/net.2.weight")
+
+
+def type_into(command: list[str], folder: Path, typed: str) -> tuple[int, str]:
+    """Return the exit code and output of a command in a terminal of its own, into which a user types."""
+    master, slave = os.openpty()
+    process = subprocess.Popen(
+        command, cwd=folder, stdin=slave, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        os.close(slave)
+        os.write(master, typed.encode())
+        return process.wait(240), process.communicate()[0]
+    finally:
+        process.kill()
+        os.close(master)
+
+
+@pytest.mark.slow
+def test_the_debugger_of_a_rank_reads_the_terminal(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    seen = runs.fit("run")
+    command = [sys.executable, "-m", "loopwright", "replay", "run", "--step", "5", "--debug", "--rank", "1"]
+    code, shown = type_into(command, tmp_path, "p batch[2].tolist()\nc\nc\n")  # of two micro-batches
+    first, second = next(micro_batches for step, micro_batches, _ in seen[1] if step == 5)
+    assert code == 0, shown
+    assert str(first[0]) in shown
+    assert f"loss {second[1]!r}" in shown
+    code, shown = type_into(command, tmp_path, "q\n")
+    assert code == 2
+    assert "The debugger was left before the end of the step." in shown
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,16 @@ def test_two_runs_without_checkpoints_are_not_compared(tmp_path: Path, capsys: p
     assert replay_command([str(tmp_path / "one"), "--compare", str(tmp_path / "other"), "--step", "4"]) == 2
     found = capsys.readouterr().err
     assert f"Expected a checkpoint in {tmp_path / 'one'} that records how the program was started, got none." in found
+
+
+def test_a_debugger_whose_input_ends_does_not_let_a_step_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL) as user:
+        request = ReplayRequest(2, str(tmp_path), debug=0, terminal=user.pid)
+        monkeypatch.setenv("LOOPWRIGHT_REPLAY", request.to_variable()["LOOPWRIGHT_REPLAY"])
+        with pytest.raises(lw.ConfigError, match="The debugger was left before the end of the step"):
+            fit(net(Observed), tmp_path)
+        user.kill()
+    assert not request.record_of(0).exists()
 
 
 def test_a_replay_from_the_beginning_needs_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
