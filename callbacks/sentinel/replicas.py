@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import struct
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -159,9 +158,8 @@ class Replicas:
         items = [item for item, _ in here]
         known = set(items)
         on_host = [(item, one) for item, one in found if item not in known]
-        numbers = torch.cat([_on_host(one) for _, one in on_host] or [torch.zeros(0, dtype=torch.int64)])
-        sums = digests([parts for _, parts in here], device)
-        sums = torch.cat([sums, numbers.to(device, non_blocking=True)])
+        numbers = digests([_on_host(one) for _, one in on_host], torch.device("cpu"))
+        sums = torch.cat([digests([parts for _, parts in here], device), numbers.to(device, non_blocking=True)])
         items += [item for item, _ in on_host]
         num_buffers = sum(item.kind == "buffer" for item in items)
         last = None
@@ -298,12 +296,11 @@ def _tensors(
         yield Item("weight", name), one
 
 
-def _on_host(value: Tensor | float) -> Tensor:
-    """Return the digest of a number, or of a tensor on another device: shape (1,), on the CPU."""
+def _on_host(value: Tensor | float) -> list[Tensor]:
+    """Return a number, or the parts of a tensor on another device, as tensors on the CPU."""
     if isinstance(value, Tensor):
-        parts = parts_of(value)
-        return digests([parts], parts[0].device).cpu() if parts else torch.zeros(1, dtype=torch.int64)
-    return torch.tensor(struct.unpack("<q", struct.pack("<d", float(value))))
+        return [part.cpu() for part in parts_of(value)]
+    return [torch.tensor(float(value), dtype=torch.float64)]
 
 
 def _join(items: Sequence[Item], sums: Tensor, before: Tensor | None, num_buffers: int) -> Tensor:

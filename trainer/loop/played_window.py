@@ -42,8 +42,8 @@ class Played(NamedTuple):
     """What this rank has found in a window that was run again.
 
     Attributes:
-        plays: For each run of the window, the first run with the same gradients: (0, 0), (0, 1, 1), (0, 1, 0) or
-            (0, 1, 2).
+        plays: For each run of the window, the number of the first run with the same gradients. There is a third run if
+            the first two differ on any rank.
         parameter: Name of the first parameter whose gradient differs; "" without one.
     """
 
@@ -118,12 +118,14 @@ class PlayedWindows:
                 one.grad = gradient
             after.restore(run)
             self.disarm()
+        if len(runs) == 2:
+            return Played()
         first_alike = [
             next(number for number, other in enumerate(runs) if self._first_that_differs(other, one) is None)
             for one in runs
         ]
-        names = [self._first_that_differs(runs[0], one) for one in runs[1:]]
-        return Played(tuple(first_alike), next((name for name in names if name is not None), ""))
+        name = differs or self._first_that_differs(runs[0], runs[2]) or ""
+        return Played(tuple(first_alike), name)
 
     # --- recording ---------------------------------------------------------------------------------------------------
 

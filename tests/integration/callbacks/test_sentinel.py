@@ -96,13 +96,16 @@ def found(net: Net, size: int, sentinel: Any, strategy: Any, **arguments: Any) -
 
 def planted(rank: int, size: int) -> list[Any]:
     cases = [(1, 12, weight), (size - 1, 17, frozen), (0, 13, state), (1, 11, table), (1, 20, weight)]
-    return [found(Net(*case), size, lw.Sentinel(every=5), own_buffers()) for case in cases]
+    named = [found(Net(*case), size, lw.Sentinel(every=5), own_buffers()) for case in cases]
+    return [*named, found(Net(1, 11, table), size, lw.Sentinel(every=5, ignore=["tab*"]), own_buffers())]
 
 
 def test_a_flipped_bit_is_named_within_the_interval_and_by_majority() -> None:
     everywhere = run_ranks(planted, 3, connect=False)
     assert all(theirs == everywhere[0] for theirs in everywhere)
-    seen = [(d.kind, d.parameter, d.tensors, d.ranks, d.is_decided, d.agreed_step, d.step) for d in everywhere[0]]
+    *named, ignored = everywhere[0]
+    assert ignored is None
+    seen = [(d.kind, d.parameter, d.tensors, d.ranks, d.is_decided, d.agreed_step, d.step) for d in named]
     assert seen == [
         ("weight", "model.0.weight", ("weight",), (1,), True, 10, 15),
         ("weight", "model.0.bias", ("weight",), (2,), True, 15, 20),
