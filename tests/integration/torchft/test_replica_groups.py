@@ -119,6 +119,8 @@ def replica_groups(folder: Path, count: int, **config: Any) -> Iterator[Groups]:
     try:
         for group in range(count):
             groups.start(group)
+            if config.get("differs"):  # then group 0 must make the first step, which all others heal from
+                groups.wait_for(f"a step of group {group}", lambda group=group: groups.steps(group))
         for group in range(count):
             groups.wait_for_steps(group, 3)
         yield groups

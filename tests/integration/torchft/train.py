@@ -23,10 +23,16 @@ GROUP = os.environ.get("REPLICA_GROUP_ID", "reference")
 IS_PLAIN = GROUP == "reference"
 
 
+def turns() -> list[str]:
+    try:
+        return (FOLDER / "turn").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+
+
 def die_at(place: str) -> None:
     """End this process as a power cut does, if it is its turn."""
-    turn = FOLDER / "turn"
-    if turn.exists() and f"{GROUP}-{os.environ.get('RANK', '0')} {place}" in turn.read_text().splitlines():
+    if f"{GROUP}-{os.environ.get('RANK', '0')} {place}" in turns():
         (FOLDER / f"died-{GROUP}").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -49,6 +55,22 @@ for owner, name, place in (
     (Saving, "write_to", "save"),
 ):
     watched(owner, name, place)
+
+
+def connect_late(self: groups.ReplicaGroups) -> None:
+    """Connect when another group is ahead, if someone is to die while this group heals: else it might be up to date."""
+
+    def is_behind() -> bool:
+        rows = [path.read_text().split("\n")[:-1] for path in FOLDER.glob("steps-*.jsonl") if GROUP not in path.stem]
+        return any(json.loads(one[-1])["step"] > self.run.progress.steps for one in rows if one)
+
+    while any(line.endswith(("healing", "sending")) for line in turns()) and not is_behind():
+        time.sleep(0.01)
+    connect(self)
+
+
+connect = groups.ReplicaGroups._connect
+groups.ReplicaGroups._connect = connect_late  # type: ignore[method-assign]
 
 
 class Net(lw.Module):
