@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ...protocols import AnyBatch, AnyOutput, StateDict
     from ...trainer import Trainer
-    from ...trainer.loop.played_window import Played, PlayedWindows
+    from ...trainer.played_window import Played, PlayedWindows
     from ...trainer.run import FitRun
     from ..base import Checkpoint
     from ..model_checkpoint import ModelCheckpoint
@@ -88,15 +88,15 @@ class Sentinel(Callback):
                 fix="remove Sentinel, or use strategy='ddp' or 'fsdp'.",
             )
         self._lw_reset()
+        self._lw_files = dict.fromkeys(_files_of(trainer), -1)
         if self.replay_every is not None:
-            from ...trainer.loop.played_window import PlayedWindows
+            from ...trainer.played_window import PlayedWindows
 
             self._lw_plays = PlayedWindows(cast("FitRun", trainer.present_run()))
             self._lw_arm(trainer)
         replicas = Replicas.of(strategy, pl_module, self.ignore)
         if replicas.are_several:
             self._lw_replicas = replicas
-            self._lw_files = dict.fromkeys(_files_of(trainer), -1)
             self._lw_begin(trainer, pl_module)
         elif trainer.is_global_zero and self._lw_plays is None:
             _log.warning(
@@ -136,13 +136,13 @@ class Sentinel(Callback):
         plays = self._lw_plays
         if plays is None or not plays.is_armed:
             return
-        played = plays.play()
-        strategy = trainer.strategy
+        played, strategy = plays.play(), trainer.strategy
+        if len(played.plays) == 2:
+            self._lw_repeated = trainer.global_step + 1
+            return
         everywhere = strategy.gather_objects((played, describe_place(strategy)))
         wrong = [rank for rank, (one, _) in enumerate(everywhere) if any(one.plays)]
-        if not wrong:
-            self._lw_repeated = trainer.global_step + 1
-        elif self._lw_repeated < 0 and all(one.plays == (0, 1, 2) for one, _ in everywhere):
+        if self._lw_repeated < 0 and all(one.plays == (0, 1, 2) for one, _ in everywhere):
             self._lw_plays = None
             if trainer.is_global_zero:
                 _log.warning(
@@ -199,8 +199,8 @@ class Sentinel(Callback):
     def _lw_begin(self, trainer: Trainer, module: AnyModule) -> None:
         assert self._lw_replicas is not None
         run = trainer.present_run()
-        # A module that calls backward itself may have gradients that are not averaged yet.
-        has_reduced = run is not None and run.is_automatic and self._lw_last is not None
+        # Reduced ones: a module that calls backward itself, and a window that is carried on, may have others.
+        has_reduced = run is not None and run.is_automatic and run.has_stepped and self._lw_last is not None
         self._lw_check = self._lw_last = self._lw_replicas.begin(
             trainer.global_step, module, trainer.optimizers, self._lw_last, with_gradients=has_reduced
         )

@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...data.sources.base import NO_BATCH
-from ...errors import ConfigError
-from ...strategies import NoLoss
-from ...strategies.base import plain_name
-from ...strategies.distributed.digest import digests, parts_of
-from ...strategies.tree import map_leaves
-from .held_window import Drawn
-from .loss import Loss, read_loss
-from .window import loss_and_backward
+from ..data.sources.base import NO_BATCH
+from ..errors import ConfigError
+from ..strategies import NoLoss
+from ..strategies.base import plain_name
+from ..strategies.distributed.digest import digests, parts_of
+from ..strategies.tree import map_leaves
+from .loop.held_window import Drawn
+from .loop.loss import Loss, read_loss
+from .loop.window import loss_and_backward
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from ...protocols import AnyBatch, StepOutput
-    from ..run import FitRun
+    from ..protocols import AnyBatch, StepOutput
+    from .run import FitRun
 
 # Any in this file: batches, and what steps return.
 
