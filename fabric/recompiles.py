@@ -108,6 +108,8 @@ class RecompileWatch:
         self._last = records[-1] if records else None
         for record in reversed(fresh):
             self.seconds += (getattr(record, "duration_us", None) or 0) / 1e6
+            if record.co_filename is None:  # the limit of torch was reached: it runs the function uncompiled
+                continue
             # A backward pass that is compiled when it is first needed is a part of a graph that was counted.
             self.num_compiled += record.is_forward is not False
             if record.recompile_reason:

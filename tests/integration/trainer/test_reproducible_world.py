@@ -170,6 +170,7 @@ def fit(
     resume: str | None = None,
     breaks_at: int = -1,
     folder: str | None = None,
+    workers: int = 0,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Train for two epochs of 2.6 windows; return digests."""
@@ -186,7 +187,8 @@ def fit(
     )  # fmt: skip
     module = kind(rule)
     try:
-        trainer.fit(module, DataLoader(data, 2, shuffle=True), DataLoader(seen, 2), ckpt_path=resume)
+        loader = DataLoader(data, 2, shuffle=True, num_workers=workers)
+        trainer.fit(module, loader, DataLoader(seen, 2), ckpt_path=resume)
     except Broken:
         return {"rows": logger.rows}
     with tempfile.TemporaryDirectory() as own:
@@ -204,6 +206,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp transformer": {},
     "ddp conv sgd": {"kind": Convolutions, "rule": "sgd", "val_check_interval": 0.4},
     "ddp drawing": {"kind": Drawing, "val_check_interval": 0.4},
+    "ddp workers": {"workers": 2},
     "ddp bf16": {"precision": "bf16-mixed"},
     "fsdp transformer": {"strategy": "fsdp"},
     "fsdp conv sgd": {"strategy": "fsdp", "kind": Convolutions, "rule": "sgd"},
@@ -226,6 +229,16 @@ def test_weights_states_and_rows_are_equal_on_every_number_of_ranks() -> None:
         chosen = [result["weights"] for name, result in alone.items() if name.startswith(strategy)]
         assert len(set(chosen)) == len(chosen)
     assert alone["ddp transformer"]["steps"] == 6  # a step of 5 micro-shards ends each epoch
+
+
+def compiled(rank: int, size: int) -> dict[str, Any]:
+    return fit(size, strategy="fsdp", kind=Convolutions, compile=True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_compiled_steps_are_equal_on_one_rank_and_on_two() -> None:
+    assert run_ranks(compiled, 2, connect=False)[0] == run_ranks(compiled, 1, connect=False)[0]
 
 
 def broken_and_resumed(rank: int, size: int, strategy: str, folder: str, step: int, resume: str | None) -> Any:

@@ -401,6 +401,10 @@ def test_shapes_that_keep_changing_are_named_once_with_what_to_do(caplog: pytest
     assert "compile={'dynamic': True}" in message
 
 
+def test_a_function_that_torch_gives_up_to_compile_does_not_end_the_fit(caplog: pytest.LogCaptureFixture) -> None:
+    assert len(storm(caplog, net(Calls), lengths(24), dynamic=False)) == 1
+
+
 def test_a_block_is_named_by_its_class(caplog: pytest.LogCaptureFixture) -> None:
     class OfBlocks(Calls):
         compile_blocks = [Block]
