@@ -271,6 +271,16 @@ class ReplicaGroups:
         has_peers = self.is_writer and self.size > 1
         return {"is_writer": self.is_writer, "written": healing.written(self.run) if has_peers else None}
 
+    def conclude(self) -> None:
+        """Learn which files the writing group keeps after its last save, which no step follows.
+
+        With a limit in time, groups may end at different steps: then what they knew in the last common step counts.
+        """
+        loop = self._session.loop
+        is_common = loop.is_at_limit or not loop.has_time_limit
+        everyone = self.exchange(self.claim()) if is_common and self.size > 1 else None
+        self._heard = next((one["written"] for one in everyone or () if one["written"] is not None), self._heard)
+
     def commits(self) -> bool:
         """Return whether the step is to be made; the same on all ranks of the group."""
         return bool(self.manager.should_commit())

@@ -553,6 +553,8 @@ class FitSession(Session):
         if trainer.is_global_zero:
             run.watch.conclude(progress)
         run.lifecycle.on_fit_end()
+        if self.groups is not None:
+            self.groups.conclude()
         if run.has_ranks:
             times = trainer.timeline.times_of_rank(trainer.world_size)
             progress.samples, progress.tokens, trainer.timeline.ranks = snapshot.count_data(run, times)

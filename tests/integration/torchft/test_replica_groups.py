@@ -84,7 +84,7 @@ class Groups:
     def end(self) -> dict[int, dict[str, Any]]:
         """Let all groups stop at the same step, and return what they have then."""
         latest = max(self.steps(group)[-1]["step"] for group in self.running)
-        self.stop = int(latest) + 40
+        self.stop = int(latest) // 5 * 5 + 40  # where a checkpoint is saved
         (self.folder / "stop.new").write_text(str(self.stop))
         (self.folder / "stop.new").rename(self.folder / "stop")
         self.wait_for("the end", lambda: all(one.poll() is not None for one in self.running.values()))

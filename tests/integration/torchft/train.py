@@ -165,5 +165,6 @@ if __name__ == "__main__":
             "rate": trainer.optimizers[0].param_groups[0]["lr"],
             "counts": [trainer.global_step, trainer.current_epoch, trainer.progress.samples],
             "metrics": trainer.callback_metrics,
+            "best": Path(checkpoint.best_model_path).name,
         }
         torch.save(end, FOLDER / f"end-{GROUP}.pt")
