@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import socket
+import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BUCKET_BYTES = 64 * 2**20
+_PAUSE_S = 0.1  # between two requests for a quorum, where too few groups are there
 
 # Any in this file: what modules log, and what groups tell each other as JSON.
 
@@ -232,25 +234,34 @@ class ReplicaGroups:
             Rewind: This group has missed steps, and has got the state of one that made them.
             RankFailure: There are too few groups.
         """
-        manager = self.manager
+        manager, wanted = self.manager, self._options.min_replicas
+        until = time.monotonic() + self._options.quorum_timeout
+        self._received = None
         while True:
-            self._received = None
             try:
                 manager.start_quorum()
             except Exception as error:
-                raise RankFailure(
-                    f"replica group {self._id} found no quorum of at least {self._options.min_replicas} groups within "
-                    f"{self._options.quorum_timeout:g} s at {self._lighthouse}: {error}",
-                    fix="check that the lighthouse and enough groups run, or pass a longer quorum_timeout; the run "
-                    "continues from its last checkpoint with ckpt_path='last'.",
-                ) from error
-            if manager.errored() is None:
+                raise self._no_quorum(str(error)) from error
+            found = manager.num_participants()
+            if manager.errored() is None and found >= wanted:
                 break
             manager.should_commit()  # False: on all ranks of the group, which then try again
+            if found < wanted:  # the lighthouse has a lower minimum
+                if time.monotonic() > until:
+                    raise self._no_quorum(f"the last one had {found}.")
+                time.sleep(_PAUSE_S)
         self.rank, self.size = manager.participating_rank() or 0, manager.num_participants()
         if self._received is not None:
             state, self._received = self._received, None
             raise Rewind(lambda: self._heal(state))
+
+    def _no_quorum(self, reason: str) -> RankFailure:
+        return RankFailure(
+            f"replica group {self._id} found no quorum of at least {self._options.min_replicas} groups within "
+            f"{self._options.quorum_timeout:g} s at {self._lighthouse}: {reason}",
+            fix="check that the lighthouse and enough groups run, or pass a longer quorum_timeout; the run "
+            "continues from its last checkpoint with ckpt_path='last'.",
+        )
 
     def settle(self, everyone: list[dict[str, Any]]) -> None:
         """Let one group write: the one that does, as long as it is there; else the first of the quorum takes over."""

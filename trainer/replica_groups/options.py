@@ -25,6 +25,7 @@ class TorchFT:
         connect_timeout: Seconds to connect to the lighthouse and to other groups.
         quorum_retries: Number of times a quorum is requested again, as when the lighthouse was restarted.
         max_retries: Number of times in a row that a step may be refused before fit fails; None for no limit.
+            Waiting for `min_replicas` groups counts, too, where the lighthouse has a lower minimum.
 
     Raises:
         MissingDependency: torchft is not installed.

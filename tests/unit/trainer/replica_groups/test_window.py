@@ -12,7 +12,7 @@ from toys import Net, assert_same, loader, net, quiet, weights
 
 import loopwright as lw
 from loopwright.data.rng import is_same
-from loopwright.errors import ConfigError, MissingDependency
+from loopwright.errors import ConfigError, MissingDependency, RankFailure
 from loopwright.trainer.replica_groups.groups import ReplicaGroups
 
 
@@ -118,6 +118,15 @@ def test_the_managers_counts_are_in_checkpoints(managers: list[LoneManager], tmp
     trainer.save_checkpoint(tmp_path / "three.ckpt")
     quiet(max_steps=5, fault_tolerance=lw.TorchFT()).fit(net(), loader(), ckpt_path=tmp_path / "three.ckpt")
     assert second.steps == 5
+
+
+def test_too_few_groups_wait_without_training_and_then_fail(managers: list[LoneManager]) -> None:
+    managers.append(LoneManager(iter(lambda: False, None)))  # as torchft votes then
+    module = net()
+    module.training_step = lambda *_: pytest.fail("trained")
+    trainer = quiet(max_steps=1, fault_tolerance=lw.TorchFT(min_replicas=2, quorum_timeout=0.15))
+    with pytest.raises(RankFailure, match="at least 2 groups within 0.15 s .* the last one had 1"):
+        trainer.fit(module, loader())
 
 
 class Manual(Net):
