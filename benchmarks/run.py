@@ -39,6 +39,7 @@ from saving import time_saves, time_small_saves, time_stalls
 from sharded_saves import measure_sharded_saves
 from startup import time_first_steps, time_imports
 from steps import count_calls, count_reads, time_steps
+from surviving import measure_surviving
 from xla import measure_xla
 
 SAME = ("cpu", "cores", "system", "python", "torch")  # of the environment, for numbers that stand side by side
@@ -143,6 +144,8 @@ def measure(parts: Iterable[str], *, is_quick: bool) -> Iterator[tuple[str, Any,
             numbers = measure_deepspeed(num_steps=5 if is_quick else 30, rounds=1 if is_quick else 3, is_quick=is_quick)
         elif part == "sharded-saves":
             numbers = measure_sharded_saves(megabytes=24 if is_quick else 256, rounds=1 if is_quick else 3)
+        elif part == "surviving":
+            numbers = measure_surviving(num_steps=16 if is_quick else 60, rounds=1 if is_quick else 3)
         elif part == "memory":
             numbers = measure_memory_of_strategies(is_quick=is_quick)
         elif part == "compiling":

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "run.py"
 # The parts that start many processes run by themselves: together they take longer than one test may.
 GROUPS = {
     "one-process": "steps,calls,growth,reads,imports,first-step,saving,logging,memory,compiling,xla",
-    "data-and-small-saves": "loading,small-saves,stalls",
+    "data-and-small-saves": "loading,small-saves,stalls,surviving",
     "ranks": "ranks,launch,rank-growth,many-ranks,fsdp,sharded-saves,deepspeed",
     "mesh": "mesh",
     "recipes": "recipes,recipes-memory,peers",
