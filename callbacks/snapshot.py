@@ -101,7 +101,9 @@ class Snapshot(Checkpoint):
     def find_newer(self, trainer: Trainer, step: int) -> str | None:
         """Return the newest copy of this run after the step, if all nodes have their part of it. On every rank."""
         run = from_rank_zero(trainer, lambda: _read_run(_place_of(trainer)))
-        self._lw_resumed = None if run is None else (run, step)
+        self._lw_finish()
+        if self._lw_io is None:  # before training
+            self._lw_resumed = None if run is None else (run, step)
         if run is None or not _can_meet(trainer):
             return None
         node, strategy = _Node.of(trainer), trainer.strategy

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .loop.window import Held
     from .metrics.log_output import LogOutput
     from .metrics.metrics import HookTable, Metrics
+    from .rollback import LeftOut
     from .session.loaders import StageLoaders
     from .session.monitored import MonitoredNames
     from .state import Progress, TrainerState
@@ -286,6 +287,7 @@ class FitRun(Run):
         stream_state: Where the training data were when the run ended.
         unfinished: Actions that were due at the event of the resumed checkpoint (checkpointing/unfinished.py).
         after_epoch: Actions of callbacks after the epoch's end and its checkpoints.
+        left_out: Batches on which this run does not train; None unless a callback may roll back.
     """
 
     session: FitView = field(init=False)
@@ -294,6 +296,7 @@ class FitRun(Run):
     stream_state: StateDict | None = None
     unfinished: StateDict = field(default_factory=dict)
     after_epoch: list[Callable[[], None]] = field(default_factory=list)
+    left_out: LeftOut | None = None
 
     @property
     def opened(self) -> BatchStream | None:

@@ -1,4 +1,4 @@
-"""`SpikeDetection`, which stops training when the loss jumps, and `SpikeDetector`, which works in any loop."""
+"""`SpikeDetection`, which acts when the loss jumps, and `SpikeDetector`, which works in any loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -125,7 +125,7 @@ class SpikeDetector:
 
 
 class SpikeDetection(Callback):
-    """Stop training with a `TrainingSpikeException` when the loss of a batch jumps, on any rank.
+    """Stop training with a `TrainingSpikeException` when the loss of a batch jumps, on any rank, or roll it back.
 
     `SpikeDetector` defines a spike. The batch and the one before it, whose step may have caused the jump, are added to
     `skip_batches.json`, a list of batch indices in their epoch. A later run may skip them: `training_step` returns None
@@ -134,6 +134,9 @@ class SpikeDetection(Callback):
     Losses stay on the device and are checked at log boundaries and before a checkpoint is written, so that no
     checkpoint follows an undetected spike. `check_every_n_steps=1` detects a spike at once, and waits for the device at
     each step.
+
+    With `on_spike="rollback"`, the fit returns to its last checkpoint (of a `ModelCheckpoint` or `Snapshot`) in the
+    same process, and leaves out the window of the spike, bit for bit as if its samples had not been in the data.
 
     Args:
         mode: See `SpikeDetector`.
@@ -145,13 +148,17 @@ class SpikeDetection(Callback):
             working directory if that is a URL.
         finite_only: See `SpikeDetector`.
         check_every_n_steps: Number of steps between checks; None is `log_every_n_steps`.
+        on_spike: "stop", or "rollback".
+        skip: With "rollback": "samples" leaves out the window of the spike, None trains on it again.
+        max_rollbacks: Number of rollbacks of a training, resumed runs included; the next spike stops it.
 
     Attributes:
         bad_batches: Indices of all batches found so far, including the batches in the file.
 
     Raises:
         ConfigError: An argument is invalid.
-        TrainingSpikeException: In training, on every rank: the loss of a batch jumped.
+        TrainingSpikeException: In training, on every rank: the loss of a batch jumped; with "rollback", if there is no
+            checkpoint before it, or after `max_rollbacks`.
     """
 
     hears_every_step = True
@@ -167,6 +174,9 @@ class SpikeDetection(Callback):
         finite_only: bool = True,
         *,
         check_every_n_steps: int | None = None,
+        on_spike: str = "stop",
+        skip: str | None = "samples",
+        max_rollbacks: int = 3,
     ) -> None:
         self._lw_arguments = {"mode": mode, "window": window, "warmup": warmup, "atol": atol, "rtol": rtol,
                            "finite_only": finite_only}  # fmt: skip
@@ -175,6 +185,13 @@ class SpikeDetection(Callback):
             raise ConfigError(
                 f"SpikeDetection: check_every_n_steps={check_every_n_steps} is below 1.", fix="pass None, or 1 or more."
             )
+        if on_spike not in ("stop", "rollback") or skip not in ("samples", None) or max_rollbacks < 1:
+            raise ConfigError(
+                f"SpikeDetection: expected on_spike='stop' or 'rollback', skip='samples' or None and max_rollbacks of "
+                f"1 or more, got {on_spike!r}, {skip!r} and {max_rollbacks}.",
+                fix="correct these arguments.",
+            )
+        self.on_spike, self.skip, self.max_rollbacks = on_spike, skip, max_rollbacks
         self.exclude_batches_path = None if exclude_batches_path is None else Path(exclude_batches_path).expanduser()
         self.check_every_n_steps = check_every_n_steps
         self.bad_batches: list[int] = []
@@ -194,9 +211,34 @@ class SpikeDetection(Callback):
         self._lw_every = min(self.check_every_n_steps or trainer.log_every_n_steps or 50, _MOST_KEPT)
         self._lw_own = []
         self._lw_trainer = trainer
+        if self.on_spike == "rollback":
+            self._lw_prepare(trainer, pl_module)
+            return
         path = self._lw_file(trainer)
         found = from_rank_zero(trainer, lambda: json.loads(path.read_text()) if path.exists() else [])
         self.bad_batches = sorted({*self.bad_batches, *found})
+
+    def _lw_prepare(self, trainer: Trainer, pl_module: AnyModule) -> None:
+        from ...trainer.rollback import prepare
+
+        prepare(trainer, then=lambda entry: self.after_rollback(trainer, pl_module, entry))
+        run = trainer.present_run()
+        assert run is not None, "it is called in fit"
+        if run.skips_bad_steps:
+            self.detector.finite_only = False  # nonfinite_loss="skip" leaves such steps out already
+        elif self.detector.finite_only:
+            run.watch.keeps = False  # instead of a warning or an error
+
+    def after_rollback(self, trainer: Trainer, pl_module: AnyModule, entry: StateDict) -> None:
+        """Change something after a rollback, on every rank: a subclass may lower the learning rate here.
+
+        It is called again when a run resumes from the same checkpoint.
+
+        Args:
+            trainer: The Trainer, whose state is that of the checkpoint.
+            pl_module: The module.
+            entry: Its entry in `rollbacks.json`.
+        """
 
     def _lw_file(self, trainer: Trainer) -> Path:
         path = self.exclude_batches_path or Path(local_dir(trainer.default_root_dir))
@@ -210,7 +252,11 @@ class SpikeDetection(Callback):
         if loss is not None:
             self._lw_own.append((batch_idx, loss))
         # Windows are counted, not steps: their number is the same on all ranks and grows with each.
-        if trainer.at_step_boundary and (trainer.progress.steps + trainer.progress.skipped_steps) % self._lw_every == 0:
+        if not trainer.at_step_boundary:
+            return
+        is_due = (trainer.progress.steps + trainer.progress.skipped_steps) % self._lw_every == 0
+        # No loss is to be judged within a validation, which a rollback would have to leave.
+        if is_due or (self.on_spike == "rollback" and trainer.validation_is_due):
             self._lw_look(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
@@ -255,6 +301,12 @@ class SpikeDetection(Callback):
         if not found:
             return
         number, loss, mean = found[0]
+        what = (
+            f"batch {number} of epoch {trainer.current_epoch} has the loss {loss:.6g}, the mean of those before is "
+            f"{mean:.6g}"
+        )
+        if self.on_spike == "rollback":
+            self._lw_go_back(trainer, number, loss, mean, what)
         numbers = {number for spike in found for number in (spike[0] - 1, spike[0]) if number >= 0}
         self.bad_batches = sorted({*self.bad_batches, *numbers})
         path = self._lw_file(trainer)
@@ -263,10 +315,43 @@ class SpikeDetection(Callback):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(path, json.dumps(self.bad_batches))
         raise TrainingSpikeException(
-            f"batch {number} of epoch {trainer.current_epoch} has the loss {loss:.6g}, the mean of those before is "
-            f"{mean:.6g}.",
+            f"{what}.",
             fix=f"resume from an earlier checkpoint and leave out the batches in {path}, or lower the learning rate.",
             batch_idx=number,
+        )
+
+    def _lw_go_back(self, trainer: Trainer, number: int, loss: float, mean: float, what: str) -> NoReturn:
+        from ...trainer.rollback import find, prepare, request
+
+        left_out, epoch, module = prepare(trainer), trainer.current_epoch, trainer.lightning_module
+        if len(left_out.entries) >= self.max_rollbacks:
+            places = ", ".join(f"epoch {one['epoch']} batches {one['batches']}" for one in left_out.entries)
+            raise TrainingSpikeException(
+                f"{what}, after {len(left_out.entries)} rollbacks for {places}.",
+                fix=f"look at these batches and the learning rate; {left_out.path} lists them. Pass a larger "
+                "max_rollbacks to continue, or remove the file to count from 0.",
+                batch_idx=number,
+            )
+        # Losses are judged before each checkpoint, so that all of them were taken before the spike.
+        checkpoint = find(trainer, trainer.global_step)
+        if checkpoint is None:
+            raise TrainingSpikeException(
+                f"{what}, and this run has no full checkpoint from before to roll back to.",
+                fix="save earlier: ModelCheckpoint(every_n_train_steps=...) or Snapshot(every=...); a longer warmup "
+                "tolerates the first losses of a run.",
+                batch_idx=number,
+            )
+        size = trainer.fit_loop.accumulation_for_epoch(epoch)
+        first = number // size * size
+        last = max(number, min(first + size, trainer.progress.batches_in_epoch) - 1)
+        request(
+            trainer,
+            checkpoint,
+            batches=(epoch, first, last),
+            leaves_out=self.skip == "samples",
+            reason=f"SpikeDetection: {what}",
+            details={"batch": number, "loss": repr(loss), "mean": repr(mean)},
+            then=lambda entry: self.after_rollback(trainer, module, entry),
         )
 
     def forget_run(self) -> None:

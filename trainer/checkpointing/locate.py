@@ -110,19 +110,13 @@ def _last(trainer: Trainer, requeued: str | None = None) -> str | None:
         if isinstance(callback, ModelCheckpoint):
             paths += [path for path in callback.find_last(trainer) if path not in paths]
 
-    def skip(path: str | Path, error: Exception) -> None:
-        warn(f"{path} is damaged and skipped: {error}")
-
     def ordered() -> list[str]:
         return newest_first(paths) if len(trainer.checkpoint_callbacks) > 1 else paths
 
-    if trainer.ranks_answer and trainer.strategy.traits.shards_parameters:
-        found = _newest_valid(trainer, from_rank_zero(trainer, ordered), skip)
-    else:
-        found = from_rank_zero(trainer, lambda: storage.newest_valid(ordered(), skip))
+    found = newest_intact(trainer, ordered)
     if requeued is not None and from_rank_zero(trainer, lambda: found is None or _step(requeued) >= _step(found)):
         found = requeued
-    found = _newer_in_memory(trainer, found) or found
+    found = newer_in_memory(trainer, found) or found
     if found is None:
         logger.info("ckpt_path='last': no checkpoint found, the run starts fresh")
         return None
@@ -134,7 +128,18 @@ def _last(trainer: Trainer, requeued: str | None = None) -> str | None:
     return str(found)
 
 
-def _newer_in_memory(trainer: Trainer, found: str | Path | None) -> str | None:
+def newest_intact(trainer: Trainer, find: Callable[[], list[str]]) -> str | Path | None:
+    """Return the first intact checkpoint of those that rank 0 finds; log each damaged one. On every rank."""
+
+    def skip(path: str | Path, error: Exception) -> None:
+        warn(f"{path} is damaged and skipped: {error}")
+
+    if trainer.ranks_answer and trainer.strategy.traits.shards_parameters:
+        return _newest_valid(trainer, from_rank_zero(trainer, find), skip)
+    return from_rank_zero(trainer, lambda: storage.newest_valid(find(), skip))
+
+
+def newer_in_memory(trainer: Trainer, found: str | Path | None) -> str | None:
     """Return a state that a callback has kept since the last checkpoint; None if there is none. On every rank."""
     callbacks = [one for one in trainer.checkpoint_callbacks if one.ends_with_run]
     if not callbacks or trainer.state.fn != "fit":  # what is evaluated is on the disk

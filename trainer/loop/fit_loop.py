@@ -26,13 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 class Rewind(Exception):
-    """Leaves an epoch between two windows: training continues within the epoch that a restored state names.
+    """Leaves an epoch between two windows: training continues where a restored state was taken.
 
     Args:
-        restore: Restores the state: progress, and where the data were.
+        restore: Restores the state: progress, and where the data were. Returns a function that restores the random
+            number generators when the data are open, or None.
     """
 
-    def __init__(self, restore: Callable[[], None]) -> None:
+    def __init__(self, restore: Callable[[], Callable[[], None] | None]) -> None:
         super().__init__()
         self.restore = restore
 
@@ -164,14 +165,7 @@ class FitLoop:
         run.lifecycle.on_train_start()
         timeline = self._trainer.timeline
         timeline.begin(run, rest=_rest_of_step(run))
-        if run.progress.epoch_open:
-            self._reopen_epoch(run)
-        if restore is not None:
-            restore()
-        if run.unfinished:
-            from ..checkpointing.unfinished import finish
-
-            finish(self._trainer, run)
+        self._return_to_data(run, restore)
         stop_points = run.stop_points
         if stop_points is not None:
             stop_points.begin_phase(may_stop=self.may_stop and not self.is_at_limit)
@@ -181,8 +175,8 @@ class FitLoop:
             except Rewind as rewind:
                 if timeline.is_open:
                     timeline.drop(run)
-                rewind.restore()
-                self._reopen_epoch(run)
+                self._asked_at, self._moved = -1, (0, 0)
+                self._return_to_data(run, rewind.restore())
             if stop_points is not None:
                 stop_points.begin_phase(may_stop=self.may_stop and not self.is_at_limit)
         self._trainer.wait_for_save()  # listeners to the end may read the files
@@ -190,6 +184,17 @@ class FitLoop:
         run.lifecycle.on_train_end()
         if run.evaluation_weights is not None:
             run.evaluation_weights.evaluate()  # for users of the module after training
+
+    def _return_to_data(self, run: FitRun, restore_rng: Callable[[], None] | None) -> None:
+        """Continue where a restored state was taken: data, random number generators, and the event that was handled."""
+        if run.progress.epoch_open:
+            self._reopen_epoch(run)
+        if restore_rng is not None:
+            restore_rng()
+        if run.unfinished:
+            from ..checkpointing.unfinished import finish
+
+            finish(self._trainer, run)
 
     def _reopen_epoch(self, run: FitRun) -> None:
         """Go back to where the data of an open epoch were; the random number generators stay as they are."""
@@ -230,6 +235,8 @@ class FitLoop:
         accumulate = self.accumulation_for_epoch(progress.epochs)
         run.metrics.is_weighing_steps = accumulate > 1 or run.plan.hold is not None
         train_window = run.lifecycle.bracketed(self.seams.train_window, "run_training_step")
+        if run.left_out is not None:
+            train_window = run.left_out.around(train_window)
         stop_points, carried = run.stop_points, run.carried
         is_skipped = progress.epoch_left
         while True:

@@ -25,6 +25,7 @@ from ..loop.schedule import parameters_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ...checkpoint.content import Content
     from ...protocols import StateDict
     from ..run import FitRun
 
@@ -88,27 +89,41 @@ def put(run: FitRun, state: StateDict) -> StateDict:
     content.extra["__checkpoint__"] = checkpoint
     states = content.states
     rng = states.pop("rng")
-    for accumulator in run.metrics.accumulators("train"):
-        accumulator.reset()
     _, num_ranks = run.metrics.place
     if num_ranks > 1:  # states are in the form that has those of all ranks: this one's is the own
         states["metrics"]["ranks"] = [states["metrics"]["slots"]] * num_ranks
         states["metric_objects"] = [states["metric_objects"]] * num_ranks
+    run.trainer.ckpt_path = None
+    restore(run, content, _SOURCE)
+    run.unfinished = {}
+    restore_rng(rng)
+    shared: StateDict = state["groups"]
+    return shared
+
+
+def restore(run: FitRun, content: Content, source: str) -> Callable[[], None] | None:
+    """Restore a checkpoint within a fit, between two windows; the data follow when the epoch is reopened.
+
+    Returns:
+        A function that restores the random number generators, to be called last; None if the content has none.
+    """
+    states = content.states
+    for accumulator in run.metrics.accumulators("train"):
+        accumulator.reset()
+    for accumulator in run.metrics.step_accumulators:
+        accumulator.window = -1  # of an abandoned window, which has the number of one to come
     kept = {one: one.state_dict() for one in run.callbacks if isinstance(one, ModelCheckpoint)}
     snapshot.restore_module(run, content)
-    for callback, own in kept.items():  # of this group's files, if it writes; else `take_over` brings a state
+    for callback, own in kept.items():  # of the files that it has written here; else `take_over` brings a state
         callback.load_state_dict(own)
-    snapshot.restore_training(run, content, _SOURCE)
-    run.unfinished = {}
+    put_back = snapshot.restore_training(run, content, source)
     run.loaders.restore_generators(states.get("validation_generators", {}))
     snapshot.restore_frozen(run, content)
     run.stream.load_state_dict(states["data"])
     run.plan.zero_grad()
-    run.at_boundary, run.trainer.should_stop, run.trainer.ckpt_path = True, False, None
+    run.at_boundary, run.trainer.should_stop = True, False
     _begin_again(run)
-    restore_rng(rng)
-    shared: StateDict = state["groups"]
-    return shared
+    return put_back
 
 
 def _begin_again(run: FitRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from toys import RecordingLogger
 
 import loopwright as lw
@@ -60,9 +61,10 @@ def data(count: int = 48) -> TensorDataset:
 
 def trainer_of(size: int, root: Path, *callbacks: lw.Callback, **options: Any) -> lw.Trainer:
     return lw.Trainer(
-        accelerator="cpu", devices=size, strategy="ddp" if size > 1 else "auto", default_root_dir=root,
+        accelerator="cpu", devices=size, default_root_dir=root,
         enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
-        **{"max_epochs": 2, "logger": False, "enable_checkpointing": False, **options},
+        **{"strategy": "ddp" if size > 1 else "auto", "max_epochs": 2, "logger": False, "enable_checkpointing": False,
+           **options},
     )  # fmt: skip
 
 
@@ -188,6 +190,32 @@ def test_a_spike_of_one_rank_is_everybodys(tmp_path: Path) -> None:
     assert results[0][:2] == (4, 3)
     assert json.loads((tmp_path / "skip_batches.json").read_text()) == [2, 3]
     assert (tmp_path / "on_exception.ckpt").exists()  # rank 0's, by itself
+
+
+def roll_back(rank: int, size: int, root: Path, strategy: str, value: float, *, is_reference: bool) -> Any:
+    samples = data()
+    samples.tensors[1][21] = value  # of rank 1, in batch 2
+    left = samples
+    callbacks: list[lw.Callback] = [lw.ModelCheckpoint(root / "saved", every_n_train_steps=2, save_top_k=-1)]
+    if is_reference:
+        left = Subset(samples, [number for number in range(48) if not 16 <= number < 24])  # type: ignore[assignment]
+    else:
+        callbacks.insert(0, SpikeDetection(rtol=50.0, on_spike="rollback"))
+    trainer = trainer_of(
+        size, root, *callbacks, log_every_n_steps=2, enable_checkpointing=True, strategy=strategy, max_epochs=1
+    )
+    module = Net()
+    trainer.fit(module, DataLoader(left, batch_size=4))
+    return trainer.global_step, {name: one.tolist() for name, one in trainer.full_state_dict(module).items()}
+
+
+@pytest.mark.parametrize(("strategy", "value"), [("ddp", math.nan), ("fsdp", 1e6)])
+def test_ranks_roll_back_together(strategy: str, value: float, tmp_path: Path) -> None:
+    found = run_ranks(roll_back, 2, tmp_path / "a", strategy, value, is_reference=False, connect=False)
+    expected = run_ranks(roll_back, 2, tmp_path / "b", strategy, value, is_reference=True, connect=False)
+    assert found == expected
+    assert [one["batches"] for one in json.loads((tmp_path / "a" / "rollbacks.json").read_text())] == [[2, 2]]
+    assert found[0][0] == 5
 
 
 # --- records ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,263 @@
+"""A run that rolls back: the same bits as a run without the samples that are left out, in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from toys import Net, adam, assert_same, net, quiet
+
+import loopwright as lw
+from loopwright.callbacks import EMAWeightAveraging, SpikeDetection, TrainingSpikeException
+from loopwright.errors import ConfigError
+from loopwright.loggers import CSVLogger
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def batches(bad: int | None = None, value: float = 1e4, *, count: int = 12) -> Batches:
+    generator = torch.Generator().manual_seed(5)
+    made = [(torch.randn(4, 4, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(count)]
+    if bad is not None:
+        made[bad][1][2] = value
+    return made
+
+
+class Logs(Net):
+    """A Net that logs its loss, validates, and draws random numbers in its steps."""
+
+    def __init__(self) -> None:
+        super().__init__(adam, dropout=0.3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
+class Manual(Logs):
+    """The same, stepping two optimizers itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        first, second = self.optimizers()
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        second.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return adam(self.net[0].parameters()), adam(self.net[3].parameters())
+
+
+class Scheduled(Logs):
+    """The same, with a schedule that counts epochs."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = adam(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Stream(IterableDataset[Any]):
+    """Batches whose number is not known."""
+
+    def __init__(self, made: Batches) -> None:
+        self.made = made
+
+    def __iter__(self) -> Any:
+        return iter(self.made)
+
+
+def spikes(**arguments: Any) -> SpikeDetection:
+    return SpikeDetection(**{"on_spike": "rollback", "warmup": 2, "rtol": 20.0, **arguments})
+
+
+def fit(
+    root: Path,
+    data: Any,
+    *callbacks: lw.Callback,
+    kind: type[Net] = Logs,
+    saves: lw.Callback | None = None,
+    ckpt_path: str | None = None,
+    **kwargs: Any,
+) -> tuple[Net, lw.Trainer]:
+    saves = saves or lw.ModelCheckpoint(root / "checkpoints", every_n_train_steps=2, save_top_k=-1)
+    arguments: dict[str, Any] = {"max_epochs": 1, "log_every_n_steps": 2, "enable_checkpointing": True, **kwargs}
+    trainer = quiet(
+        default_root_dir=root, callbacks=[*callbacks, saves], logger=CSVLogger(root, name="log"), **arguments
+    )
+    module: Net = net(kind)
+    trainer.fit(module, data, batches(count=2), ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def rows(root: Path) -> str:
+    return (root / "log" / "version_0" / "metrics.csv").read_text()
+
+
+def entries(root: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((root / "rollbacks.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("bad", "value", "left_out", "arguments"),
+    [
+        (5, 1e4, [5, 5], {}),
+        (5, math.nan, [5, 5], {"nonfinite_loss": "raise"}),
+        (7, 1e4, [6, 7], {"accumulate_grad_batches": 2}),
+        (6, math.nan, [6, 6], {"kind": Manual}),
+        (6, 1e4, [6, 6], {"val_check_interval": 3}),
+        (11, 1e4, [11, 11], {"kind": Scheduled}),  # the end of the epoch
+        (5, math.nan, [5, 5], {"precision": "bf16-mixed"}),
+    ],
+)
+@pytest.mark.parametrize("wrap", [list, lambda made: DataLoader(Stream(made), batch_size=None)], ids=["list", "stream"])
+def test_the_run_is_that_without_the_samples(
+    bad: int,
+    value: float,
+    left_out: list[int],
+    arguments: dict[str, Any],
+    wrap: Callable[[Batches], Any],
+    tmp_path: Path,
+) -> None:
+    averages = [EMAWeightAveraging(decay=0.5) for _ in range(2)]
+    module, trainer = fit(tmp_path / "a", wrap(batches(bad, value)), spikes(), averages[0], **arguments)
+    (entry,) = entries(tmp_path / "a")
+    assert (entry["epoch"], entry["batches"]) == (0, left_out)
+    kept = [one for number, one in enumerate(batches(bad, value)) if not left_out[0] <= number <= left_out[1]]
+    reference, other = fit(tmp_path / "b", wrap(kept), averages[1], **{**arguments, "nonfinite_loss": "raise"})
+    assert_same(module, reference)
+    assert trainer.global_step == other.global_step == trainer.progress.steps
+    if "val_check_interval" not in arguments:  # which counts the batches that are left out
+        assert rows(tmp_path / "a") == rows(tmp_path / "b")
+
+
+def test_weights_are_those_of_a_loop_by_hand(tmp_path: Path) -> None:
+    data = batches(9)
+    module, _ = fit(tmp_path, data, spikes())
+    by_hand = net(Logs)
+    optimizer = by_hand.configure_optimizers()
+    for number, batch in enumerate(data):
+        if number != 9:
+            optimizer.zero_grad()
+            by_hand.loss(batch).backward()
+            optimizer.step()
+    assert_same(module, by_hand)
+
+
+class Calm(Logs):
+    """Its loss jumps at a batch until something is changed."""
+
+    is_calm = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) * (1e6 if batch_idx == 5 and not self.is_calm else 1.0)
+
+
+class Lowers(SpikeDetection):
+    def after_rollback(self, trainer: lw.Trainer, pl_module: Any, entry: dict[str, Any]) -> None:
+        assert trainer.global_step == entry["to_step"] == 4
+        pl_module.is_calm = True
+        pl_module.optimizers().param_groups[0]["lr"] = 1e-4
+
+
+def test_samples_are_trained_on_again_after_a_change(tmp_path: Path) -> None:
+    module, trainer = fit(tmp_path, batches(), Lowers(on_spike="rollback", skip=None, rtol=20.0, warmup=2), kind=Calm)
+    assert trainer.global_step == 12
+    assert module.optimizers().param_groups[0]["lr"] == 1e-4
+    assert [one["left_out"] for one in entries(tmp_path)] == [False]
+
+
+def test_the_spike_after_the_last_rollback_stops_the_run(tmp_path: Path) -> None:
+    with pytest.raises(TrainingSpikeException, match=r"after 2 rollbacks for epoch 0 batches \[5, 5\]"):
+        fit(tmp_path, batches(), spikes(skip=None, max_rollbacks=2), kind=Calm)
+
+
+def test_a_spike_before_any_checkpoint_says_what_to_save(tmp_path: Path) -> None:
+    saves = lw.ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=8)
+    (tmp_path / "other").mkdir()
+    fit(tmp_path / "other", batches(), saves=lw.ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=4))
+    with pytest.raises(TrainingSpikeException, match="no full checkpoint from before") as caught:
+        fit(tmp_path, batches(5), spikes(), saves=saves)  # a file of another run does not count
+    assert "Snapshot" in caught.value.fix
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    class Damages(lw.Callback):
+        def on_train_batch_start(self, trainer: lw.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            for path in (tmp_path / "a" / "checkpoints").glob("*step=4.ckpt"):
+                path.write_bytes(path.read_bytes()[:-100])
+
+    with pytest.warns(UserWarning, match="damaged"):
+        module, _ = fit(tmp_path / "a", batches(5), spikes(), Damages())
+    assert entries(tmp_path / "a")[0]["to_step"] == 2
+    data = batches(5)
+    reference, _ = fit(tmp_path / "b", data[:5] + data[6:])
+    assert_same(module, reference)
+
+
+class Stops(lw.Callback):
+    """Ends the program right after the rollback."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def on_train_batch_start(self, trainer: lw.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if (self.root / "rollbacks.json").exists():
+            raise SystemExit
+
+
+def test_a_run_that_is_killed_after_the_rollback_continues_without_the_samples(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "a", batches(5), spikes(), Stops(tmp_path / "a"))
+    samples = TensorDataset(*map(torch.cat, zip(*batches(5), strict=True)))
+    with pytest.raises(ConfigError, match="counted with 1 ranks; this run reads with 2 samples"):
+        fit(tmp_path / "a", DataLoader(samples, batch_size=2), spikes())
+    module, trainer = fit(tmp_path / "a", batches(5), spikes(), ckpt_path="last")
+    data = batches(5)
+    reference, _ = fit(tmp_path / "b", data[:5] + data[6:])
+    assert_same(module, reference)
+    assert (len(entries(tmp_path / "a")), trainer.global_step) == (1, 11)
+
+
+def test_steps_that_the_policy_skips_are_no_spikes(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="is skipped"):
+        _, trainer = fit(tmp_path, batches(5, math.nan), spikes(), nonfinite_loss="skip")
+    assert trainer.progress.nonfinite_steps == 1
+    assert not (tmp_path / "rollbacks.json").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"accumulate_across_epochs": True, "accumulate_grad_batches": 2},
+        {"on_oom": "shrink"},
+        {"reload_dataloaders_every_n_epochs": 1},
+    ],
+)
+def test_runs_that_cannot_go_back_are_refused(arguments: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"A rollback within a run with {next(iter(arguments))}"):
+        fit(tmp_path, batches(), spikes(), **arguments)
+
+
+def test_copies_in_memory_are_checkpoints(tmp_path: Path) -> None:
+    module, _ = fit(tmp_path / "a", batches(7), spikes(), saves=lw.Snapshot(every=3, folder=tmp_path))
+    assert entries(tmp_path / "a")[0]["to_step"] in (3, 6)  # a copy is left out while another is written
+    data = batches(7)
+    reference, _ = fit(tmp_path / "b", data[:7] + data[8:])
+    assert_same(module, reference)

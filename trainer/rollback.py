@@ -1,0 +1,265 @@
+"""Rolling back: a fit returns to one of its checkpoints without a restart, and leaves out batches from then on.
+
+A callback calls `prepare` in `on_train_start`, and later, at a step boundary and on every rank, `find` and `request`.
+What was rolled back is kept in `rollbacks.json` in `default_root_dir`, which a resumed run reads.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from ..callbacks import ModelCheckpoint
+from ..callbacks.base import from_rank_zero
+from ..callbacks.model_checkpoint.files import exists, find_checkpoints, modified_ns, newest_first, step_in
+from ..data.rng import capture_rng, restore_rng
+from ..errors import ConfigError
+from ..files import replace_file
+from ..remote import local_dir
+from .checkpointing import snapshot
+from .checkpointing.locate import newer_in_memory, newest_intact
+from .loop.fit_loop import Rewind
+from .loop.schedule import step_due_schedules
+from .replica_groups.healing import restore
+from .run import FitRun
+
+if TYPE_CHECKING:
+    from ..protocols import StateDict
+    from .trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class LeftOut:
+    """What a run was rolled back for, and the batches on which it does not train.
+
+    Args:
+        trainer: The Trainer, in fit.
+        run: Its run.
+
+    Attributes:
+        path: The file.
+        entries: One for each rollback of this training, the oldest first, as in the file.
+    """
+
+    def __init__(self, trainer: Trainer, run: FitRun) -> None:
+        self.path = Path(local_dir(trainer.default_root_dir)) / "rollbacks.json"
+        self.reading = _reading(run)
+        self.entries: list[StateDict] = from_rank_zero(trainer, self._read)
+        self._before = from_rank_zero(trainer, lambda: {path: modified_ns(path) for path in _written(trainer)})
+        for one in self._ahead(run):
+            if one["reading"] != self.reading:
+                raise ConfigError(
+                    f"{self.path} leaves out batches {one['batches']} of epoch {one['epoch']}, counted with "
+                    f"{one['reading']}; this run reads with {self.reading}.",
+                    fix="resume with the number of ranks and the batch size that the file names, or remove the file to "
+                    "train on these batches.",
+                )
+        if any(self._ahead(run)) and trainer.is_global_zero:
+            log.info("%s: %d ranges of batches are left out; remove it for other data", self.path, len(self.entries))
+
+    def _read(self) -> list[StateDict]:
+        return json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else []
+
+    def _ahead(self, run: FitRun) -> list[StateDict]:
+        here = (run.progress.epochs, run.progress.batches_in_epoch)
+        return [one for one in self.entries if one["left_out"] and (one["epoch"], one["batches"][1]) >= here]
+
+    def is_of_run(self, path: str) -> bool:
+        """Whether this run has written the file. On rank 0."""
+        return self._before.get(path) != modified_ns(path)
+
+    def add(self, entry: StateDict, *, writes: bool) -> None:
+        """Keep what the run is rolled back for, before it is: a run that is killed meanwhile leaves it out, too."""
+        self.entries.append(entry)
+        if writes:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self.path, json.dumps(self.entries, indent=1))
+
+    def around(self, train_window: Callable[[FitRun, int], bool]) -> Callable[[FitRun, int], bool]:
+        """Return a function that trains on the next window, or reads it and leaves it out."""
+
+        def train_or_leave_out(run: FitRun, size: int) -> bool:
+            here = run.progress.batches_in_epoch
+            for one in self.entries:
+                if one["left_out"] and one["epoch"] == run.progress.epochs:
+                    first, last = one["batches"]
+                    if first <= here <= last:
+                        _leave_out(run, last + 1 - here)
+                        return True
+                    if first > here:
+                        size = min(size, first - here)
+            return train_window(run, size)
+
+        return train_or_leave_out
+
+
+def prepare(trainer: Trainer, then: Callable[[StateDict], None] | None = None) -> LeftOut:
+    """Let the present fit roll back, and leave out what earlier runs of this training have left out. On every rank.
+
+    Args:
+        trainer: The Trainer, in fit.
+        then: See `request`; called here if the run resumes from a checkpoint to which an earlier one had gone back.
+
+    Raises:
+        ConfigError: The run cannot return to a checkpoint, or its batches are not those of the file.
+    """
+    run = trainer.present_run()
+    assert isinstance(run, FitRun), "it is called in fit"
+    if run.left_out is None:
+        _refuse(trainer, run)
+        run.left_out = LeftOut(trainer, run)
+        last = run.left_out.entries[-1] if run.left_out.entries else None
+        if then is not None and last is not None and last["to_step"] == run.progress.steps:
+            then(last)
+    return run.left_out
+
+
+def _prepared(trainer: Trainer) -> tuple[FitRun, LeftOut]:
+    run = trainer.present_run()
+    assert isinstance(run, FitRun), "it is called in fit"
+    assert run.left_out is not None, "prepare was called"
+    return run, run.left_out
+
+
+def find(trainer: Trainer, last_good_step: int) -> tuple[str, int] | None:
+    """Return the newest intact checkpoint of this run up to a step, and its step; None without one. On every rank.
+
+    It is one that a `ModelCheckpoint` has written in this run, a copy of `Snapshot`, or the one that the run has
+    resumed from.
+    """
+    trainer.wait_for_save()
+    _, left_out = _prepared(trainer)
+    resumed = trainer.ckpt_path
+
+    def candidates() -> list[str]:
+        found = [path for path in _written(trainer) if left_out.is_of_run(path)]
+        found += [resumed] if resumed is not None and resumed not in found and exists(resumed) else []
+        return [path for path in newest_first(found) if _step(path) <= last_good_step]
+
+    found = newest_intact(trainer, candidates)
+    copy = newer_in_memory(trainer, found)
+    if copy is not None and from_rank_zero(trainer, lambda: _step(copy)) <= last_good_step:
+        found = copy
+    if found is None:
+        return None
+    return str(found), from_rank_zero(trainer, lambda: _step(str(found)))
+
+
+def request(
+    trainer: Trainer,
+    checkpoint: tuple[str, int],
+    *,
+    batches: tuple[int, int, int],
+    leaves_out: bool,
+    reason: str,
+    details: StateDict | None = None,
+    then: Callable[[StateDict], None] | None = None,
+) -> NoReturn:
+    """Go back to a checkpoint, by leaving the hook that calls this. On every rank, at a step boundary.
+
+    Args:
+        trainer: The Trainer, in fit.
+        checkpoint: What `find` returned.
+        batches: The epoch, and the first and last batch in it that caused the rollback, as each rank counts them.
+        leaves_out: Whether training continues without these batches.
+        reason: For the log and the file.
+        details: Further entries for the file, as JSON.
+        then: Called with the file's entry when the state is restored, before the next step.
+    """
+    run, left_out = _prepared(trainer)
+    epoch, *span = batches
+    path, step = checkpoint
+    entry: StateDict = {
+        "epoch": epoch,
+        "batches": span,
+        "left_out": leaves_out,
+        "step": run.progress.steps,
+        "to_step": step,
+        "checkpoint": path,
+        "reason": reason,
+        "reading": left_out.reading,
+        **(details or {}),
+    }
+    left_out.add(entry, writes=trainer.is_global_zero)
+    raise Rewind(lambda: _go_back(trainer, run, entry, then))
+
+
+def _go_back(
+    trainer: Trainer, run: FitRun, entry: StateDict, then: Callable[[StateDict], None] | None
+) -> Callable[[], None] | None:
+    path = entry["checkpoint"]
+    if trainer.is_global_zero:
+        what = "left out" if entry["left_out"] else "trained on again"
+        log.warning(
+            "%s: back from step %d to step %d (%s); batches %s of epoch %d are %s",
+            entry["reason"], entry["step"], entry["to_step"], path, entry["batches"], entry["epoch"], what,
+        )  # fmt: skip
+    run.stream.close()
+    run.metrics.table, run.metrics.waiting_since = run.metrics.nowhere, None
+    run.watch.losses.clear()
+    run.after_epoch.clear()
+    run.validated, run.is_epoch_over, trainer.fit_loop.is_used_up = None, False, False
+    content = snapshot.read(run.fabric, path, is_trusted=run.session.is_trusted)
+    snapshot.put_back_loggers(run.output, content.states.get("loggers", {}))
+    put_back = restore(run, content, path)
+    if then is not None:
+        then(entry)
+    return put_back
+
+
+def _leave_out(run: FitRun, count: int) -> None:
+    """Read batches without a step. Random numbers that reading them draws are drawn again."""
+    stream, progress, rng = run.stream, run.progress, capture_rng()
+    while count and stream.has_next():
+        stream.next_batch()
+        progress.batches_in_epoch += 1
+        progress.total_batches += 1
+        count -= 1
+    restore_rng(rng)
+    run.at_boundary, run.has_stepped = True, False
+    if run.schedulers and run.is_automatic and not stream.has_next():
+        step_due_schedules(run, "epoch", progress.epochs + 1)
+
+
+def _reading(run: FitRun) -> str:
+    """Return what a batch's number depends on."""
+    size = getattr(run.stream.loader, "batch_size", None)
+    ranks = run.fabric.strategy.topology.data_size
+    return f"{size * ranks} samples" if isinstance(size, int) else f"{ranks} ranks"
+
+
+def _written(trainer: Trainer) -> list[str]:
+    """Return the checkpoints in the folders of the present callbacks, which a run can resume from. On rank 0."""
+    callbacks = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+    folders = {one.dirpath: one.FILE_EXTENSION for one in callbacks if one.dirpath and not one.save_weights_only}
+    return [path for folder, extension in folders.items() for path in find_checkpoints([folder], extension)]
+
+
+def _step(path: str) -> int:
+    step = step_in(path)
+    return -1 if step is None else step
+
+
+def _refuse(trainer: Trainer, run: FitRun) -> None:
+    traits = run.fabric.strategy.traits
+    reason = None
+    if run.groups is not None:
+        reason = "fault_tolerance=TorchFT(), where one group would go back without the others"
+    elif trainer.accumulate_across_epochs:
+        reason = "accumulate_across_epochs=True, whose windows do not begin at the same batches again"
+    elif run.evaluation_weights is not None:
+        reason = "a schedule-free optimizer"
+    elif traits.has_stages or traits.model_axes or traits.owns_optimizers or traits.traces_lazily:
+        reason = f"{type(run.fabric.strategy).__name__}; strategies ddp and fsdp can go back"
+    elif trainer._lw_arguments.reproducible:
+        reason = "reproducible='world'"
+    elif trainer._lw_arguments.on_oom == "shrink":
+        reason = "on_oom='shrink'"
+    elif trainer._lw_arguments.reload_dataloaders_every_n_epochs:
+        reason = "reload_dataloaders_every_n_epochs, whose loaders of earlier epochs are gone"
+    if reason is not None:
+        raise ConfigError(f"A rollback within a run with {reason}.", fix="leave out one of the two.")
