@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class LeftOut:
+class LeftOutBatches:
     """What a run was rolled back for, and the batches on which it does not train.
 
     Args:
@@ -97,7 +97,7 @@ class LeftOut:
         return train_or_leave_out
 
 
-def prepare(trainer: Trainer, then: Callable[[StateDict], None] | None = None) -> LeftOut:
+def prepare(trainer: Trainer, then: Callable[[StateDict], None] | None = None) -> LeftOutBatches:
     """Let the present fit roll back, and leave out what earlier runs of this training have left out. On every rank.
 
     Args:
@@ -111,17 +111,17 @@ def prepare(trainer: Trainer, then: Callable[[StateDict], None] | None = None) -
     assert isinstance(run, FitRun), "it is called in fit"
     if run.left_out is None:
         _refuse(trainer, run)
-        run.left_out = LeftOut(trainer, run)
-        last = run.left_out.entries[-1] if run.left_out.entries else None
+        left_out = run.left_out = LeftOutBatches(trainer, run)
+        last = left_out.entries[-1] if left_out.entries else None
         if then is not None and last is not None and last["to_step"] == run.progress.steps:
             then(last)
-    return run.left_out
+    return _prepared(trainer)[1]
 
 
-def _prepared(trainer: Trainer) -> tuple[FitRun, LeftOut]:
+def _prepared(trainer: Trainer) -> tuple[FitRun, LeftOutBatches]:
     run = trainer.present_run()
     assert isinstance(run, FitRun), "it is called in fit"
-    assert run.left_out is not None, "prepare was called"
+    assert isinstance(run.left_out, LeftOutBatches), "prepare was called"
     return run, run.left_out
 
 

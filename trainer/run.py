@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from .loop.window import Held
     from .metrics.log_output import LogOutput
     from .metrics.metrics import HookTable, Metrics
-    from .rollback import LeftOut
     from .session.loaders import StageLoaders
     from .session.monitored import MonitoredNames
     from .state import Progress, TrainerState
@@ -49,6 +48,12 @@ class _LossAndBackward(Protocol):
     """The type of `StepPlan.loss_and_backward`."""
 
     def __call__(self, run: FitRun, output: StepOutput, /, *, is_first: bool, is_last: bool) -> Tensor | None: ...
+
+
+class _LeavesOut(Protocol):
+    """The part of `rollback.LeftOutBatches` that the loop needs."""
+
+    def around(self, train_window: Callable[[FitRun, int], bool], /) -> Callable[[FitRun, int], bool]: ...
 
 
 class _SharesSteps(Protocol):
@@ -296,7 +301,7 @@ class FitRun(Run):
     stream_state: StateDict | None = None
     unfinished: StateDict = field(default_factory=dict)
     after_epoch: list[Callable[[], None]] = field(default_factory=list)
-    left_out: LeftOut | None = None
+    left_out: _LeavesOut | None = None
 
     @property
     def opened(self) -> BatchStream | None:

@@ -51,7 +51,6 @@ MESH_PARTS = {"pipeline", "tensor", "context", "experts"}
 ENGINES = {"ddp", "deepspeed", "fsdp", "mesh", "xla"}
 # (file, module): why an import stands within a function although no rule above allows it.
 EXCUSED = {
-    ("callbacks/monitors/spike_detection.py", "loopwright.trainer.rollback"): "only of a run that may roll back",
     ("cli/commands/launch.py", "loopwright.cli.commands.launch_ray"): "one of two ways to start, of which one is used",
     ("report/sources.py", "google.protobuf.message"): "in one `try` with tensorboard",
     ("strategies/deepspeed/builds.py", "torch.utils"): "its cpp_extension is heavy",

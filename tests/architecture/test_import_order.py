@@ -41,6 +41,7 @@ DOCUMENTED = {
     ("checkpoint/hparams.py", "data"): "puts saved hyperparameters into the module that it builds",
     ("callbacks/batch_size_finder.py", "tuner"): "searches when a verb begins",
     ("callbacks/sentinel/callback.py", "trainer"): "runs a window again, with the loop's own parts",
+    ("callbacks/monitors/spike_detection.py", "trainer"): "rolls a run back",
     ("callbacks/lr_finder.py", "tuner"): "searches when fit begins",
     ("data/module.py", "checkpoint"): "DataModule.load_from_checkpoint reads a checkpoint",
 }
