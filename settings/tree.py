@@ -304,9 +304,9 @@ def resolve(settings: Settings, default: Callable[[SettingsTree, str], Any]) -> 
 
 
 def escaped(value: object) -> object:
-    """Return settings that `resolve` maps to these: `${` in a text is escaped for OmegaConf."""
+    """Return settings that `resolve` maps to these: what means something else in a text is escaped for OmegaConf."""
     if isinstance(value, str):
-        return _escape(value) if "${" in value else value
+        return _escape(value) if "${" in value else _escape_marks(value) if value.endswith("\\???") else value
     if isinstance(value, dict):
         return {key: escaped(below) for key, below in value.items()}
     return [escaped(below) for below in value] if isinstance(value, list | tuple) else value
@@ -322,6 +322,13 @@ def _escape(text: str) -> str:
 
     is_same = OmegaConf.create({"text": once}).text == text
     return once if is_same else once + end * "\\"
+
+
+def _escape_marks(text: str) -> str:
+    # Backslashes before nothing but ???: OmegaConf 2.4 takes the first one as an escape, 2.3 has none.
+    from omegaconf import OmegaConf  # not imported where nothing is escaped
+
+    return text if OmegaConf.create({"text": text}).text == text else f"\\{text}"
 
 
 class _Routing:

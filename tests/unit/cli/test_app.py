@@ -659,6 +659,7 @@ TEXT = st.text(st.sampled_from(["\\", "$", "{", "}", "a", "'", " ", "?"]), max_s
 @settings(max_examples=60, deadline=None)
 @given(TEXT.filter(lambda text: text != "???"))
 @example("? ?")  # in YAML a mapping as a key
+@example("\\???")  # in OmegaConf 2.4 an escape
 @example("${\\")  # whose end OmegaConf 2.3 reads otherwise than 2.4
 def test_no_text_that_is_saved_becomes_an_interpolation(text: str) -> None:
     found = Settings()
