@@ -26,7 +26,7 @@ from operator import ne
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = [
     "ArgumentTypeError",
@@ -62,6 +62,9 @@ class LoopwrightError(PlainError):
         fix: The remedy, as a sentence that begins in lower case.
     """
 
+    _lw_arguments: tuple[str, ...] = ("fix",)
+    """Keyword arguments of the constructor, which are attributes; a subclass with more names all."""
+
     def __init__(self, what: str, *, fix: str) -> None:
         super().__init__(what)
         self.what = what
@@ -71,11 +74,11 @@ class LoopwrightError(PlainError):
         return f"{self.what}\n  To fix it: {self.fix}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.fix))
+        return (_rebuild, (type(self), self.what, {name: getattr(self, name) for name in self._lw_arguments}))
 
 
-def _rebuild(error_class: type[LoopwrightError], what: str, fix: str) -> LoopwrightError:
-    return error_class(what, fix=fix)
+def _rebuild(error_class: Callable[..., LoopwrightError], what: str, arguments: dict[str, object]) -> LoopwrightError:
+    return error_class(what, **arguments)
 
 
 class ConfigError(LoopwrightError, ValueError):

@@ -35,16 +35,11 @@ class TrainingSpikeException(LoopwrightError, RuntimeError):
         batch_idx: Index of the batch in its epoch, from 0.
     """
 
+    _lw_arguments = ("fix", "batch_idx")
+
     def __init__(self, what: str, *, fix: str, batch_idx: int = -1) -> None:
         super().__init__(what, fix=fix)
         self.batch_idx = batch_idx
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (self.what, self.fix, self.batch_idx))
-
-
-def _rebuild(what: str, fix: str, batch_idx: int) -> TrainingSpikeException:
-    return TrainingSpikeException(what, fix=fix, batch_idx=batch_idx)
 
 
 class SpikeDetector:

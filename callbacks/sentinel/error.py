@@ -45,13 +45,8 @@ class SentinelError(LoopwrightError, RuntimeError):
         deviation: Where, and since when.
     """
 
+    _lw_arguments = ("fix", "deviation")
+
     def __init__(self, what: str, *, fix: str, deviation: Deviation) -> None:
         super().__init__(what, fix=fix)
         self.deviation = deviation
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (self.what, self.fix, self.deviation))
-
-
-def _rebuild(what: str, fix: str, deviation: Deviation) -> SentinelError:
-    return SentinelError(what, fix=fix, deviation=deviation)
