@@ -1,7 +1,7 @@
 """Rolling back: a fit returns to one of its checkpoints without a restart, and leaves out batches from then on.
 
 A callback calls `prepare` in `on_train_start`, and later, at a step boundary and on every rank, `find` and `request`.
-What was rolled back is kept in `rollbacks.json` in `default_root_dir`, which a resumed run reads.
+What was rolled back is kept in `rollbacks.json` in `default_root_dir`, which a resumed run reads; a new one does not.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class LeftOutBatches:
     def __init__(self, trainer: Trainer, run: FitRun) -> None:
         self.path = Path(local_dir(trainer.default_root_dir)) / "rollbacks.json"
         self.reading = _reading(run)
-        self.entries: list[StateDict] = from_rank_zero(trainer, self._read)
+        # A run that begins at its first batch is another training, perhaps of other data.
+        self._continues = trainer.ckpt_path is not None or run.progress.total_batches > 0
+        self.entries: list[StateDict] = from_rank_zero(trainer, self._read) if self._continues else []
         self._before = from_rank_zero(trainer, lambda: {path: modified_ns(path) for path in _written(trainer)})
         for one in self._ahead(run):
             if one["reading"] != self.reading:
@@ -77,6 +79,10 @@ class LeftOutBatches:
         self.entries.append(entry)
         if writes:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not self._continues and len(self.entries) == 1 and self.path.exists():
+                earlier = self.path.with_name("rollbacks-earlier.json")
+                self.path.replace(earlier)
+                log.warning("%s is of an earlier training, and is now %s", self.path, earlier)
             replace_file(self.path, json.dumps(self.entries, indent=1))
 
     def around(self, train_window: Callable[[FitRun, int], bool]) -> Callable[[FitRun, int], bool]:

@@ -225,14 +225,32 @@ class Stops(lw.Callback):
 def test_a_run_that_is_killed_after_the_rollback_continues_without_the_samples(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         fit(tmp_path / "a", batches(5), spikes(), Stops(tmp_path / "a"))
-    samples = TensorDataset(*map(torch.cat, zip(*batches(5), strict=True)))
-    with pytest.raises(ConfigError, match="counted with 1 ranks; this run reads with 2 samples"):
-        fit(tmp_path / "a", DataLoader(samples, batch_size=2), spikes())
     module, trainer = fit(tmp_path / "a", batches(5), spikes(), ckpt_path="last")
     data = batches(5)
     reference, _ = fit(tmp_path / "b", data[:5] + data[6:])
     assert_same(module, reference)
     assert (len(entries(tmp_path / "a")), trainer.global_step) == (1, 11)
+
+
+def test_a_file_for_batches_of_another_size_is_refused_while_they_are_ahead(tmp_path: Path) -> None:
+    samples = TensorDataset(*map(torch.cat, zip(*batches(5), strict=True)))
+    size = len(batches()[0][0])
+    with pytest.raises(SystemExit):
+        fit(tmp_path, DataLoader(samples, batch_size=size), spikes(), Stops(tmp_path))
+    with pytest.raises(ConfigError, match=f"counted with {size} samples; this run reads with {size // 2} samples"):
+        fit(tmp_path, DataLoader(samples, batch_size=size // 2), spikes(), ckpt_path="last")
+
+
+def test_another_training_in_the_folder_does_not_leave_out_these_samples(tmp_path: Path) -> None:
+    fit(tmp_path, batches(5), spikes())
+    module, trainer = fit(tmp_path, batches(), spikes())
+    reference, _ = fit(tmp_path / "reference", batches())
+    assert_same(module, reference)
+    assert trainer.global_step == 12
+    fit(tmp_path, batches(7), spikes())
+    assert [one["batches"] for one in entries(tmp_path)] == [[7, 7]]
+    earlier = json.loads((tmp_path / "rollbacks-earlier.json").read_text())
+    assert [one["batches"] for one in earlier] == [[5, 5]]
 
 
 def test_steps_that_the_policy_skips_are_no_spikes(tmp_path: Path) -> None:
