@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..callbacks import Callback, Checkpoint, Timer
 from ..checkpoint.to_plain import to_plain
-from ..data.distributed.fingerprint import parts_of
+from ..data.distributed.fingerprint import strided_parts
 from ..data.move import move_to_device
 from ..errors import ConfigError, ReplayEnd
 from ..files import replace_file
@@ -427,7 +427,7 @@ def digest(value: Any) -> str:
             leaf, _ = to_plain(leaf)
         for one in tree_leaves(leaf):
             if isinstance(one, Tensor):
-                for part in parts_of(one.detach()):
+                for part in strided_parts(one.detach()):
                     found.update(f"{part.dtype} {tuple(part.shape)}".encode())
                     if not part.is_meta:
                         found.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import Dataset, IterableDataset
 
 from ...protocols import AnyDataset, Batch, Tree
+from ...strategies.distributed.digest import unwrapped
 from ..move import apply_to_collection
 
 _MOST_BYTES = 1 << 16
@@ -38,7 +38,7 @@ def fingerprint_batch(batch: Batch) -> int | None:
     found: list[bytes] = []
 
     def see(tensor: Tensor) -> Tensor:
-        for part in parts_of(tensor.detach()):
+        for part in strided_parts(tensor.detach()):
             found.append(repr((str(part.dtype), tuple(part.shape))).encode())
             flat = part.reshape(-1)[: max(1, _MOST_BYTES // max(1, part.element_size()))]
             has_bits = flat.numel() and not flat.is_meta
@@ -49,21 +49,18 @@ def fingerprint_batch(batch: Batch) -> int | None:
     return zlib.crc32(b"".join(found)) if found else None
 
 
-def parts_of(tensor: Tensor) -> Iterator[Tensor]:
+def strided_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Return the strided tensors that hold the bits of a tensor on this rank: of shards, nested and sparse ones."""
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from parts_of(getattr(tensor, name))
-    elif tensor.is_nested:
-        for one in tensor.unbind():
-            yield from parts_of(one)
-    elif tensor.layout is torch.strided:
-        yield tensor.resolve_conj().resolve_neg()
-    elif tensor.is_mkldnn:
-        yield tensor.to_dense()
-    else:
-        sparse = tensor.to_sparse_coo().coalesce()
-        yield from (sparse.indices(), sparse.values())
+    for one in unwrapped(tensor):
+        if one.is_nested:
+            yield from (part for inner in one.unbind() for part in strided_parts(inner))
+        elif one.layout is torch.strided:
+            yield one.resolve_conj().resolve_neg()
+        elif one.is_mkldnn:
+            yield one.to_dense()
+        else:
+            sparse = one.to_sparse_coo().coalesce()
+            yield from (sparse.indices(), sparse.values())
 
 
 def is_same_on_all(fingerprints: Sequence[int | None]) -> bool:

@@ -17,16 +17,25 @@ _WORDS = 1 << 21  # at a time, with 60 MB of sums
 _MANY = 1 << 14  # words per part from which separate sums cost less than a cumulative one
 
 
+def unwrapped(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors that a tensor of a subclass wraps, such as a DTensor's shard; a plain one itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    inner = [getattr(tensor, name) for name in names]  # of a DTensor its mesh, too
+    return [part for one in inner if isinstance(one, Tensor) for part in unwrapped(one)]
+
+
 def parts_of(tensor: Tensor) -> list[Tensor]:
     """Return the dense tensors that this rank holds of a tensor: its shard, or what a subclass wraps.
 
-    Nothing is returned for a tensor without readable bits: sparse, quantized, or without memory.
+    Nothing is returned for a tensor without readable bits: sparse, nested, quantized, or without memory.
     """
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        inner = [getattr(tensor, name) for name in names]  # of a DTensor its mesh, too
-        return [part for one in inner if isinstance(one, Tensor) for part in parts_of(one)]
-    return [] if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta else [tensor]
+    return [
+        one
+        for one in unwrapped(tensor)
+        if one.layout is torch.strided and not (one.is_nested or one.is_quantized or one.is_meta)
+    ]
 
 
 def digests(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:

@@ -123,6 +123,7 @@ def test_two_ranks_replay_a_step_as_the_run_made_it(tmp_path: Path, strategy: st
     assert record["checkpoint"].endswith("step=8.ckpt")
     assert checkpoints(tmp_path) == before
     assert (tmp_path / "run" / "after").read_text() == "the program went on" * 2  # of the run on two ranks alone
+    assert runs.replay("run", "--compare", "run", "--step", "10")["difference"] is None  # digests of shards, too
     saved = torch.load(tmp_path / "batch.pt", weights_only=True)
     assert [[one[2].tolist() for one in batches] for batches in saved["ranks"]] == [
         [one["samples"] for one in rank["micro_batches"]] for rank in record["ranks"]

@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharing import Numbers, plain, through_disk
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from loopwright.data import NO_BATCH, BatchStream, Shard, merge_states
-from loopwright.data.distributed.fingerprint import fingerprint_batch, is_same_on_all
+from loopwright.data.distributed.fingerprint import fingerprint_batch, is_same_on_all, strided_parts
 from loopwright.errors import DataError
 
 WAIT_S = 20
@@ -446,3 +447,19 @@ def test_a_fingerprint_of_nested_and_sparse_tensors() -> None:
     for kind in kinds:
         assert fingerprint_batch(kind(rows)) == fingerprint_batch(kind(rows)) != fingerprint_batch(kind(other))
     assert fingerprint_batch(torch.empty(3, device="meta")) is not None
+
+
+class Meshed(TwoTensor):  # type: ignore[misc]  # not annotated
+    """As a DTensor, flattened into tensors and something else."""
+
+    mesh = "no tensor"
+
+    def __tensor_flatten__(self) -> Any:
+        names, context = super().__tensor_flatten__()
+        return [*names, "mesh"], context
+
+
+def test_the_parts_of_a_subclass_are_its_tensors() -> None:
+    first, second = torch.ones(2), torch.zeros(2)
+    found = list(strided_parts(Meshed(first, second)))
+    assert [torch.equal(*pair) for pair in zip(found, (first, second), strict=True)] == [True, True]
