@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -49,6 +50,20 @@ def counted(number: int, noun: str) -> str:
         return f"{number} {noun[:-1]}ies"
     is_hissed = noun.endswith(("s", "x", "ch", "sh")) and not noun.endswith("epoch")
     return f"{number} {noun}{'es' if is_hissed else 's'}"
+
+
+def show_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text: "rank 3", "ranks 0, 1", "ranks 0 to 5, 7"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    rows: list[list[int]] = []
+    for rank in ranks:
+        if rows and rank == rows[-1][-1] + 1:
+            rows[-1].append(rank)
+        else:
+            rows.append([rank])
+    shown = [f"{row[0]} to {row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows]
+    return "ranks " + ", ".join(shown)
 
 
 def is_of_loopwright(frame: FrameType) -> bool:

@@ -75,20 +75,23 @@ def _cards() -> Iterator[Finding]:
 
 def _cards_of_the_driver() -> list[str]:
     """Return names of cards that nvidia-smi lists; empty where there is no driver."""
+    return [
+        line.strip()
+        for line in run_nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
+        if line.strip()
+    ]
+
+
+def run_nvidia_smi(*arguments: str) -> str:
+    """Return what nvidia-smi prints; "" where there is no driver, or it fails or does not answer within 20 s."""
     command = shutil.which("nvidia-smi")
     if command is None:
-        return []
+        return ""
     try:
-        done = subprocess.run(
-            [command, "--query-gpu=name", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )
+        done = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=20, check=False)
     except subprocess.TimeoutExpired:
-        return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def _cpu_precisions() -> list[str]:

@@ -18,7 +18,8 @@ _OPTIONS = {
     "validate": "--config --print-config --ckpt_path --model --data --help",
     "test": "--config --print-config --ckpt_path --model --data --help",
     "predict": "--config --print-config --ckpt_path --model --data --help",
-    "doctor": "--folder --disk-size --timeout --json --help",
+    "doctor": "--folder --disk-size --timeout --json --nnodes --nproc-per-node --node-rank --main-address --main-port "
+    "--rdzv-endpoint --accelerator --help",
     "plan": "--devices --num-nodes --memory --bandwidth --tokens --peak-flops --price-per-hour --dry-run --json --help",
     "replay": "--step --compare --save-batch --debug --rank --anomaly --folder --json --help",
     "report": "--output --title --smoothing --no-checkpoints --help",

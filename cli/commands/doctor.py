@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...console import wants_color
 from ...doctor import examine
+from .doctor_ranks import add_rank_options, examine_all_ranks, wants_ranks
 
 if TYPE_CHECKING:
     from ...doctor import Finding
@@ -28,6 +29,19 @@ def doctor(arguments: Sequence[str]) -> int:
     Args:
         arguments: Arguments after `loopwright doctor`.
     """
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    for name in ("disk_size", "timeout"):
+        if not getattr(given, name) >= 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(given, name):g}: expected a number of at least 0")
+    if wants_ranks(given):
+        return examine_all_ranks(given, parser, print_json if given.json else print_text)
+    findings = examine(given.folder.expanduser(), disk_bytes=int(given.disk_size * 1e6), timeout_s=given.timeout)
+    levels = print_json(findings) if given.json else print_text(findings)
+    return 1 if "problem" in levels else 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="loopwright doctor",
         description="Check this machine for training: devices, packages, import of engines, compilers, shared memory, "
@@ -50,17 +64,11 @@ def doctor(arguments: Sequence[str]) -> int:
         type=float,
         default=60,
         metavar="SECONDS",
-        help="time limit for the import of an engine (default 60)",
+        help="time limit for the import of an engine, and for ranks to connect (default 60)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    given = parser.parse_args(arguments)
-    for name in ("disk_size", "timeout"):
-        if not getattr(given, name) >= 0:
-            parser.error(f"--{name.replace('_', '-')} {getattr(given, name):g}: expected a number of at least 0")
-
-    findings = examine(given.folder.expanduser(), disk_bytes=int(given.disk_size * 1e6), timeout_s=given.timeout)
-    levels = print_json(findings) if given.json else print_text(findings)
-    return 1 if "problem" in levels else 0
+    add_rank_options(parser)
+    return parser
 
 
 def print_json(findings: Iterable[Finding]) -> list[str]:

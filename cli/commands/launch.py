@@ -14,7 +14,7 @@ from ...messages import counted
 from .launch_ask import ask
 from .launch_options import Request, read_request
 
-_DEFAULT_PORT = "29400"
+DEFAULT_PORT = "29400"
 # Strategies that start processes themselves: under a launcher each process would start more.
 _OWN_PROCESSES = ("spawn", "fork", "notebook")
 # Our name -> torchrun's, for values that are passed on unchanged.
@@ -211,7 +211,7 @@ def _rendezvous(options: Mapping[str, str], nnodes: str | None, problems: Proble
                 f"Expected --node-rank of 0 to {int(nnodes) - 1} with --nnodes={nnodes}, got {options['node-rank']}.",
                 fix="pass the number of this machine.",
             )
-        passed.setdefault("main-port", _DEFAULT_PORT)
+        passed.setdefault("main-port", DEFAULT_PORT)
         passed.setdefault("node-rank", "0")
     return [f"--nnodes={nnodes or 1}", *_passed_on(passed)]
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ...messages import show_ranks
 from .failure_store import FailureStore
 from .peers import Peer
 from .rank_status import LastCollective, RankStatus, progress_of_collectives
@@ -94,12 +95,13 @@ class StallReport:
         """Return one line: which ranks wait for which."""
         missing, furthest = self.missing, self.furthest
         if not missing and self.mismatched:
-            return "; ".join(f"{_ranks(ranks)} called {name}" for name, ranks in sorted(self.mismatched.items()))
+            return "; ".join(f"{show_ranks(ranks)} called {name}" for name, ranks in sorted(self.mismatched.items()))
         if not missing or len(missing) == len(self.statuses):
             return "no rank is behind the others"
         others = [status.rank for status in self.statuses if status.rank not in missing]
         at = f"{furthest}" if furthest is not None else "the others"
-        return f"{_ranks(missing)} did not come to {at}, where {_ranks(others)} wait{'s' if len(others) == 1 else ''}"
+        waiting = f"{show_ranks(others)} wait{'s' if len(others) == 1 else ''}"
+        return f"{show_ranks(missing)} did not come to {at}, where {waiting}"
 
     def text(self, why: str) -> str:
         """Return the full report.
@@ -112,13 +114,13 @@ class StallReport:
         for group in groups:
             first = group[0]
             place = first.describe_place()
-            lines.append(f"  {_ranks([s.rank for s in group])}{f' ({place})' if place else ''}: {first.doing}")
+            lines.append(f"  {show_ranks([s.rank for s in group])}{f' ({place})' if place else ''}: {first.doing}")
             who = ", ".join(f"host {s.host} pid {s.pid}" for s in group[:4]) + (", ..." if len(group) > 4 else "")
             last = f"; last collective {first.collective}" if first.collective is not None else ""
             lines.append(f"    {who}{last}")
         for group in groups:
             if group[0].stack:
-                lines.append(f"  --- Python stack of {_ranks([s.rank for s in group])} ---")
+                lines.append(f"  --- Python stack of {show_ranks([s.rank for s in group])} ---")
                 lines.extend("  " + line for entry in group[0].stack for line in entry.rstrip().splitlines())
         return "\n".join(lines)
 
@@ -152,20 +154,6 @@ def _is_behind(status: RankStatus, furthest: LastCollective) -> bool:
         # One that ended may not be part of a group that is not that of all ranks.
         return not (status.has_ended and furthest.group)
     return collective.group == furthest.group and collective.number < furthest.number
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text; more than two in a row as a range."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    rows: list[list[int]] = []
-    for rank in ranks:
-        if rows and rank == rows[-1][-1] + 1:
-            rows[-1].append(rank)
-        else:
-            rows.append([rank])
-    shown = [f"{row[0]} to {row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows]
-    return "ranks " + ", ".join(shown)
 
 
 class StallReporter:

@@ -34,6 +34,7 @@ from ...data.distributed.shard import Shard, merge_states
 from ...data.rng import capture_rng
 from ...data.sharded_iterable import ShardedIterable
 from ...errors import CheckpointError, ConfigError, DataError, ModuleError
+from ...messages import show_ranks
 from ...protocols import AnyLoaders, Batch, StateDict, StepOutput, Tree
 from ...strategies.distributed.rendezvous import store
 from ...strategies.distributed.shards import has_parts
@@ -114,7 +115,7 @@ def compare(strategy: Strategy, facts: dict[str, str], where: str = "", fix: str
         for rank, one in enumerate(everywhere):
             ranks_of.setdefault(one.get(name, "missing"), []).append(rank)
         if len(ranks_of) > 1:
-            values = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_of.items())
+            values = "; ".join(f"{value} on {show_ranks(ranks)}" for value, ranks in ranks_of.items())
             lines.append(f"{name}: {values}")
     if lines:
         listed = "".join(f"\n  - {line}" for line in lines)
@@ -122,10 +123,6 @@ def compare(strategy: Strategy, facts: dict[str, str], where: str = "", fix: str
             f"the ranks do not agree on what they are about to run{where}:{listed}",
             fix=fix,
         )
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 # --- data ----------------------------------------------------------------------------------------------------------
@@ -259,8 +256,8 @@ def _compare_listed(strategy: Strategy, loaders: Sequence[Loaders]) -> None:
             continue
         ranks = [rank for rank, one in enumerate(everywhere) if one[path] != everywhere[0][path]]
         raise DataError(
-            f"Expected the samples of {path} in the same order on all ranks, got another order on {_ranks(ranks)} than "
-            "on rank 0: samples would be read twice, and others never.",
+            f"Expected the samples of {path} in the same order on all ranks, got another order on {show_ranks(ranks)} "
+            "than on rank 0: samples would be read twice, and others never.",
             fix="sort what is listed; shuffle or split it with a generator that has the same seed on every rank; or "
             "pass use_distributed_sampler=False if each rank has other data.",
         )
@@ -305,7 +302,7 @@ def meet(trainer: TrainerView, what: str) -> None:
         missing, waited_s = left
         why = "has continued without it" if waited_s is None else f"did not come within {waited_s:.0f} s"
         raise CheckpointError(
-            f"{what} was called on rank {trainer.global_rank}, but {_ranks(missing)} {why}.",
+            f"{what} was called on rank {trainer.global_rank}, but {show_ranks(missing)} {why}.",
             fix="call it on every rank, outside of `if trainer.is_global_zero`: only rank 0 writes the file or gets "
             "the result.",
         )
@@ -323,7 +320,7 @@ def require_skip_everywhere(trainer: TrainerView) -> None:
         trains = "trains on" if len(missing) == 1 else "train on"
         why = trains if waited_s is None else f"did not come within {waited_s:.0f} s"
         raise ModuleError(
-            f"on_train_batch_start returned -1 on rank {trainer.global_rank}, but {_ranks(missing)} {why}.",
+            f"on_train_batch_start returned -1 on rank {trainer.global_rank}, but {show_ranks(missing)} {why}.",
             fix="return -1 on every rank for the same batch_idx: decide on what all ranks have alike, or on rank 0, "
             "with self.trainer.strategy.broadcast(...).",
         )

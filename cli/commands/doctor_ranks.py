@@ -1,0 +1,116 @@
+"""`loopwright doctor --nnodes`: checks several ranks together."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from ...doctor import Finding, Level
+from ...doctor.ranks import examine_ranks
+from ...errors import LaunchError, LoopwrightError
+from .launch import DEFAULT_PORT
+
+
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of several ranks; their names are those of `loopwright launch`."""
+    group = parser.add_argument_group(
+        "several ranks",
+        "Connect ranks as a training does, compare versions, packages and variables, name the links of the machines, "
+        "and measure all_reduce. Start the same command on each machine; or start it with torchrun, or with srun and "
+        "--nnodes. Without --nnodes and --nproc-per-node, this machine is checked.",
+    )
+    group.add_argument("--nnodes", type=int, metavar="N", help="number of machines")
+    group.add_argument(
+        "--nproc-per-node", type=int, metavar="N", help="number of ranks on each machine (default: one per GPU, else 1)"
+    )
+    group.add_argument("--node-rank", type=int, metavar="N", help="number of this machine, from 0")
+    group.add_argument("--main-address", metavar="HOST", help="name or address of machine 0")
+    group.add_argument("--main-port", metavar="PORT", help=f"free port of machine 0 (default {DEFAULT_PORT})")
+    group.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="--main-address and --main-port together")
+    group.add_argument(
+        "--accelerator", default="auto", metavar="NAME", help="cpu measures the network without GPUs (default auto)"
+    )
+
+
+def wants_ranks(given: argparse.Namespace) -> bool:
+    """Return whether several ranks are to be checked: the user asks for it, or torchrun has started them."""
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1"
+    return is_launched or given.nnodes is not None or given.nproc_per_node is not None
+
+
+def examine_all_ranks(
+    given: argparse.Namespace,
+    parser: argparse.ArgumentParser,
+    show: Callable[[Iterable[Finding]], list[str]],
+) -> int:
+    """Connect the ranks and examine them; return the exit code.
+
+    Args:
+        given: Parsed arguments.
+        parser: Reports mistakes in them.
+        show: Prints findings, and returns their levels. Machine 0 shows all of them, other machines the problems.
+    """
+    from ...fabric import detect_cluster
+
+    _check(given, parser)
+    _export(given)
+    cluster = detect_cluster()
+    findings = _examine(given)
+    if cluster.local_rank() > 0:
+        levels = [one.level.value for one in findings]
+    elif cluster.node_rank() > 0:
+        levels = show(one for one in findings if one.level is Level.PROBLEM)
+    else:
+        levels = show(findings)
+    return 1 if "problem" in levels else 0
+
+
+def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """End with the parser's error if the arguments are contradictory."""
+    for name in ("nnodes", "nproc_per_node"):
+        if getattr(given, name) is not None and getattr(given, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: expected a number of at least 1")
+    if given.rdzv_endpoint is not None:
+        if given.main_address is not None or given.main_port is not None:
+            parser.error("--rdzv-endpoint and --main-address or --main-port are alternatives: pass one of them")
+        given.main_address, _, port = given.rdzv_endpoint.rpartition(":")
+        if not given.main_address or not port.isdecimal():
+            parser.error(f"--rdzv-endpoint {given.rdzv_endpoint}: expected HOST:PORT")
+        given.main_port = port
+    if given.node_rank is not None and not 0 <= given.node_rank < (given.nnodes or 1):
+        parser.error(f"--node-rank {given.node_rank}: expected 0 to {(given.nnodes or 1) - 1}, one number per machine")
+
+
+def _export(given: argparse.Namespace) -> None:
+    """Set the variables by which ranks find each other, as a user would for a training."""
+    if given.main_address is not None:
+        os.environ["MASTER_ADDR"] = given.main_address
+        os.environ["MASTER_PORT"] = given.main_port or DEFAULT_PORT
+    if given.node_rank is not None:
+        os.environ["NODE_RANK"] = str(given.node_rank)
+
+
+def _examine(given: argparse.Namespace) -> Iterator[Finding]:
+    """Connect the ranks and yield the findings; an error is a finding, too."""
+    from ...fabric import Fabric
+    from ...strategies import DDPStrategy
+
+    began = time.monotonic()
+    fabric: Fabric | None = None
+    devices = "auto" if given.nproc_per_node is None else given.nproc_per_node
+    try:
+        # gloo first: then the ranks can compare what they are, also if the devices cannot communicate.
+        strategy = DDPStrategy(process_group_backend="gloo", timeout=max(1.0, given.timeout))
+        fabric = Fabric(accelerator=given.accelerator, devices=devices, num_nodes=given.nnodes or 1, strategy=strategy)
+        fabric.launch()
+        yield from examine_ranks(fabric, began)
+    except LoopwrightError as error:
+        limit = f" The limit is --timeout {given.timeout:g}." if isinstance(error, LaunchError) else ""
+        yield Finding("ranks", "connection", error.what, Level.PROBLEM, f"{error.fix}{limit}")
+    except RuntimeError as error:  # of torch, if a rank has ended: the watch knows which
+        failure = fabric.watch.explain(error) if fabric is not None and fabric.watch is not None else None
+        if failure is None:
+            raise
+        yield Finding("ranks", "connection", failure.what, Level.PROBLEM, failure.fix)
