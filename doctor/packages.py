@@ -20,22 +20,45 @@ _OLDEST_TORCH, _NEWEST_TORCH = (2, 9), (2, 13)
 
 @dataclass(frozen=True)
 class Optional:
-    """An optional package: what it provides, and how it is installed."""
+    """An optional package.
+
+    Attributes:
+        package: Name in the package index.
+        gives: What it provides.
+        install: Command that installs it.
+        has_engine: Whether it is imported in a separate process.
+        is_slow: Whether its import takes seconds; then its version is looked up, and it is not imported.
+        module: Name of its module; empty if that is the package's.
+    """
 
     package: str
     gives: str
     install: str
     has_engine: bool = False
+    is_slow: bool = False
+    module: str = ""
 
 
 _OPTIONAL = (
     Optional("deepspeed", 'strategy="deepspeed"', "pip install 'loopwright[deepspeed]'", has_engine=True),
-    Optional("torch_xla", 'strategy="xla"', "pip install torch==2.9.0 torch_xla==2.9.0", has_engine=True),
+    Optional("torch_xla", 'strategy="xla"', "pip install torch==2.9.0 'loopwright[xla]'", has_engine=True),
     Optional("wandb", "WandbLogger", "pip install 'loopwright[wandb]'"),
-    Optional("mlflow", "MLFlowLogger", "pip install mlflow"),
-    Optional("torchmetrics", "metrics in self.log", "pip install torchmetrics"),
+    Optional("mlflow", "MLFlowLogger", "pip install 'loopwright[mlflow]'"),
+    Optional("comet-ml", "CometLogger", "pip install 'loopwright[comet]'", is_slow=True),
+    Optional("torchmetrics", "metrics in self.log", "pip install 'loopwright[metrics]'"),
     Optional("torchdata", "StatefulDataLoader", "pip install torchdata"),
     Optional("plotly", "loopwright report", "pip install 'loopwright[report]'"),
+    Optional("matplotlib", "plots of the learning rate finder", "pip install 'loopwright[plots]'"),
+    Optional("psutil", "statistics of the CPU", "pip install 'loopwright[stats]'"),
+    Optional("nvidia-ml-py", "statistics of NVIDIA's cards", "pip install 'loopwright[gpu]'", module="pynvml"),
+    Optional("transformers", "loopwright recipe", "pip install 'loopwright[recipes]'", is_slow=True),
+    Optional("lm-eval", "tasks of lm-eval", "pip install 'loopwright[eval]'", module="lm_eval"),
+    Optional("bitsandbytes", "QLoRA, 8-bit optimizers", "pip install 'loopwright[qlora]'", is_slow=True),
+    Optional("jsonargparse", "LightningCLI", "pip install 'loopwright[lightning]'"),
+    Optional("onnx", "Module.to_onnx", "pip install 'loopwright[onnx]'"),
+    Optional("ray", "Ray Train and Tune", "pip install 'loopwright[ray]'", is_slow=True),
+    Optional("torchft", "fault tolerance by torchft", "pip install 'loopwright[torchft]'", is_slow=True),
+    Optional("mpi4py", "MPIEnvironment", "pip install 'loopwright[mpi]'"),
 )
 
 
@@ -46,7 +69,11 @@ def examine(timeout_s: float) -> Iterator[Finding]:
     needed = [text for text in metadata.requires("loopwright") or [] if _is_needed(text)]
     # In one process, for speed: many of them import torch.
     modules = [_module(Requirement(text).name) for text in needed]
-    modules += [one.package for one in _OPTIONAL if not one.has_engine and _version(one.package) is not None]
+    modules += [
+        one.module or _module(one.package)
+        for one in _OPTIONAL
+        if not one.has_engine and not one.is_slow and _version(one.package) is not None
+    ]
     broken = find_broken(modules, timeout_s)
     for requirement in needed:
         yield judge_needed(requirement, broken)
@@ -99,11 +126,12 @@ def judge_optional(optional: Optional, timeout_s: float, broken: Mapping[str, st
     if optional.has_engine:
         broken = find_broken([optional.package], timeout_s)
         found = found if broken else f"{found}, imports"
-    return _judge_import(optional.package, found, broken, f"{optional.install}, or pip uninstall {optional.package}")
+    advice = f"{optional.install}, or pip uninstall {optional.package}"
+    return _judge_import(optional.package, found, broken, advice, optional.module)
 
 
-def _judge_import(package: str, found: str, broken: Mapping[str, str], advice: str) -> Finding:
-    why = broken.get(_module(package))
+def _judge_import(package: str, found: str, broken: Mapping[str, str], advice: str, module: str = "") -> Finding:
+    why = broken.get(module or _module(package))
     if why is None:
         return Finding(_SECTION, package, found)
     return Finding(_SECTION, package, f"{found}, cannot be imported: {why}", Level.PROBLEM, advice)

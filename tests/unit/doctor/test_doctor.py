@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +211,15 @@ def test_the_command_prints_findings_and_tells_problems_by_its_code(
     with pytest.raises(SystemExit):
         run(["doctor", "--disk-size", "nan"])
     assert "expected a number of at least 0" in capsys.readouterr().err
+
+
+def test_each_extra_of_the_readme_is_named() -> None:
+    root = Path(packages.__file__).resolve().parent.parent
+    extras = set(tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    paragraph = (root / "README.md").read_text().partition("Extras, as in")[2].partition("\n\n")[0]
+    assert extras <= set(re.findall(r"`(\w+)`", paragraph))
+    named = {name for one in packages._OPTIONAL for name in re.findall(r"loopwright\[(\w+)\]", one.install)}
+    assert named == extras - {"all", "dev", "examples"}  # these are for this repository
 
 
 def test_a_module_that_another_package_brings_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
