@@ -1,6 +1,7 @@
 """Check the site that `make docs` built, in a real browser: `make docs-test`.
 
-Links lead somewhere, nothing comes from another address, and the reference has every public name. In chromium: no page
+Links lead somewhere, nothing comes from another address, the reference has every public name, and a page shows all the
+code that its examples ran with. In chromium: no page
 is wider than a phone, search finds each guide by its title, also when pages are opened from the folder, and the switch
 makes pages dark. Without chromium these say that they were skipped.
 """
@@ -23,6 +24,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urldefrag, urlsplit
+
+import check_docs
 
 ROOT = Path(__file__).resolve().parent.parent
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -68,23 +71,35 @@ FOLDER = """(async () => { await tell({ search: await search(document, TITLES) }
 
 
 class Elements(HTMLParser):
-    """The addresses and the anchors of a page."""
+    """The addresses, the anchors and the code of a page."""
 
     def __init__(self) -> None:
         super().__init__()
         self.links: list[str] = []
         self.loaded: list[str] = []  # by the page itself, without a click
         self.anchors: set[str] = set()
+        self.code: list[str] = []
+        self._is_code = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Note one element."""
         values = dict(attrs)
+        self._is_code = self._is_code or tag == "pre"
         self.anchors.update(value for name in ("id", "name") if (value := values.get(name)))
         if tag == "a" and (target := values.get("href")):
             self.links.append(target)
         for name in ("src", "href") if tag in ("script", "link", "img", "iframe", "source") else ():
             if (target := values.get(name)) and values.get("rel") not in ("canonical", "next", "prev"):
                 self.loaded.append(target)
+
+    def handle_endtag(self, tag: str) -> None:
+        """Note where a block of code ends."""
+        self._is_code = self._is_code and tag != "pre"
+
+    def handle_data(self, data: str) -> None:
+        """Note code."""
+        if self._is_code:
+            self.code.append(data)
 
 
 def read_pages(site: Path) -> dict[Path, Elements]:
@@ -123,6 +138,18 @@ def missing_names(site: Path, names: list[str]) -> list[str]:
     """Return the public names that the reference does not have."""
     anchors = {anchor for path, page in read_pages(site / "reference").items() if path for anchor in page.anchors}
     return [f"reference: {name} is missing" for name in names if f"loopwright.{name}" not in anchors]
+
+
+def hidden_code(pages: dict[str, Elements], programs: dict[str, str]) -> list[str]:
+    """Return the first line of each program that its page does not show where it runs, so that a copy would fail."""
+    problems = []
+    for name, program in programs.items():
+        shown = iter("".join(pages[name].code).splitlines())
+        for line in filter(str.strip, program.splitlines()):
+            if line not in shown:  # goes on after the last one that was found
+                problems.append(f"{name}: the examples run with a line that the page does not show: {line}")
+                break
+    return problems
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -251,6 +278,12 @@ def main() -> int:
     site = ROOT / "site"
     names = [name for name in loopwright.__all__ if not name.startswith("_")]
     problems = broken_links(site) + missing_names(site, names)
+    pages = {path.relative_to(site).as_posix(): page for path, page in read_pages(site).items()}
+    programs = {
+        page.relative_to(ROOT / "docs").with_suffix(".html").as_posix(): check_docs.program(page)
+        for page in (ROOT / "docs").rglob("*.md")
+    }
+    problems += hidden_code(pages, programs)
     if BROWSER is None:
         print("docs-test: SKIPPED the site in a browser: chromium is not installed (apt-get install chromium)")
     else:

@@ -19,7 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / ".venv-docs" / "package" / "loopwright"
 LINK = re.compile(r"(\]\()(?!https?://|mailto:|#)([^)#\s]+)((?:#[^)\s]+)?\))")
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
-HIDDEN = re.compile(r"^<!-- first:\n.*?^-->$\n?", re.MULTILINE | re.DOTALL)
+HIDDEN = re.compile(r"^<!-- first:\n(.*?)^-->$\n?", re.MULTILINE | re.DOTALL)
+FOLDED = (
+    '<details class="setup" markdown="1">\n<summary>Set-up: run this before the examples below</summary>\n\n'
+    "```python\n\\1```\n\n</details>\n"
+)
 LANGUAGES = {".py": "python", ".yaml": "yaml"}
 
 
@@ -59,7 +63,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links to files of the repository into links between pages of the site."""
+    """Turn links to files of the repository into links between pages, and show what the examples need, folded."""
     uri = page.file.src_uri
     here = posixpath.dirname(uri)
 
@@ -70,7 +74,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         return f"{match[1]}{posixpath.relpath(name, here or '.')}{match[3]}"
 
-    parts = FENCE.split(HIDDEN.sub("", markdown))
+    parts = FENCE.split(HIDDEN.sub(FOLDED, markdown))
     parts[::2] = [LINK.sub(rewrite, part) for part in parts[::2]]
     return "".join(parts).replace("```python no-run", "```python")
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from scripts import load_script
@@ -72,7 +76,41 @@ def test_every_page_has_a_place_in_the_site(check: ModuleType) -> None:
     assert listed == pages, "add the page to nav in mkdocs.yml"
 
 
-def test_every_public_name_is_in_the_reference(check: ModuleType) -> None:
-    pages = "\n".join(path.read_text(encoding="utf-8") for path in (check.ROOT / "docs" / "reference").glob("*.md"))
-    listed = set(re.findall(r"^::: loopwright\.(\w+)$", pages, re.MULTILINE))
-    assert {name for name in lw.__all__ if not name.startswith("_")} <= listed, "add the name to docs/reference/"
+def test_a_line_that_a_page_hides_is_found(check: ModuleType) -> None:
+    page = check.Elements()
+    page.feed(
+        "<p>x = 0</p><pre><code>import torch\nx = <b>1</b>\n</code></pre><p>y</p><pre><code>print(x)\n</code></pre>"
+    )
+    assert check.hidden_code({"a": page}, {"a": "import torch\n\nx = 1\nprint(x)"}) == []
+    assert "not show: x = 0" in check.hidden_code({"a": page}, {"a": "import torch\nx = 0"})[0]
+    assert "not show: x = 1" in check.hidden_code({"a": page}, {"a": "print(x)\nx = 1"})[0]
+
+
+def test_every_name_that_a_page_uses_is_in_the_reference(check: ModuleType) -> None:
+    folder = check.ROOT / "docs"
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in (folder / "reference").glob("*.md"))
+    listed = set(re.findall(r"^::: loopwright\.(\S+)$", pages, re.MULTILINE))
+    used = {name for name in lw.__all__ if not name.startswith("_")}
+    for page in [check.ROOT / "README.md", *folder.rglob("*.md")]:
+        for node in ast.walk(ast.parse(check.check_docs.program(page))):
+            used |= set(_names(node))
+    known = {name.split(".")[-1] for name in listed}
+    assert {name for name in used if name.split(".")[-1] not in known} == set(), "add the name to docs/reference/"
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    """Yield the public functions and classes that an import or a dotted name takes from the package."""
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("loopwright"):
+        dotted = [f"{node.module}.{name.name}" for name in node.names]
+    elif isinstance(node, ast.Attribute) and re.fullmatch(r"(lw|loopwright)(\.\w+)+", ast.unparse(node)):
+        dotted = [ast.unparse(node)]
+    else:
+        return
+    for name in dotted:
+        path = name.split(".")[1:]
+        found: Any = lw
+        for index, part in enumerate(path):
+            found = getattr(found, part, None) or importlib.import_module(f"loopwright.{'.'.join(path[: index + 1])}")
+            if not isinstance(found, ModuleType):  # what follows is a method or an attribute, in the entry of the class
+                yield ".".join(path[: index + 1])
+                break
