@@ -83,7 +83,7 @@ test-compat: setup $(COMPAT)/installed  ## the same, and with libraries built on
 check: setup $(VENV)/types/loopwright  ## lint, formatting, phrases in the documentation, and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/python docs/check_english.py
-	MYPYPATH=$(VENV)/types:examples:examples/gpt:benchmarks $(BIN)/mypy --strict -p loopwright
+	MYPYPATH=$(VENV)/types:examples:examples/gpt:benchmarks:docs $(BIN)/mypy --strict -p loopwright
 
 format: setup  ## format the code and apply automatic fixes
 	$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .
