@@ -40,7 +40,8 @@ class LearningRateFinder(Callback):
         optimal_lr: The loss curve with its suggestion; None before the search.
 
     Raises:
-        ConfigError: An argument is invalid. At the start of fit: several optimizers, or the attribute is missing.
+        ConfigError: An argument is invalid. At the start of fit: several optimizers with manual optimization, or the
+            attribute is missing.
     """
 
     SUPPORTED_MODES = ("linear", "exponential")

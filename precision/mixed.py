@@ -121,6 +121,10 @@ class MixedPrecision(Precision):
             for found in self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
                 self.reduce_overflow(found)
         self._unscaled.add(id(optimizer))
+        for part in getattr(optimizer, "parts", ()):  # of several: an overflow in one of them skips each
+            self._unscaled.add(id(part))
+            if self.scaler.is_enabled():
+                self.scaler._per_optimizer_states[id(part)] = {**self.scaler._per_optimizer_states[id(optimizer)]}
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], StepOutput] | None = None) -> bool:
         """Step the optimizer unless a gradient is infinite or NaN.
@@ -147,7 +151,8 @@ class MixedPrecision(Precision):
             if evaluates_again(optimizer):
                 raise self._cannot_evaluate(optimizer)
             closure()
-        if not _has_gradient(optimizer):  # the scaler refuses this; without a scale it is a step that does nothing
+        if id(optimizer) not in self._unscaled and not _has_gradient(optimizer):
+            # The scaler refuses this; without a scale it is a step that does nothing.
             optimizer.step()
             return True
         if self.reduce_overflow is not None:

@@ -147,7 +147,11 @@ class Module(nn.Module):
 
         One optimizer; a list of optimizers; `([optimizers], [schedulers])`; `{"optimizer": o, "lr_scheduler": s or
         {"scheduler": s, "interval": "epoch" or "step", "frequency": 1, "monitor": name, "strict": True}}`; a list of
-        such dicts; or None. Several optimizers need `automatic_optimization = False`.
+        such dicts; or None.
+
+        In automatic optimization, several optimizers step after one backward pass: each parameter is in one of them,
+        gradients are clipped by the norm of all of them, and `optimizer_step` is called for each. `global_step` counts
+        this as one step.
         """
         raise NotImplementedError
 

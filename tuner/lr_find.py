@@ -68,6 +68,7 @@ class _RisingRate(Callback):
         self.curve = curve
         self._check = check
         self.threshold = threshold
+        self._groups: list[ParamGroup] = []
         self._ratios: list[float] = []
         self._is_over = False
         self._steps = 0  # of the trial, after its latest window
@@ -83,22 +84,23 @@ class _RisingRate(Callback):
         self.curve.num_without_loss = loaded.num_without_loss
 
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        if len(trainer.optimizers) != 1:
+        count = len(trainer.optimizers)
+        if count != 1 and not (pl_module.automatic_optimization and count):
             raise ConfigError(
-                f"the learning-rate search needs one optimizer, and configure_optimizers made "
-                f"{len(trainer.optimizers)}.",
+                f"the learning-rate search needs one optimizer, and configure_optimizers made {count}.",
                 fix="search with one of them, with automatic optimization, and set the others' rates manually.",
             )
         trainer.lr_scheduler_configs.clear()  # this callback is the schedule
-        rates = [float(group["lr"]) for group in trainer.optimizers[0].param_groups]
+        self._groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        rates = [float(group["lr"]) for group in self._groups]
         largest = max(rates)
         self._ratios = [rate / largest if largest > 0 else 1.0 for rate in rates]
         self._total = torch.zeros(2, device=trainer.fabric.device, dtype=torch.float32)
-        self._set_rate(trainer)
+        self._set_rate()
 
-    def _set_rate(self, trainer: Trainer) -> None:
+    def _set_rate(self) -> None:
         lr = self.curve.lr_at(len(self.curve.raw_losses))
-        for group, ratio in zip(trainer.optimizers[0].param_groups, self._ratios, strict=True):
+        for group, ratio in zip(self._groups, self._ratios, strict=True):
             _put(group, "lr", lr * ratio)
 
     def on_train_batch_end(
@@ -123,14 +125,14 @@ class _RisingRate(Callback):
         if is_over:
             self._is_over = trainer.should_stop = True
             return
-        self._set_rate(trainer)
+        self._set_rate()
 
 
 def find_learning_rate(subject: Subject, curve: LearningRateCurve, threshold: float | None) -> LearningRateCurve:
     """Run the search and return the curve, filled. On every rank: it communicates.
 
     Raises:
-        ConfigError: The module has several optimizers, or none.
+        ConfigError: The module has several optimizers with manual optimization, or none.
         DataError: No step had a loss.
     """
     trainer = subject.trainer

@@ -21,9 +21,7 @@ from .batch_norm_pass import renew_running_statistics
 from .weights import check_fit, clean_name, clones_of, in_memory, part_of, refuse_engines, tensors_of, write
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from ...protocols import StateDict
+    from ...protocols import ParamGroup, StateDict
     from ...trainer import Trainer
     from ..base import AnyModule
 
@@ -44,7 +42,7 @@ class StochasticWeightAveraging(Averaging):
     is exact. A checkpoint that is saved after `trainer.fit` has returned contains the average.
 
     Args:
-        swa_lrs: Final learning rate, or a list with one for each parameter group.
+        swa_lrs: Final learning rate, or a list with one for each parameter group, those of all optimizers in order.
         swa_epoch_start: First epoch, counted from 1; or, as a float from 0 to 1, a fraction of `max_epochs`.
         annealing_epochs: Number of epochs until the rate reaches `swa_lrs`; 0 sets it at once.
         annealing_strategy: Shape of the annealing, "cos" or "linear".
@@ -55,8 +53,9 @@ class StochasticWeightAveraging(Averaging):
         n_averaged: Number of weights in the average.
 
     Raises:
-        ConfigError: An argument is invalid. When fit starts: several optimizers or schedules, a start after the last
-            epoch, a fraction without `max_epochs`, or batch norms with manual optimization.
+        ConfigError: An argument is invalid. When fit starts: several optimizers with manual optimization, more
+            schedules than optimizers, a start after the last epoch, a fraction without `max_epochs`, or batch norms
+            with manual optimization.
 
     With a sharding strategy, each rank averages its own shards, and `avg_fn` receives shards: it must compute
     elementwise.
@@ -148,7 +147,7 @@ class StochasticWeightAveraging(Averaging):
         # Averaging that has begun continues, although a later fit with more epochs would begin later.
         if epoch > self.swa_end or (self._lw_began_at < 0 and epoch < self.swa_start):
             return
-        optimizer = trainer.optimizers[0]
+        groups = _groups(trainer)
         if self._lw_began_at < 0:
             if epoch > self.swa_start:
                 _log.warning(
@@ -158,10 +157,10 @@ class StochasticWeightAveraging(Averaging):
                     self.swa_start,
                 )
             self._lw_began_at, self._lw_latest_epoch = epoch, epoch - 1
-            self._lw_start_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+            self._lw_start_lrs = [float(group["lr"]) for group in groups]
             self._lw_rest_schedules(trainer)
             self._lw_update(pl_module)
-        self._lw_set_rates(optimizer, epoch - self._lw_began_at)
+        self._lw_set_rates(groups, epoch - self._lw_began_at)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Average the weights at the end of an epoch, but not if a limit interrupted it."""
@@ -219,20 +218,21 @@ class StochasticWeightAveraging(Averaging):
     def _lw_check(self, trainer: Trainer, module: nn.Module) -> None:
         refuse_engines(trainer, owner="StochasticWeightAveraging")
         problems = []
-        if len(trainer.optimizers) != 1:
-            problems.append(f"it needs one optimizer, and configure_optimizers returned {len(trainer.optimizers)}")
-        if len(trainer.lr_scheduler_configs) > 1:
-            count = len(trainer.lr_scheduler_configs)
-            problems.append(f"it takes the place of one schedule, and configure_optimizers returned {count}")
-        if isinstance(self.swa_lrs, list | tuple) and len(trainer.optimizers) == 1:
-            count = len(trainer.optimizers[0].param_groups)
+        is_automatic = getattr(module, "automatic_optimization", True)
+        num_optimizers, num_schedules = len(trainer.optimizers), len(trainer.lr_scheduler_configs)
+        if num_optimizers != 1 and not (is_automatic and num_optimizers):
+            problems.append(f"it needs one optimizer, and configure_optimizers returned {num_optimizers}")
+        elif num_schedules > num_optimizers:
+            problems.append(f"it takes the place of one schedule, and configure_optimizers returned {num_schedules}")
+        if isinstance(self.swa_lrs, list | tuple) and num_optimizers:
+            count = len(_groups(trainer))
             if count != len(self.swa_lrs):
-                problems.append(f"swa_lrs has {len(self.swa_lrs)} rates, and the optimizer {count} parameter groups")
+                problems.append(f"swa_lrs has {len(self.swa_lrs)} rates, and the number of parameter groups is {count}")
         if self._max_epochs is None and isinstance(self.swa_epoch_start, float):
             problems.append(f"swa_epoch_start={self.swa_epoch_start} is a part of the epochs, which have no limit")
         elif self._max_epochs is not None and self.swa_start > self.swa_end and not trainer.fast_dev_run:
             problems.append(f"swa_epoch_start={self.swa_epoch_start} is after the last of {self._max_epochs} epochs")
-        if not getattr(module, "automatic_optimization", True) and _running_norms(module):
+        if not is_automatic and _running_norms(module):
             problems.append("batch norms need a pass without optimization, which a manual training_step would not be")
         if problems:
             raise ConfigError(
@@ -246,14 +246,14 @@ class StochasticWeightAveraging(Averaging):
         for config in trainer.lr_scheduler_configs:
             config.frequency = sys.maxsize
 
-    def _lw_set_rates(self, optimizer: Optimizer, epochs: int) -> None:
+    def _lw_set_rates(self, groups: list[ParamGroup], epochs: int) -> None:
         """Set the rates of an epoch, given how many lie between it and the first one."""
         part = min(1.0, epochs / self.annealing_epochs) if self.annealing_epochs else 1.0
         if self.annealing_strategy == "cos":
             part = (1 - math.cos(math.pi * part)) / 2
         targets = self.swa_lrs if isinstance(self.swa_lrs, list | tuple) else [self.swa_lrs] * len(self._lw_start_lrs)
         # Groups that were added since then (by a fine-tuning callback) have no beginning, and keep their rates.
-        for group, start, target in zip(optimizer.param_groups, self._lw_start_lrs, targets, strict=False):
+        for group, start, target in zip(groups, self._lw_start_lrs, targets, strict=False):
             rate = target * part + start * (1 - part)
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
@@ -278,6 +278,11 @@ class StochasticWeightAveraging(Averaging):
 
 def _is_number(value: float | list[float] | None) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _groups(trainer: Trainer) -> list[ParamGroup]:
+    """Return the parameter groups of all optimizers."""
+    return [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
 
 
 def _parameters(module: nn.Module) -> dict[str, Tensor]:

@@ -136,6 +136,8 @@ class LightningOptimizer(ManagedOptimizer):
         uncounted: Steps with another function instead of the one that counts: `global_step` leaves them out.
     """
 
+    may_be_joint = False  # Lightning refuses them
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.uncounted = 0

@@ -24,7 +24,7 @@ from loopwright.strategies.distributed.shards import full_tensor, is_sharded
 from loopwright.strategies.mesh.verify import saved_buffers
 from loopwright.strategies.sharded import ShardedStrategy
 
-__all__ = ["STEPS", "TRAINED", "Heard", "Program", "Rows", "SaveAt", "fit", "mesh", "part_of", "whole"]
+__all__ = ["STEPS", "TRAINED", "Heard", "Joint", "Program", "Rows", "SaveAt", "fit", "mesh", "part_of", "whole"]
 
 # Any in this file: batches, and options of the Trainer.
 
@@ -85,6 +85,16 @@ class Program(lw.Module):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Joint(Program):
+    """Trains blocks by one optimizer, and the layers around them by another."""
+
+    def configure_optimizers(self) -> Any:
+        inner = list(self.net.blocks.parameters())
+        held = {id(one) for one in inner}
+        outer = [one for one in self.parameters() if id(one) not in held]
+        return [torch.optim.AdamW(inner, lr=1e-2), torch.optim.SGD(outer, lr=1e-1)]
 
 
 class Heard(logging.Handler):

@@ -342,13 +342,10 @@ class FitLoop:
                     fix="use precision='bf16-mixed' or '32-true', or set evaluates_closure = False on an optimizer "
                     "that needs no second evaluation.",
                 )
-        # An engine's wrapper has the class of the user's optimizer.
-        if (
-            run.is_automatic
-            and plan.optimizer is not None
-            and not plan.optimizer.__class__.__module__.startswith("torch.")
-        ):
-            self._tell_closure(plan.optimizer, evaluates=plan.needs_closure)
+        for optimizer in run.optimizers if run.is_automatic else ():
+            # An engine's wrapper has the class of the user's optimizer.
+            if not optimizer.__class__.__module__.startswith("torch."):
+                self._tell_closure(optimizer, evaluates=plan.needs_closure)
 
     def _tell_closure(self, optimizer: Optimizer, *, evaluates: bool) -> None:
         """Log how an optimizer that is not torch's steps: with evaluations of the model, or without."""

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from ...errors import ConfigError, ModuleError, nearest
 from ...messages import warn
+from ...precision.base import evaluates_again
 from ...protocols import Stateful, StepFunction, Tree
 
 if TYPE_CHECKING:
@@ -60,28 +61,44 @@ def read_optimizers(
     returned: Returned,
     *,
     is_automatic: bool,
+    may_be_joint: bool,
     has_own_scheduler_step: bool,
 ) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
     """Return optimizers and schedules from any accepted form of `configure_optimizers`.
 
     Raises:
         ModuleError: The form is not accepted, or a schedule is not usable; the message names the forms.
-        ConfigError: Several optimizers with automatic optimization.
+        ConfigError: Several optimizers with automatic optimization, and they may not be joint, or one of them evaluates
+            the model itself.
     """
     optimizers, raw_schedulers = _split(returned)
     for index, optimizer in enumerate(optimizers):
         if not isinstance(optimizer, Optimizer):
             raise _wrong_form(f"item {index} is {type(optimizer).__name__}, no torch optimizer")
     if is_automatic and len(optimizers) > 1:
+        _check_joint(optimizers, may_be_joint=may_be_joint)
+    configs = [_scheduler_config(raw, is_automatic=is_automatic) for raw in raw_schedulers]
+    for config in configs:
+        _check_scheduler(config, optimizers, has_own_scheduler_step=has_own_scheduler_step, is_automatic=is_automatic)
+    return optimizers, configs
+
+
+def _check_joint(optimizers: Sequence[Optimizer], *, may_be_joint: bool) -> None:
+    if not may_be_joint:
         raise ConfigError(
             f"configure_optimizers returned {len(optimizers)} optimizers, and automatic optimization steps one.",
             fix="set self.automatic_optimization = False and step them in training_step, or return one optimizer with "
             "several parameter groups.",
         )
-    configs = [_scheduler_config(raw, is_automatic=is_automatic) for raw in raw_schedulers]
-    for config in configs:
-        _check_scheduler(config, optimizers, has_own_scheduler_step=has_own_scheduler_step, is_automatic=is_automatic)
-    return optimizers, configs
+    names = [type(one).__name__ for one in optimizers]
+    evaluating = [name for name, one in zip(names, optimizers, strict=True) if evaluates_again(one)]
+    if evaluating:
+        raise ConfigError(
+            f"Expected optimizers that step once per loss, got {', '.join(names)}: {evaluating[0]} evaluates the model "
+            "within its step, and the others would step in between.",
+            fix="set self.automatic_optimization = False and step them in training_step, or set evaluates_closure = "
+            f"False on {evaluating[0]} if it needs no evaluation.",
+        )
 
 
 def _wrong_form(detail: str) -> ModuleError:

@@ -368,8 +368,9 @@ def _stepping_again(take_step: TakeStep, device: torch.device) -> Callable[..., 
                 )
                 raise
             error.__traceback__ = error.__context__ = error.__cause__ = None
-        for parameter in [one for one in optimizer.state if id(one) not in known]:
-            del optimizer.state[parameter]
+        for part in getattr(optimizer, "parts", (optimizer,)):
+            for parameter in [one for one in part.state if id(one) not in known]:
+                del part.state[parameter]
         free_memory(device)
         logger.warning("Out of memory in the step of %s: it is made again.", type(optimizer).__name__)
         return take_step(optimizer, closure)

@@ -18,11 +18,13 @@ from ...protocols import Batch, StepFunction
 from ...strategies.optional import RunsWindows
 from ..hooks import MODULE_BASES, find_override
 from ..loop.manual import count_own_step, loss_in_manual
-from ..loop.schedule import step_plateaus
+from ..loop.optimizers import JointOptimizer
+from ..loop.schedule import parameters_of, step_plateaus
 from ..loop.window import Held, finish_window, loss_and_backward, step_schedules
 from ..run import FitRun, Run, StepPlan
 
 if TYPE_CHECKING:
+    from ...strategies import Strategy
     from ...strategies.base import RunWindow
     from ..view import TrainerView
     from .arguments import Arguments
@@ -213,6 +215,10 @@ def make_plan(run: FitRun, trainer: TrainerView) -> StepPlan:
     life, fabric = run.lifecycle, run.fabric
     optimizer = run.optimizers[0] if run.optimizers else None
     is_automatic = run.is_automatic
+    if is_automatic and len(run.optimizers) > 1:
+        optimizer = JointOptimizer(run.optimizers)
+        if life.is_heard("on_before_optimizer_step"):
+            life.wrap("on_before_optimizer_step", lambda fire: lambda joint: [fire(one) for one in joint.parts])
     run_window = _run_window(run) if is_automatic else None
     needs_closure = is_automatic and optimizer is not None and evaluates_again(optimizer)
     hold: Callable[[FitRun], Held] | None = None
@@ -272,11 +278,12 @@ def _zero_grad(run: FitRun, optimizer: Optimizer | None) -> Callable[[], object]
         return plain
 
     def zero_grad() -> None:
-        life.on_before_zero_grad(optimizer)
+        for one in run.optimizers:
+            life.on_before_zero_grad(one)
+            if own is not None:
+                own(run.progress.epochs, run.batch_idx, one)
         if own is None:
             plain()
-        else:
-            own(run.progress.epochs, run.batch_idx, optimizer)
 
     return zero_grad
 
@@ -312,12 +319,14 @@ def _step_by_module(run: FitRun) -> Callable[[Callable[[], Tensor | None]], bool
     own = run.lifecycle.own("optimizer_step")
     if own is None or not run.managed:
         return None
-    managed = run.managed[0]
 
     def step_by_module(closure: Callable[[], Tensor | None]) -> bool:
-        before = managed.num_steps
-        own(run.progress.epochs, run.batch_idx, managed, closure)
-        return managed.num_steps > before
+        has_stepped = False
+        for managed in run.managed:
+            before = managed.num_steps
+            own(run.progress.epochs, run.batch_idx, managed, closure)
+            has_stepped = has_stepped or managed.num_steps > before
+        return has_stepped
 
     return step_by_module
 
@@ -395,3 +404,40 @@ def check_parameters(module: nn.Module, optimizers: list[Optimizer]) -> None:
             f"{len(strange)} of the {len(parameters)} parameters of {type(optimizer).__name__} do not belong to the "
             "module: they are in no checkpoint, and several processes do not average their gradients",
         )
+
+
+def check_joint(module: nn.Module, optimizers: list[Optimizer], strategy: Strategy) -> None:
+    """Refuse optimizers that cannot step after one loss; warn of trained parameters that none of them has.
+
+    Raises:
+        ConfigError: An engine steps.
+        ModuleError: Two optimizers have the same parameters; they are named.
+    """
+    kinds = [type(one).__name__ for one in optimizers]
+    if strategy.traits.owns_optimizers:
+        raise ConfigError(
+            f"Expected one optimizer with {type(strategy).__name__}, whose engine steps, got {', '.join(kinds)}.",
+            fix="return one optimizer with several parameter groups; or use strategy='ddp' or 'fsdp'.",
+        )
+    names = {id(one): name for name, one in module.named_parameters()}
+    owners: dict[int, list[str]] = {}
+    for kind, optimizer in zip(kinds, optimizers, strict=True):
+        for parameter in parameters_of(optimizer):
+            owners.setdefault(id(parameter), []).append(kind)
+    shared = [f"{names.get(key, 'another')} ({' and '.join(of)})" for key, of in owners.items() if len(of) > 1]
+    if shared:
+        raise ModuleError(
+            f"Expected each parameter in one optimizer, got in two: {_first(shared)}. They would be stepped twice.",
+            fix="give each optimizer its own parameters; or set self.automatic_optimization = False to step them one "
+            "after another.",
+        )
+    left_out = [name for name, one in module.named_parameters() if one.requires_grad and id(one) not in owners]
+    if left_out:
+        warn(
+            f"no optimizer of {', '.join(kinds)} has {_first(left_out)}: they require gradients and are not trained. "
+            "Add them to an optimizer, or freeze them with requires_grad_(False)"
+        )
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -58,9 +58,12 @@ def build_optimizers(run: Run) -> None:
     run.optimizers, run.schedulers = read_optimizers(
         returned,
         is_automatic=run.is_automatic,
+        may_be_joint=run.managed_type.may_be_joint,
         has_own_scheduler_step=assemble.has_override(module, "lr_scheduler_step"),
     )
     assemble.check_parameters(module, run.optimizers)
+    if run.is_automatic and len(run.optimizers) > 1:
+        assemble.check_joint(module, run.optimizers, run.fabric.strategy)
     if isinstance(run.fabric.strategy, ChecksStates):
         run.fabric.strategy.saves_optimizers = any(
             getattr(one, "save_weights_only", None) is False for one in run.trainer.callbacks

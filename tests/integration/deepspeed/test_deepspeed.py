@@ -453,12 +453,19 @@ def refuse_on_ranks(rank: int, size: int, folder: str) -> dict[str, str]:
     trainer = lw.Trainer(accelerator="cpu", strategy=engine(3), devices=size, logger=False, enable_progress_bar=False)
     refused("uneven", DataError, lambda: trainer.validate(Validated(), odd, verbose=False))
     refused("none", ModuleError, lambda: fit(DeepSpeedStrategy(stage=1), size, 1, module=Skipping()))
+    refused("joint", ConfigError, lambda: fit(DeepSpeedStrategy(stage=1), size, 1, module=Joint()))
     return said
 
 
 class Validated(Trained):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.net(batch[0])
+
+
+class Joint(Trained):
+    def configure_optimizers(self) -> Any:
+        head, first = self.net.head.parameters(), self.net.first.parameters()
+        return [torch.optim.SGD(head, lr=0.1), torch.optim.AdamW(first, lr=0.1)]
 
 
 class Skipping(Trained):
@@ -480,6 +487,7 @@ def test_what_an_engine_cannot_do_is_refused_with_the_reason(tmp_path: Path) -> 
     assert "head.weight of shape (3, 8) in the checkpoint, as in the module, got (4, 8)" in said["shape"]
     assert "from training_step, which DeepSpeed needs on every rank, got None" in said["none"]
     assert "at least one batch for each of 2 processes" in said["uneven loader"]
+    assert "Expected one optimizer with DeepSpeedStrategy, whose engine steps, got SGD, AdamW" in said["joint"]
     assert "1 of 2 ranks have a batch in a global batch" in said["uneven"]
     assert "Expected backward without retain_graph" in said["retain"]
     saved = torch.load(tmp_path / "f.ckpt", weights_only=True)

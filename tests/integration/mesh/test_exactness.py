@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from context_models import Positioned
-from mesh_program import Program, SaveAt, fit, mesh, whole
+from mesh_program import Joint, Program, SaveAt, fit, mesh, whole
 from ranks import run_ranks
 from torch import Tensor
 
@@ -62,7 +62,7 @@ class Descending(Program):
         return torch.optim.SGD(self.parameters(), lr=1.0, momentum=0.9)
 
 
-class Alternating(Program):
+class Alternating(Joint):
     """Trains blocks and the layers around them by one optimizer each, on one forward pass each, in turns."""
 
     automatic_optimization = False
@@ -75,12 +75,6 @@ class Alternating(Program):
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        inner = list(self.net.blocks.parameters())
-        held = {id(one) for one in inner}
-        outer = [one for one in self.parameters() if id(one) not in held]
-        return [torch.optim.AdamW(inner, lr=1e-2), torch.optim.SGD(outer, lr=1e-1)]
 
 
 GRAPHS: list[Any] = []
@@ -147,6 +141,7 @@ CASES: dict[str, Case] = {
         "EMAWeightAveraging", options=lambda: {"callbacks": [EMAWeightAveraging(decay=0.5)]}
     ),
     "`StochasticWeightAveraging`": Case("StochasticWeightAveraging", options=averaging_options),
+    "two optimizers, one loss": Case("optimizers", Joint),
     "two optimizers": Case(
         "automatic_optimization", Alternating, lambda: {"accumulate_grad_batches": 1, "gradient_clip_val": None}
     ),

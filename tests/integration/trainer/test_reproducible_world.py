@@ -78,9 +78,13 @@ class Transformer(lw.Module):
     def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
         self.log("val_loss", self.loss(batch))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
         if self.rule == "adamw":
             return torch.optim.AdamW(self.parameters(), lr=0.01)
+        if self.rule == "joint":
+            vectors = [one for one in self.parameters() if one.ndim < 2]
+            return [torch.optim.AdamW([one for one in self.parameters() if one.ndim > 1], lr=0.01),
+                    torch.optim.SGD(vectors, lr=0.05, momentum=0.9)]  # fmt: skip
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
@@ -207,9 +211,11 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp conv sgd": {"kind": Convolutions, "rule": "sgd", "val_check_interval": 0.4},
     "ddp drawing": {"kind": Drawing, "val_check_interval": 0.4},
     "ddp workers": {"workers": 2},
+    "ddp joint": {"rule": "joint"},
     "ddp bf16": {"precision": "bf16-mixed"},
     "fsdp transformer": {"strategy": "fsdp"},
     "fsdp conv sgd": {"strategy": "fsdp", "kind": Convolutions, "rule": "sgd"},
+    "fsdp joint": {"strategy": "fsdp", "rule": "joint"},
     "fsdp bf16": {"strategy": "fsdp", "precision": "bf16-mixed"},
 }
 

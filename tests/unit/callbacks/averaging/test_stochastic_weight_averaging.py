@@ -229,5 +229,5 @@ def test_wrong_runs_are_refused() -> None:
         fit(StochasticWeightAveraging(0.1), max_epochs=-1)
     with pytest.raises(ConfigError, match="after the last of 6 epochs"):
         fit(StochasticWeightAveraging(0.1, 7))
-    with pytest.raises(ConfigError, match="2 rates, and the optimizer 1 parameter groups"):
+    with pytest.raises(ConfigError, match="2 rates, and the number of parameter groups is 1"):
         fit(StochasticWeightAveraging([0.1, 0.1]))
