@@ -1,4 +1,4 @@
-"""`DeviceStatsMonitor`: memory statistics of GPUs, and CPU utilization."""
+"""`DeviceStatsMonitor`: statistics of GPUs, of the CPU and of the network."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from ...accelerators.cpu import CPUAccelerator
 from ..base import AnyModule, Callback, as_hook
 from .measuring import is_evaluation_due, require_logger
+from .network_rates import NetworkRates
 
 if TYPE_CHECKING:
     from ...protocols import AnyBatch, AnyOutput
@@ -26,14 +27,19 @@ class DeviceStatsMonitor(Callback):
     Args:
         cpu_stats: Whether to log CPU statistics, also in addition to a GPU's. None logs them if the CPU is the
             accelerator.
+        network_stats: Whether to log what rank 0's machine sends and receives (`network_sent_bytes_per_sec`,
+            `network_received_bytes_per_sec`, without loopback; `infiniband_...` for RDMA): during the step in
+            `on_train_batch_end`, since the last logged one in `on_train_batch_start`. Needs psutil.
 
     Raises:
         ConfigError: At the beginning of a run: the Trainer has no logger.
-        MissingDependency: At the beginning of a run: CPU statistics are logged, and psutil is not installed.
+        MissingDependency: At the beginning of a run: statistics of the CPU or the network are logged, and psutil is
+            not installed.
     """
 
-    def __init__(self, cpu_stats: bool | None = None) -> None:
+    def __init__(self, cpu_stats: bool | None = None, *, network_stats: bool = False) -> None:
         self._cpu_stats = cpu_stats
+        self._lw_network = NetworkRates() if network_stats else None
         self._lw_noted: dict[str, float] = {}
         self._lw_noted_step = -1
         self._lw_is_on = False
@@ -53,6 +59,8 @@ class DeviceStatsMonitor(Callback):
             stats.update(trainer.accelerator.get_device_stats(trainer.fabric.device))
         if self._cpu_stats and not is_cpu:
             stats.update(CPUAccelerator().get_device_stats(torch.device("cpu")))
+        if self._lw_network is not None:
+            stats.update(self._lw_network.read())
         separator = getattr(trainer.logger, "group_separator", "/")
         return {f"{type(self).__qualname__}.{hook}{separator}{name}": value for name, value in stats.items()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from ..summary.summary import count_elements
 from .measuring import LogSteps
 
 if TYPE_CHECKING:
+    from ...accelerators import Accelerator
     from ...protocols import AnyBatch, AnyOutput, StateDict
     from ...trainer import Trainer
 
@@ -35,10 +36,16 @@ class TrainingEfficiency(Callback):
     flops_per_sec                 model FLOPs of all devices
     mfu                           flops_per_sec as a fraction of the devices' peak
     memory_peak_bytes             of rank 0's device; of its process on a CPU
+    memory_utilization            memory_peak_bytes as a fraction of the device's memory, on GPUs
+    gpu_utilization               fraction of time in which rank 0's GPU is busy, at log boundaries (needs nvidia-ml-py)
     seconds                       of wall clock since training began, including validation and earlier runs
-    cost                          of the run until now, with `price_per_hour`; cost_per_million_samples, ..._tokens
+    cost                          of the run until now, with `price_per_hour`; cost_per_sample,
+                                  cost_per_million_samples, cost_per_million_tokens
     chinchilla_fraction           tokens so far, as a fraction of 20 per parameter
     ============================  ======================================================================================
+
+    `summary` also has the timeline's fractions of the fit: `time_in_data_loading` (with transfers to the device),
+    `time_in_forward`, `time_in_backward` and `time_in_communication`; its `gpu_utilization` is the mean of readings.
 
     torch counts the FLOPs of matrix products and convolutions during the first micro-batch, forward and backward: no
     pass is added, and training computes the same numbers. `flops="6n"` estimates 6 per trained parameter and token (or
@@ -94,6 +101,7 @@ class TrainingEfficiency(Callback):
         self.summary: dict[str, float] = {}
         self.flops_per_sample: float | None = flops if isinstance(flops, int | float) else None
         self._lw_totals = {"samples": 0.0, "tokens": 0.0, "seconds": 0.0, "training_seconds": 0.0}
+        self._lw_busy = {"sum": 0.0, "readings": 0.0}  # of the GPU's utilization
         self._lw_counter: Any = None  # Any: torch's FLOP counter, imported where it is used
         self._lw_is_to_count = self._lw_is_counting = False
         self._lw_log_steps = LogSteps()
@@ -190,6 +198,9 @@ class TrainingEfficiency(Callback):
     def _lw_log(self, trainer: Trainer, counts: Counts) -> None:
         metrics = self._lw_rates(*self._lw_read(trainer, counts))
         metrics.update(self._lw_overall(trainer))
+        if (busy := _utilization(trainer.accelerator, trainer.fabric.device)) is not None:
+            metrics["gpu_utilization"] = busy
+            self._lw_busy = {"sum": self._lw_busy["sum"] + busy, "readings": self._lw_busy["readings"] + 1}
         trainer.log_metrics({f"efficiency/{name}": value for name, value in metrics.items()})
 
     def _lw_rates(self, samples: float, tokens: float, seconds: float) -> dict[str, float]:
@@ -215,11 +226,15 @@ class TrainingEfficiency(Callback):
         totals = self._lw_totals
         peak = peak_memory_bytes(trainer.fabric.device)
         metrics = {"seconds": totals["seconds"], **({} if peak is None else {"memory_peak_bytes": float(peak)})}
+        memory = trainer.accelerator.device_memory(trainer.fabric.device)
+        if peak is not None and memory:
+            metrics["memory_utilization"] = peak / memory
         if self.tokens_fn is not None and self._lw_parameters:
             metrics["chinchilla_fraction"] = totals["tokens"] / chinchilla_tokens(self._lw_parameters)
         if self.price_per_hour is not None:
             cost = metrics["cost"] = totals["seconds"] / 3600 * self.price_per_hour * self._lw_devices
             if totals["samples"]:
+                metrics["cost_per_sample"] = cost / totals["samples"]
                 metrics["cost_per_million_samples"] = cost / totals["samples"] * 1e6
             if totals["tokens"]:
                 metrics["cost_per_million_tokens"] = cost / totals["tokens"] * 1e6
@@ -254,6 +269,9 @@ class TrainingEfficiency(Callback):
         if self.flops_per_sample is not None:
             self.summary["flops_per_sample"] = self.flops_per_sample
         self.summary.update(self._lw_overall(trainer))
+        if self._lw_busy["readings"]:
+            self.summary["gpu_utilization"] = self._lw_busy["sum"] / self._lw_busy["readings"]
+        self.summary.update(_times(trainer.timeline.seconds()))
         if self.verbose:
             width = max(map(len, self.summary))
             rows = [f"  {name:<{width}}  {value:,.6g}" for name, value in self.summary.items()]
@@ -268,15 +286,42 @@ class TrainingEfficiency(Callback):
     def forget_run(self) -> None:
         """Reset the totals."""
         self._lw_totals, self.summary = dict.fromkeys(self._lw_totals, 0.0), {}
+        self._lw_busy = dict.fromkeys(self._lw_busy, 0.0)
 
     def state_dict(self) -> StateDict:
         """Return the totals, including the batches since the last log boundary."""
         totals = dict(self._lw_totals) if self._lw_counts is None else self._lw_with(self._lw_counts)
-        return {"totals": totals, "flops_per_sample": self.flops_per_sample, "summary": dict(self.summary)}
+        return {
+            "totals": totals,
+            "busy": dict(self._lw_busy),
+            "flops_per_sample": self.flops_per_sample,
+            "summary": dict(self.summary),
+        }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Continue with the totals of the earlier run."""
         self._lw_totals.update(state_dict["totals"])
+        self._lw_busy.update(state_dict.get("busy", {}))  # which earlier checkpoints do not have
         self.summary = dict(state_dict["summary"])  # where fit ran in other processes, this brings it back
         if self.flops_per_sample is None:
             self.flops_per_sample = state_dict["flops_per_sample"]
+
+
+def _utilization(accelerator: Accelerator, device: torch.device) -> float | None:
+    """Return the fraction of time in which a GPU was busy in the last second, or so; None if it is unknown."""
+    if device.type == "cpu":
+        return None
+    busy = accelerator.get_device_stats(device).get("utilization_percent")
+    return None if busy is None else busy / 100
+
+
+def _times(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the fractions of phases in a timeline."""
+    total = sum(seconds.values())
+    phases = {
+        "data_loading": ("data", "transfer"),
+        "forward": ("forward",),
+        "backward": ("backward",),
+        "communication": ("communication",),
+    }
+    return {f"time_in_{name}": sum(seconds[one] for one in parts) / total for name, parts in phases.items() if total}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from toys import Net, RecordingLogger, ValidatedNet, loader, net, quiet
 
 from loopwright.callbacks import DeviceStatsMonitor
+from loopwright.callbacks.monitors import network_rates
 from loopwright.errors import ConfigError, MissingDependency
 
 pytest.importorskip("psutil")
@@ -73,3 +75,43 @@ def test_a_missing_logger_or_package_is_an_error_before_training(monkeypatch: An
     monkeypatch.setitem(sys.modules, "psutil", None)
     with pytest.raises(MissingDependency, match="psutil"):
         fit(DeviceStatsMonitor())
+
+
+def test_the_network_is_logged_on_demand(monkeypatch: Any) -> None:
+    sent = iter(range(0, 10**6, 1000))
+    monkeypatch.setattr(network_rates, "_of_interfaces", lambda: {"network_sent": next(sent), "network_received": 5})
+    clock = iter(range(10**6))
+    monkeypatch.setattr(network_rates, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    _, logger = fit(DeviceStatsMonitor(network_stats=True))
+    for hook in ("on_train_batch_start", "on_train_batch_end"):
+        rates = logger.values(f"DeviceStatsMonitor.{hook}/network_sent_bytes_per_sec")
+        assert rates == [(1, 1000.0), (3, 1000.0), (5, 1000.0)]
+        assert logger.values(f"DeviceStatsMonitor.{hook}/network_received_bytes_per_sec")[0] == (1, 0.0)
+
+
+def test_rates_are_of_all_interfaces_but_loopback_and_of_infiniband_cards(tmp_path: Any, monkeypatch: Any) -> None:
+    import psutil
+
+    def count(sent: int) -> Any:
+        return SimpleNamespace(bytes_sent=sent, bytes_recv=2 * sent)
+
+    counters = {"lo": count(10**9), "eth0": count(100), "eth1": count(1000)}
+    monkeypatch.setattr(psutil, "net_io_counters", lambda pernic: counters)
+    ports = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1" / "counters"
+    ports.mkdir(parents=True)
+    (ports / "port_xmit_data").write_text("100\n")
+    (ports / "port_rcv_data").write_text("1000\n")
+    clock = iter([10.0, 12.0, 13.0])
+    monkeypatch.setattr(network_rates, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    rates = network_rates.NetworkRates(tmp_path)
+    assert rates.read() == {}
+    counters = {"lo": count(10**10), "eth0": count(300), "eth1": count(1500)}
+    (ports / "port_xmit_data").write_text("600\n")
+    assert rates.read() == {
+        "network_sent_bytes_per_sec": 350.0,
+        "network_received_bytes_per_sec": 700.0,
+        "infiniband_sent_bytes_per_sec": 1000.0,
+        "infiniband_received_bytes_per_sec": 0.0,
+    }
+    counters = {"eth0": count(300)}  # an interface has gone: its counts are missing, and no rate is negative
+    assert set(rates.read()) == {"infiniband_sent_bytes_per_sec", "infiniband_received_bytes_per_sec"}

@@ -11,10 +11,13 @@ import torch
 from toys import Net, RecordingLogger, ValidatedNet, assert_same, loader, momentum, net, quiet
 
 import loopwright as lw
+from loopwright.accelerators import CPUAccelerator
 from loopwright.callbacks import TrainingEfficiency
+from loopwright.callbacks.monitors import training_efficiency
 from loopwright.errors import ConfigError
 from loopwright.fabric import throughput
 from loopwright.planning.formulas import chinchilla_tokens, dense_flops_per_token
+from loopwright.trainer.timeline.timeline import Timeline
 
 PARAMETERS = 4 * 8 + 8 + 8 + 1
 # Forward: 2 per weight and sample. Backward: the same for each weight's gradient and for the second layer's input.
@@ -95,6 +98,45 @@ def test_tokens_cost_and_the_chinchilla_share(capsys: Any) -> None:
     shown = capsys.readouterr().out
     assert "Efficiency" in shown
     assert "cost_per_million_tokens" in shown
+
+
+def test_the_summary_has_utilization_cost_and_the_timelines_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"data": 1.0, "transfer": 0.5, "forward": 2.0, "backward": 4.0, "communication": 1.5, "optimizer": 1.0}
+    monkeypatch.setattr(Timeline, "seconds", lambda self: seconds)
+    monkeypatch.setattr(CPUAccelerator, "device_memory", lambda self, device: 2.0**40)
+    busy = iter([0.5, 0.75, 1.0, 0.75])
+    monkeypatch.setattr(training_efficiency, "_utilization", lambda *_: next(busy))
+    efficiency = TrainingEfficiency(price_per_hour=3600.0)
+    _, logger, _ = fit(efficiency)
+    summary = efficiency.summary
+    assert summary["time_in_data_loading"] == 0.15
+    assert (summary["time_in_forward"], summary["time_in_backward"]) == (0.2, 0.4)
+    assert summary["time_in_communication"] == 0.15
+    assert summary["gpu_utilization"] == 0.75
+    assert [value for _, value in logger.values("efficiency/gpu_utilization")] == [0.5, 0.75, 1.0, 0.75]
+    assert summary["memory_utilization"] == summary["memory_peak_bytes"] / 2**40
+    assert summary["cost_per_sample"] == pytest.approx(summary["seconds"] / 16)  # one per second
+    assert efficiency.state_dict()["busy"] == {"sum": 3.0, "readings": 4.0}
+
+
+def test_a_real_fit_divides_its_time(capsys: Any) -> None:
+    efficiency = TrainingEfficiency()
+    fit(efficiency)
+    times = {name: value for name, value in efficiency.summary.items() if name.startswith("time_in_")}
+    assert set(times) == {"time_in_data_loading", "time_in_forward", "time_in_backward", "time_in_communication"}
+    assert all(0 <= value < 1 for value in times.values())
+    assert 0 < sum(times.values()) < 1
+    assert "gpu_utilization" not in efficiency.summary
+
+
+def test_the_utilization_of_a_card_is_a_fraction() -> None:
+    class Card(CPUAccelerator):
+        def get_device_stats(self, device: torch.device) -> dict[str, float]:
+            return {"utilization_percent": 97.0} if device.index == 0 else {}
+
+    assert training_efficiency._utilization(Card(), torch.device("cuda", 0)) == 0.97
+    assert training_efficiency._utilization(Card(), torch.device("cuda", 1)) is None
+    assert training_efficiency._utilization(Card(), torch.device("cpu")) is None
 
 
 def test_validation_costs_money_but_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
