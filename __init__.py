@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from .lazy import attach
 
 if TYPE_CHECKING:
-    import loopwright.optim  # noqa: F401  # so that type checkers know `lw.optim`
+    import loopwright.optim
+    import loopwright.schedules  # noqa: F401  # so that type checkers know `lw.optim` and `lw.schedules`
 
     # For type checkers and editors; a test compares these with `_HOME`.
     from .accelerators import ACCELERATOR_REGISTRY as ACCELERATOR_REGISTRY

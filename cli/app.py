@@ -338,7 +338,8 @@ class CLI:
 
         def configure_optimizers() -> Any:
             optimizer = make([one for one in model.parameters() if one.requires_grad])
-            made = None if schedule is None else {"scheduler": schedule(optimizer), **options}
+            length = {"num_steps": self.trainer.estimated_stepping_batches} if self._lw_of.needs_length else {}
+            made = None if schedule is None else {"scheduler": schedule(optimizer, **length), **options}
             return self.configure_optimizers(model, optimizer, made)
 
         functools.update_wrapper(configure_optimizers, Module.configure_optimizers)

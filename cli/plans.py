@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ConfigError, nearest
+from ..lazy import is_core
 from ..settings.complete import complete
 from ..settings.names import ClassProblem, find_class, find_maker
 from ..settings.parameters import parameters_of
@@ -29,12 +30,14 @@ class Plans:
         made: Top-level key -> its plan or value.
         tree: The settings, with interpolations and links followed.
         schedule_options: Entries of `lr_scheduler` that the Trainer reads, such as `interval`.
+        needs_length: Whether the schedule is given the length of the run, as `num_steps`.
         notes: Messages for the user about settings that were replaced or left out.
     """
 
     made: dict[str, Any] = field(default_factory=dict)
     tree: SettingsTree = field(default_factory=dict)
     schedule_options: SettingsTree = field(default_factory=dict)
+    needs_length: bool = False
     notes: list[str] = field(default_factory=list)
 
     def completed(self, program: Program, *, with_defaults: bool = True) -> dict[str, object]:
@@ -192,6 +195,9 @@ def _optimizer(plans: Plans, typed: Typed) -> None:
             plans.schedule_options = {
                 name: arguments.pop(name) for name in _OF_SCHEDULE if name in arguments and name not in own
             }
+        # Loopwright's own schedules get the length of the run from the Trainer.
+        plans.needs_length = key == "lr_scheduler" and is_core(found) and "num_steps" not in arguments
+        given = {first, *({"num_steps"} if plans.needs_length else ())}
         path = f"{key}.init_args" if is_class_node(value) else key
-        plans.made[key] = typed.plan(found, arguments, path, given=frozenset({first}))
+        plans.made[key] = typed.plan(found, arguments, path, given=frozenset(given))
         plans.made[key].is_partial = True

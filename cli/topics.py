@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..lazy import home_of
 from ..loggers import Logger
 from ..profilers import Profiler
-from ..settings.names import ClassProblem, find_class, known_classes
+from ..settings.names import ClassProblem, find_class, known_classes, known_makers
 from ..settings.parameters import Parameter, parameters_of
 from ..settings.tree import SettingsTree
 from .help_text import describe_class, describe_parameter, overview
@@ -47,6 +47,9 @@ def help_on(program: Program, topic: str, tree: SettingsTree) -> str:
     parameters = list(_parameters(program, groups, topic))
     if parameters:
         return "".join(_one(*found) for found in parameters)
+    makers = known_makers(kinds.values())
+    if topic in makers:
+        return describe_class(makers[topic], "")
     try:
         return describe_class(find_class(topic, object if "." in topic else tuple(kinds.values())), "")
     except ClassProblem as problem:
@@ -110,6 +113,6 @@ def _one(prefix: str, parameter: Parameter) -> str:
 
 
 def _names(base: type[Any]) -> str:
-    names = sorted({one.__name__ for one in known_classes([base]) if one is not base})
+    names = sorted({one.__name__ for one in known_classes([base]) if one is not base} | known_makers([base]).keys())
     text = f"one of {', '.join(names)}; or your own class by its path (--help CLASS shows its parameters)"
     return "\n".join(textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="  ")) + "\n"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..settings.complete import public_path
-from ..settings.names import ClassProblem, find_class
+from ..settings.names import ClassProblem, find_maker
 from ..settings.tree import Settings
 from ..settings.typed import Typed
 
@@ -31,11 +31,12 @@ def class_node(name: str, value: str | Mapping[str, Any] | None) -> tuple[dict[s
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    base, first = (Optimizer, "params") if name.endswith("optimizer") else (LRScheduler, "optimizer")
+    base: type[Any]
+    base, *first = (Optimizer, "params") if name.endswith("optimizer") else (LRScheduler, "optimizer", "num_steps")
     try:
-        found = find_class(str(path), base)
+        found = find_maker(str(path), base)
     except ClassProblem as problem:
         return None, [f"{name}: {problem}."]
     typed = Typed(Settings())
-    typed.plan(found, arguments, name, given=frozenset({first}))
+    typed.plan(found, arguments, name, given=frozenset(first))
     return {"class_path": public_path(found), "init_args": arguments}, [f"{one}." for one in typed.problems]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..errors import ConfigError, nearest
+from ..lazy import is_core
 from ..optim import adamw
-from ..settings.names import ClassProblem, find_class
+from ..schedules import SCHEDULES
+from ..settings.names import ClassProblem, find_maker
 
 # Any in this file: arguments of optimizers and schedules.
 
-SCHEDULES = ("cosine", "linear", "constant")
 # What `groups` may name. A stack has three or more dimensions, as the weights of experts; a tied head is an embedding.
 PARAMETER_KINDS = ("matrices", "vectors", "embeddings", "head", "stacks")
 
@@ -34,8 +36,9 @@ class OptimizerSettings:
         weight_decay: Of matrices; vectors (norms, biases) have none.
         betas: Of AdamW.
         eps: Of AdamW.
-        warmup: Share of the steps in which the learning rate increases linearly.
-        schedule: "cosine", "linear" or "constant", after the warm-up.
+        warmup: Steps in which the learning rate increases linearly (int), or their share of the steps (float).
+        schedule: "cosine", "linear", "polynomial", "constant" or "wsd" (constant, and a decay in the last tenth), after
+            the warm-up. See `lw.schedules`.
         min_lr: Last learning rate, as a share of the largest.
         optimizer: Another optimizer: `{"class_path": ..., "init_args": {...}}`. It gets the groups of parameters, and
             `learning_rate` where its arguments have no `lr`.
@@ -48,7 +51,7 @@ class OptimizerSettings:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    warmup: float = 0.03
+    warmup: int | float = 0.03
     schedule: str = "cosine"
     min_lr: float = 0.0
     optimizer: Mapping[str, Any] | None = None
@@ -68,9 +71,10 @@ class OptimizerSettings:
             yield f"betas: Expected two numbers in [0, 1), got {self.betas}."
         if not self.eps > 0:
             yield f"eps: Expected more than 0, got {self.eps}."
-        for name in ("warmup", "min_lr"):
-            if not 0 <= getattr(self, name) <= 1:
-                yield f"{name}: Expected a share in [0, 1], got {getattr(self, name)}."
+        if not 0 <= self.warmup <= (1 if isinstance(self.warmup, float) else math.inf):
+            yield f"warmup: Expected a whole number of steps, or a share in [0.0, 1.0], got {self.warmup}."
+        if not 0 <= self.min_lr <= 1:
+            yield f"min_lr: Expected a share in [0, 1], got {self.min_lr}."
         if self.schedule not in SCHEDULES:
             near = nearest(self.schedule, SCHEDULES)
             yield f"schedule: Expected one of {', '.join(SCHEDULES)}, got {self.schedule!r}{near}."
@@ -87,11 +91,11 @@ def _class_problems(name: str, node: Any, base: type[Any]) -> Iterator[str]:
         yield f"{name}: Expected a mapping with class_path and init_args, got {node!r}."
         return
     try:
-        found = find_class(str(node["class_path"]), base)
+        found = find_maker(str(node["class_path"]), base)
     except ClassProblem as error:
         yield f"{name}: Expected a class of {base.__name__}, got {node['class_path']} ({error})."
         return
-    if issubclass(found, ReduceLROnPlateau):
+    if inspect.isclass(found) and issubclass(found, ReduceLROnPlateau):
         yield f"{name}: Expected a schedule of steps, got ReduceLROnPlateau, which needs a metric."
 
 
@@ -207,7 +211,7 @@ def _make(
     Raises:
         ConfigError: The class does not take the arguments or the parameters.
     """
-    made: Any = adamw if node is None else find_class(str(node["class_path"]), Optimizer)
+    made: Any = adamw if node is None else find_maker(str(node["class_path"]), Optimizer)
     arguments: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps} if node is None else {}
     arguments.update({**((node or {}).get("init_args") or {}), **options})
     arguments.setdefault("lr", learning_rate)
@@ -251,33 +255,16 @@ def _decays(name: str, parameter: nn.Parameter) -> bool:
 def make_schedule(settings: OptimizerSettings, optimizer: Optimizer, num_steps: int) -> LRScheduler:
     """Return the schedule of the learning rate, to be stepped after each optimizer step."""
     if settings.lr_scheduler is None:
-        return LambdaLR(optimizer, learning_rate_share(settings, num_steps))
-    made: Any = find_class(str(settings.lr_scheduler["class_path"]), LRScheduler)
+        minimum = {} if settings.schedule == "constant" else {"min_lr_ratio": settings.min_lr}
+        return SCHEDULES[settings.schedule](optimizer, num_steps, warmup=settings.warmup, **minimum)
+    made: Any = find_maker(str(settings.lr_scheduler["class_path"]), LRScheduler)
     arguments = settings.lr_scheduler.get("init_args") or {}
+    length = {"num_steps": num_steps} if is_core(made) else {}
     try:
-        schedule: LRScheduler = made(optimizer, **arguments)
+        schedule: LRScheduler = made(optimizer, **{**length, **arguments})
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(
             f"lr_scheduler: Expected arguments that {made.__name__} takes, got {sorted(arguments)} ({error}).",
             fix="correct the arguments of the schedule.",
         ) from error
     return schedule
-
-
-def learning_rate_share(settings: OptimizerSettings, num_steps: int) -> Callable[[int], float]:
-    """Return the function from the number of completed steps to the learning rate's share of the largest.
-
-    The first step has a learning rate above 0, and the last one, where there is a decrease, one above `min_lr`.
-    """
-    warmup = round(settings.warmup * num_steps)
-
-    def share(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        if settings.schedule == "constant":
-            return 1.0
-        done = min(1.0, (step - warmup) / max(1, num_steps - warmup))
-        left = 1 - done if settings.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return settings.min_lr + (1 - settings.min_lr) * left
-
-    return share

@@ -51,8 +51,9 @@ class TrainSettings(DataSettings):
         weight_decay: Weight decay of matrices; vectors have none.
         betas: Of AdamW.
         eps: Of AdamW.
-        warmup: Share of the steps in which the learning rate increases.
-        schedule: Learning rate after the warm-up: "cosine", "linear" or "constant".
+        warmup: Steps in which the learning rate increases, as a whole number, or their share of the steps, as in 0.03.
+        schedule: Learning rate after the warm-up: "cosine", "linear", "polynomial", "constant" or "wsd" (constant, and
+            a decay in the last tenth); for their arguments use lr_scheduler=wsd lr_scheduler.decay=0.2.
         min_lr: Last learning rate, as a share of the largest.
         optimizer: Another optimizer, by name or path; its arguments are optimizer.NAME.
         lr_scheduler: Another schedule, stepped after each optimizer step; its arguments are lr_scheduler.NAME.
@@ -88,7 +89,7 @@ class TrainSettings(DataSettings):
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    warmup: float = 0.03
+    warmup: int | float = 0.03
     schedule: str = "cosine"
     min_lr: float = 0.0
     optimizer: str | dict[str, Any] | None = None

@@ -87,7 +87,7 @@ def imported_object(path: str) -> object:
     loopwright = importlib.import_module("..", __package__)
     if parts[0] == loopwright.__name__ and len(parts) > 1:
         rooms = {home.partition(".")[0] for home in loopwright._HOME.values()}
-        if parts[1] in (loopwright._HOME if len(parts) == 2 else {*rooms, "optim"}):
+        if parts[1] in (loopwright._HOME if len(parts) == 2 else {*rooms, "optim", "schedules"}):
             return import_object(path)
     for count in range(len(parts) - 1, 0, -1):
         found: object = sys.modules.get(".".join(parts[:count]))
@@ -171,7 +171,7 @@ def find_class(name: str, base: type[Any] | tuple[type[object], ...], trust: Tru
     if own:
         paths = ", ".join(sorted(".".join(origin(one)) for one in own))
         raise ClassProblem(f"{name} is ambiguous ({paths}): write the full path")
-    near = get_close_matches(name, [one.__name__ for one in known], n=1)
+    near = get_close_matches(name, [*(one.__name__ for one in known), *known_makers(bases)], n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ClassProblem(f"no {shown} is called {name!r}{hint}; write package.module.Class for your own class")
 
@@ -179,11 +179,13 @@ def find_class(name: str, base: type[Any] | tuple[type[object], ...], trust: Tru
 def find_maker(name: str, base: type[Any], trust: Trust | None = None) -> Callable[..., object]:
     """Return the class of a name, as `find_class`, or a function by its path that is annotated to return such a class.
 
-    With `trust`, the function must be one of Loopwright's public ones.
+    Names of `known_makers` need no path. With `trust`, the function must be one of Loopwright's public ones.
 
     Raises:
         ClassProblem: There is none, or several; or it is something else.
     """
+    if name.lower() in (known := known_makers((base,))):
+        return known[name.lower()]
     if "." in name or ":" in name:
         found: Any = import_object(name) if trust is None else imported_object(name)
         if inspect.isfunction(found) and (trust is None or is_core(found)):
@@ -194,6 +196,14 @@ def find_maker(name: str, base: type[Any], trust: Trust | None = None) -> Callab
             if inspect.isclass(made) and issubclass(made, base):
                 return found
     return find_class(name, base, trust)
+
+
+def known_makers(bases: Iterable[type[object]]) -> dict[str, Callable[..., object]]:
+    """Return Loopwright's functions that can be named without a path, where one of the classes is a schedule's."""
+    if not any(base.__name__ == "LRScheduler" for base in bases):
+        return {}
+    schedules: dict[str, Callable[..., object]] = importlib.import_module("..schedules", __package__).SCHEDULES
+    return schedules
 
 
 def known_classes(bases: Iterable[type[object]]) -> Iterator[type[object]]:

@@ -108,7 +108,7 @@ def command(program: str, folder: Path, workload: str, out: Path, num_steps: int
         return [*_litgpt(folder / "litgpt", data), "--out_dir", str(out)]
     if program in ("recipe", "unpacked"):
         packing = ["packing=false"] if program == "unpacked" else []
-        return [*_recipe(folder / "model", data, num_steps), f"out={out}", *packing]
+        return [*_recipe(folder / "model", data), f"out={out}", *packing]
     return [str(PYTHON), "-m", "language_models.programs", program, str(folder / "model"), str(data), str(out)]
 
 
@@ -136,7 +136,7 @@ def _litgpt(model: Path, data: Path) -> list[str]:
     return [str(PYTHON.with_name("litgpt")), "finetune_full", str(model), "--config", str(file)]
 
 
-def _recipe(model: Path, data: Path, num_steps: int) -> list[str]:
+def _recipe(model: Path, data: Path) -> list[str]:
     settings = {
         "model": model,
         "data": data / "train.jsonl",
@@ -148,7 +148,7 @@ def _recipe(model: Path, data: Path, num_steps: int) -> list[str]:
         "epochs": 1,
         "learning_rate": LEARNING_RATE,
         "weight_decay": 0.0,
-        "warmup": WARMUP_STEPS / num_steps,
+        "warmup": WARMUP_STEPS,
         "precision": "32-true",
         "devices": 1,
         "trainer.gradient_clip_val": "null",

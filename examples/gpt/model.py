@@ -117,15 +117,8 @@ class GPT(lw.Module):
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = lw.optim.adamw(groups, lr=self.lr, betas=(0.9, 0.95))
         total_steps = self.trainer.estimated_stepping_batches
-
-        def lr_factor(step: int) -> float:
-            if step < self.warmup_steps:
-                return (step + 1) / self.warmup_steps
-            done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
-            return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}
+        schedule = lw.schedules.cosine(optimizer, total_steps, warmup=self.warmup_steps, min_lr_ratio=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "name": "lr"}}
 
     @torch.no_grad()
     def generate(self, prompt: bytes, length: int, temperature: float = 0.7, seed: int = 0) -> bytes:

@@ -24,7 +24,7 @@ LAYERS = (
     {"checkpoint", "data"},
     {"fabric"},
     {"planning"},
-    {"callbacks", "loggers", "profilers", "report", "doctor"},
+    {"callbacks", "loggers", "profilers", "report", "schedules", "doctor"},
     {"trainer"},
     {"integrations", "tuner"},
     {"compat"},

@@ -34,7 +34,8 @@ class LRSchedulerConfig:
 
     Attributes:
         scheduler: A torch schedule, or any object with `step`, `state_dict` and `load_state_dict`.
-        interval: "step" counts optimizer steps (never micro-batches), "epoch" counts epochs.
+        interval: "step" counts optimizer steps (never micro-batches), "epoch" counts epochs. Where it is not given, it
+            is "epoch", except for schedules of `lw.schedules`.
         frequency: Number of intervals between two steps of the schedule.
         monitor: Name of the logged metric that a plateau schedule reads.
         strict: Whether a missing metric is an error; otherwise a warning, and the schedule is not stepped.
@@ -158,7 +159,8 @@ def _split_dict(returned: Mapping[str, Tree]) -> tuple[list[object], list[object
 
 def _scheduler_config(raw: Tree, *, is_automatic: bool) -> LRSchedulerConfig:
     if not isinstance(raw, Mapping):
-        return LRSchedulerConfig(raw, reduce_on_plateau=isinstance(raw, ReduceLROnPlateau))
+        interval = getattr(type(raw), "_lw_interval", "epoch")
+        return LRSchedulerConfig(raw, interval=interval, reduce_on_plateau=isinstance(raw, ReduceLROnPlateau))
     if "scheduler" not in raw:
         raise ModuleError(
             f"configure_optimizers: the lr_scheduler dict has the keys {sorted(map(str, raw))} and no 'scheduler'.",
@@ -169,6 +171,7 @@ def _scheduler_config(raw: Tree, *, is_automatic: bool) -> LRSchedulerConfig:
         hints = ", ".join(f"{key!r}{nearest(str(key), _SCHEDULER_KEYS)}" for key in unknown)
         warn(f"configure_optimizers: unknown keys of lr_scheduler are ignored: {hints}")
     values = {key: raw[key] for key in _SCHEDULER_KEYS if key in raw}
+    values.setdefault("interval", getattr(type(raw["scheduler"]), "_lw_interval", "epoch"))
     values.setdefault("reduce_on_plateau", isinstance(raw["scheduler"], ReduceLROnPlateau))
     config = LRSchedulerConfig(**values)
     if config.interval not in ("step", "epoch"):

@@ -323,6 +323,22 @@ def test_optimizers_and_schedules_by_name() -> None:
     assert "StepLR needs step_size" in problems("optimizer=SGD", "lr_scheduler=StepLR")
 
 
+def test_schedules_of_loopwright_get_the_length_of_the_run() -> None:
+    given = ("optimizer=SGD", "optimizer.lr=1", "lr_scheduler=wsd", "lr_scheduler.warmup=1", "lr_scheduler.decay=0.5")
+    cli = made(*given, "trainer.max_steps=4")
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    assert cli.trainer.optimizers[0].param_groups[0]["lr"] == 0
+    assert cli.trainer.lr_scheduler_configs[0].interval == "step"
+    assert cli.config["lr_scheduler"]["init_args"] == {
+        "warmup": 1, "decay": 0.5, "shape": "linear", "min_lr_ratio": 0.0, "devices": 1
+    }  # fmt: skip
+    longer = made(*given, "lr_scheduler.num_steps=8", "trainer.max_steps=6")
+    longer.trainer.fit(longer.model, datamodule=longer.datamodule)
+    assert longer.trainer.optimizers[0].param_groups[0]["lr"] == 0.5
+    assert "wsd has no parameter 'warm'; did you mean 'warmup'" in problems(*given, "lr_scheduler.warm=1")
+    assert "did you mean 'cosine'" in problems("optimizer=SGD", "lr_scheduler=cosin")
+
+
 def test_strategies_loggers_and_profilers_by_name(tmp_path: Path) -> None:
     cli = made("trainer.logger=[csv, tensor_board]", "trainer.default_root_dir=logs", "trainer.profiler=simple",
                "trainer.strategy=ddp", "trainer.strategy.find_unused_parameters=true")  # fmt: skip

@@ -18,7 +18,7 @@ from loopwright import CheckpointError, ConfigError, DataError
 from loopwright.recipes.loss import find_router_loss
 from loopwright.recipes.model.loading import LoraSettings, ModelSettings, meta_model, open_model
 from loopwright.recipes.module import OptimizerSettings, RecipeModule, block_classes
-from loopwright.recipes.optimizer import learning_rate_share, make_optimizer, make_schedule
+from loopwright.recipes.optimizer import make_optimizer, make_schedule
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -322,23 +322,36 @@ def test_invalid_groups_are_named() -> None:
     ]
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_the_learning_rate_rises_and_falls(schedule: str) -> None:
-    share = learning_rate_share(OptimizerSettings(warmup=0.1, schedule=schedule, min_lr=0.2), 100)
-    rates = [share(step) for step in range(100)]
-    assert rates[:10] == sorted(rates[:10])
-    assert 0 < rates[0] < 0.1
-    assert rates[10] == 1
-    middle = {"cosine": 0.2 + 0.8 * (1 + math.cos(math.pi / 2)) / 2, "linear": 0.6, "constant": 1}[schedule]
-    assert rates[55] == pytest.approx(middle)
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert share(100) == pytest.approx(1 if schedule == "constant" else 0.2)
-    assert share(200) == share(100)
+@pytest.mark.parametrize("warmup", [10, 0.1])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "polynomial", "constant", "wsd"])
+def test_the_learning_rate_rises_and_falls(schedule: str, warmup: float) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    chosen = OptimizerSettings(warmup=warmup, schedule=schedule, min_lr=0.2)
+    assert chosen.problems() == []
+    share: Any = make_schedule(chosen, optimizer, 100)
+    rates = [share.lr_lambdas[0](step) for step in range(100)]
+    assert rates[:10] == [step / 10 for step in range(1, 11)]
+    middle = {"cosine": 0.2 + 0.8 * (1 + math.cos(math.pi / 2)) / 2, "linear": 0.6, "polynomial": 0.6}
+    assert rates[55] == pytest.approx(middle.get(schedule, 1))
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert share.lr_lambdas[0](100) == pytest.approx(1 if schedule == "constant" else 0.2)
+
+
+def test_a_schedule_of_loopwright_gets_its_arguments_and_the_length_of_the_run(folder: Path) -> None:
+    chosen = OptimizerSettings(
+        learning_rate=0.5,
+        optimizer={"class_path": "torch.optim.SGD"},
+        lr_scheduler={"class_path": "wsd", "init_args": {"warmup": 2, "decay": 0.5}},
+    )
+    assert chosen.problems() == []
+    runner, module = trainer(max_steps=3), RecipeModule(settings(folder), chosen, 4)
+    runner.fit(module, loader(2))
+    assert runner.optimizers[0].param_groups[0]["lr"] == 0.25  # half of the decay over 2 steps
 
 
 def test_every_invalid_setting_of_the_optimizer_is_named() -> None:
     wrong = OptimizerSettings(
-        learning_rate=0, weight_decay=-1, betas=(0.9, 1.0), eps=0, warmup=2, schedule="cosin", min_lr=-1,
+        learning_rate=0, weight_decay=-1, betas=(0.9, 1.0), eps=0, warmup=2.0, schedule="cosin", min_lr=-1,
         optimizer={"class_path": "torch.nn.Linear"}, lr_scheduler={"class": "StepLR"},
     )  # fmt: skip
     names = [one.partition(":")[0] for one in wrong.problems()]
