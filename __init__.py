@@ -133,6 +133,7 @@ if TYPE_CHECKING:
     from .strategies import TorchSyncBatchNorm as TorchSyncBatchNorm
     from .strategies import XLAFSDPStrategy as XLAFSDPStrategy
     from .strategies import XLAStrategy as XLAStrategy
+    from .trainer.chunked_cross_entropy import chunked_cross_entropy as chunked_cross_entropy
     from .trainer.loop.loss import Loss as Loss
     from .trainer.module import Module as Module
     from .trainer.replica_groups import TorchFT as TorchFT
@@ -266,6 +267,7 @@ _HOME = {
     "XLAProfiler": "profilers",
     "XLAStatsMonitor": "callbacks",
     "XLAStrategy": "strategies",
+    "chunked_cross_entropy": "trainer.chunked_cross_entropy",
     "find_usable_cuda_devices": "accelerators",
     "is_wrapped": "fabric",
     "isolate_rng": "fabric",

@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
+from ..trainer.chunked_cross_entropy import has_dropout, in_one_call, over_chunks, summed_cross_entropy
 from ..trainer.loop.loss import Loss
 
 # Any in this file: models of transformers, whose outputs have no types here.
 
 IGNORED = -100
 _ROUTER_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-_CHUNK_LOGITS = 2**26  # elements; 256 MiB in float32, and as much for their gradient
 
 
 @dataclass(frozen=True)
@@ -118,11 +116,6 @@ def find_parts(model: nn.Module) -> ModelParts | None:
     return ModelParts(decoder, head, getattr(config, "final_logit_softcapping", None))
 
 
-def chunk_size(vocab_size: int) -> int:
-    """Return how many tokens have their logits at once by default."""
-    return max(64, _CHUNK_LOGITS // vocab_size)
-
-
 def select_trained(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch on the host with `order`, the positions with a label first, and their number `num_trained`.
 
@@ -152,7 +145,7 @@ def full_loss(
     labels = batch["labels"].flatten()
     output = model(input_ids=batch["input_ids"], use_cache=False, **options)
     tokens = (labels != IGNORED).sum()
-    loss = Loss(_cross_entropy(output.logits.flatten(0, 1), labels), tokens)
+    loss = Loss(summed_cross_entropy(output.logits.flatten(0, 1), labels, ignore_index=IGNORED), tokens)
     return loss, None if router is None else router.of_batch(output.router_logits, batch, tokens)
 
 
@@ -182,7 +175,11 @@ def selected_loss(
     count = int(batch["num_trained"])
     chosen = batch["order"].flatten()[:count]
     states, labels = states[chosen], batch["labels"].flatten()[chosen]
-    total = _by_calls(parts, states, labels, chunk) if calls_head else _in_one_call(parts, states, labels, chunk)
+    if calls_head:
+        total = _by_calls(parts, states, labels, chunk)
+    else:
+        sum_of = partial(summed_cross_entropy, ignore_index=IGNORED, softcap=parts.softcap)
+        total = in_one_call(parts.head, sum_of, states, labels, chunk)
     loss = Loss(total, float(count))
     return loss, None if router is None else router.of_batch(output.router_logits, batch, float(count))
 
@@ -196,65 +193,12 @@ def hidden_states(parts: ModelParts, input_ids: Tensor, position_ids: Tensor) ->
 
 def part_logits(parts: ModelParts, states: Tensor) -> Tensor:
     """Return the logits of hidden states."""
-    return _capped(parts.head(states), parts.softcap)
+    logits: Tensor = parts.head(states)
+    return logits if parts.softcap is None else torch.tanh(logits / parts.softcap) * parts.softcap
 
 
 def _by_calls(parts: ModelParts, states: Tensor, labels: Tensor, chunk: int) -> Tensor:
     def one(some: Tensor, of: Tensor) -> Tensor:
-        return _cross_entropy(part_logits(parts, some), of)
+        return summed_cross_entropy(part_logits(parts, some), of, ignore_index=IGNORED)
 
-    return _over_chunks(one, states, labels, chunk, has_random=_has_dropout(parts.head))
-
-
-def _in_one_call(parts: ModelParts, states: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    forward: Callable[[Tensor], Tensor] = parts.head.forward
-    has_random = _has_dropout(parts.head)
-
-    def one(some: Tensor, of: Tensor) -> Tensor:
-        return _cross_entropy(_capped(forward(some), parts.softcap), of)
-
-    def all_chunks(all_states: Tensor) -> Tensor:
-        return _over_chunks(one, all_states, labels, chunk, has_random=has_random)
-
-    with _forward_of(parts.head, all_chunks):
-        total: Tensor = parts.head(states)
-    return total
-
-
-def _over_chunks(
-    one: Callable[[Tensor, Tensor], Tensor], states: Tensor, labels: Tensor, chunk: int, *, has_random: bool
-) -> Tensor:
-    if len(labels) <= chunk:
-        return one(states, labels)
-    # split, and not slices: each slice would have a gradient of the size of all states.
-    pairs = zip(states.split(chunk), labels.split(chunk), strict=True)
-    losses = [checkpoint(one, *pair, use_reentrant=False, preserve_rng_state=has_random) for pair in pairs]
-    return torch.stack(losses).sum()
-
-
-@contextmanager
-def _forward_of(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let calls of the module run the function between its hooks."""
-    own = module.__dict__.get("forward")
-    module.__dict__["forward"] = function
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = own
-
-
-def _has_dropout(module: nn.Module) -> bool:
-    return any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules())
-
-
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
-    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    return over_chunks(one, states, labels, chunk, has_random=has_dropout(parts.head))

@@ -15,7 +15,8 @@ from ..planning.formulas import transformer_activation_bytes
 from ..planning.planner import choices, usage_of
 from ..planning.simulation import Training
 from ..strategies.traits import MemoryShares
-from .loss import chunk_size, find_parts, hidden_states
+from ..trainer.chunked_cross_entropy import default_chunk_size
+from .loss import find_parts, hidden_states
 from .model.adapters import add_adapters
 from .model.loading import base_dtype, meta_model, read_config, skeleton
 from .settings import TrainSettings
@@ -202,5 +203,5 @@ def sum_of_states(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def _logits(settings: TrainSettings, sizes: Sizes) -> float:
     tokens = settings.micro_batch * settings.max_length
     if settings.chunk_tokens != 0:
-        tokens = min(tokens, settings.chunk_tokens or chunk_size(sizes.vocab))
+        tokens = min(tokens, settings.chunk_tokens or default_chunk_size(sizes.vocab))
     return math.prod((tokens, sizes.vocab, 4, _LOGITS_COPIES))

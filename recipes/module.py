@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..errors import CheckpointError, ConfigError
+from ..trainer.chunked_cross_entropy import default_chunk_size
 from ..trainer.loop.loss import Loss
 from ..trainer.module import Module
 from .loss import (
     ModelParts,
     RouterLoss,
-    chunk_size,
     find_parts,
     find_router_loss,
     full_loss,
@@ -173,7 +173,7 @@ class RecipeModule(Module):
             return full_loss(self.model, batch, router=router, has_positions="cp" not in self._sizes)
         if "order" not in batch:
             batch = select_trained(batch)
-        chunk = self.chunk_tokens or chunk_size(self.model.config.get_text_config().vocab_size)
+        chunk = self.chunk_tokens or default_chunk_size(self.model.config.get_text_config().vocab_size)
         return selected_loss(self._parts, batch, chunk, router=router, calls_head="tp" in self._sizes)
 
     def _check(self, batch: Mapping[str, Any]) -> None:

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...trainer.chunked_cross_entropy import default_chunk_size
 from ...trainer.loop.loss import Loss
 from ..data import DataSettings, RecipeData
 from ..inference.model import num_embeddings, raise_problems
-from ..loss import chunk_size, find_parts, full_loss, select_trained, selected_loss
+from ..loss import find_parts, full_loss, select_trained, selected_loss
 from ..self_check import is_head_alone, own_output
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _loss_function(model: Any, ids: Tensor) -> LossFunction:
     parts = find_parts(model)
     if parts is None or not is_head_alone(own_output(model, ids), parts):
         return partial(full_loss, model)
-    return partial(selected_loss, parts, chunk=chunk_size(model.config.get_text_config().vocab_size))
+    return partial(selected_loss, parts, chunk=default_chunk_size(model.config.get_text_config().vocab_size))
 
 
 @contextmanager

@@ -9,9 +9,10 @@ import torch
 from recipe_models import FAMILIES, VOCAB, batch, own_loss, save_model, settings
 from torch import Tensor
 
-from loopwright.recipes.loss import chunk_size, find_parts, full_loss, select_trained, selected_loss
+from loopwright.recipes.loss import find_parts, full_loss, select_trained, selected_loss
 from loopwright.recipes.model.loading import open_model
 from loopwright.recipes.self_check import is_head_alone, own_output
+from loopwright.trainer.chunked_cross_entropy import default_chunk_size
 
 
 @pytest.mark.parametrize("calls_head", [False, True])
@@ -76,9 +77,9 @@ def test_selected_positions_are_those_with_a_label() -> None:
 
 
 def test_a_chunk_has_a_bounded_number_of_logits() -> None:
-    assert chunk_size(VOCAB) > 100_000
-    assert chunk_size(128_256) == 523
-    assert chunk_size(2**30) == 64
+    assert default_chunk_size(VOCAB) > 100_000
+    assert default_chunk_size(128_256) == 523
+    assert default_chunk_size(2**30) == 64
 
 
 def test_no_tensor_of_all_logits_exists(tmp_path: Path) -> None:
