@@ -29,7 +29,7 @@ from .loss import (
 from .model.adapters import adapter_plan
 from .model.fingerprint import fingerprint_of_folder, fingerprint_problems
 from .model.loading import ModelSettings, open_model, settings_as_dict, skeleton
-from .optimizer import OptimizerSettings, make_optimizer, make_schedule
+from .optimizer import OptimizerSettings, make_optimizers, make_schedule
 from .self_check import (
     check_own_loss,
     check_packing,
@@ -123,9 +123,9 @@ class RecipeModule(Module):
 
     @override
     def configure_optimizers(self) -> Any:
-        optimizer = make_optimizer(self.optimizer_settings, self)
-        schedule = make_schedule(self.optimizer_settings, optimizer, self.num_steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        settings, optimizers = self.optimizer_settings, make_optimizers(self.optimizer_settings, self)
+        schedules = [make_schedule(settings, one, self.num_steps) for one in optimizers]
+        return optimizers, [{"scheduler": one, "interval": "step"} for one in schedules]
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -41,7 +39,7 @@ class OptimizerSettings:
             the warm-up. See `lw.schedules`.
         min_lr: Last learning rate, as a share of the largest.
         optimizer: Another optimizer: `{"class_path": ..., "init_args": {...}}`. It gets the groups of parameters, and
-            `learning_rate` where its arguments have no `lr`.
+            `learning_rate` where its arguments have no `lr`. Muon gets the matrices, and AdamW the rest.
         lr_scheduler: Another schedule, in the same form, stepped after each optimizer step.
         groups: Kind of parameters -> `optimizer`, in the same form, `learning_rate`, `weight_decay`, and arguments of
             the optimizer. What is not given is that of the other settings.
@@ -114,49 +112,30 @@ def _group_problems(kind: str, options: Any) -> Iterator[str]:
             yield from _class_problems(f"groups.{kind}.optimizer", options["optimizer"], Optimizer)
 
 
-class JoinedOptimizer(Optimizer):
-    """Optimizers of different parameters as one, with the groups and the state of all.
+def make_optimizers(settings: OptimizerSettings, module: nn.Module) -> list[Optimizer]:
+    """Return the optimizers of the parameters that require gradients, vectors without weight decay.
 
-    Args:
-        parts: The optimizers.
-    """
-
-    def __init__(self, parts: Sequence[Optimizer]) -> None:
-        super().__init__([group for one in parts for group in one.param_groups], {})
-        self._parts = [(one, len(one.param_groups)) for one in parts]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_parts": self._parts}
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # overloads
-        """Step each part on its groups."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        groups = iter(self.param_groups)
-        for one, count in self._parts:  # a loaded state and strategies exchange the groups
-            one.param_groups, one.state = list(islice(groups, count)), self.state
-            one.step()
-        return loss
-
-
-def make_optimizer(settings: OptimizerSettings, module: nn.Module) -> Optimizer:
-    """Return the optimizer of the parameters that require gradients, vectors without weight decay.
+    Muon, which trains matrices only, leaves the other parameters to AdamW. Its updates are scaled to the size of
+    AdamW's, so that both have one learning rate.
 
     Args:
         settings: The settings.
         module: A module with the model as `model`, or the model.
 
     Raises:
-        ConfigError: The optimizer does not take its arguments or parameters, or a group has no parameters.
+        ConfigError: An optimizer does not take its arguments or parameters, or a group has no parameters.
     """
+    node = settings.optimizer
+    if node is not None and node["class_path"] in ("Muon", "torch.optim.Muon"):
+        scaled = {**node, "init_args": {"adjust_lr_fn": "match_rms_adamw", **(node.get("init_args") or {})}}
+        groups = {**settings.groups, "matrices": {"optimizer": scaled, **settings.groups.get("matrices", {})}}
+        settings = replace(settings, optimizer=None, groups=groups)
     trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
     if settings.groups:
-        return _make_joined(settings, module, trained)
+        return _make_by_kind(settings, module, trained)
     matrices = [one for name, one in trained if _decays(name, one)]
     vectors = [one for name, one in trained if not _decays(name, one)]
-    groups: list[dict[str, Any]] = [
+    groups_of_all: list[dict[str, Any]] = [
         {"params": some, "weight_decay": decay}
         for some, decay in ((matrices, settings.weight_decay), (vectors, 0.0))
         if some
@@ -164,15 +143,16 @@ def make_optimizer(settings: OptimizerSettings, module: nn.Module) -> Optimizer:
     if settings.optimizer is not None:
         arguments = dict(settings.optimizer.get("init_args") or {})
         if "weight_decay" in arguments:
-            groups[0]["weight_decay"] = arguments["weight_decay"] if matrices else 0.0
-    return _make("optimizer", settings, settings.optimizer, groups, settings.learning_rate)
+            groups_of_all[0]["weight_decay"] = arguments["weight_decay"] if matrices else 0.0
+    return [_make("optimizer", settings, settings.optimizer, groups_of_all)]
 
 
-def _make_joined(
+def _make_by_kind(
     settings: OptimizerSettings, module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]
-) -> JoinedOptimizer:
+) -> list[Optimizer]:
+    """Return an optimizer for each group that has one or arguments of its own, and one for the rest."""
     kinds = _kinds(module)
-    parts = []
+    made, rest = [], []
     for kind in PARAMETER_KINDS:
         options = dict(settings.groups.get(kind, {}))
         found = [one for name, one in trained if (kinds.get(name) or _kind_of(name, one)) == kind]
@@ -181,13 +161,14 @@ def _make_joined(
                 f"groups.{kind}: Expected trained parameters of this kind, got none.",
                 fix="leave the group out; a head that is tied to the embedding belongs to embeddings.",
             )
-        if found:
-            node = options.pop("optimizer", None) or settings.optimizer
-            decay = options.pop("weight_decay", 0.0 if kind == "vectors" else settings.weight_decay)
-            group = {"params": found, "weight_decay": decay, "name": kind}
-            rate = options.pop("learning_rate", settings.learning_rate)
-            parts.append(_make(f"groups.{kind}", settings, node, [group], rate, options))
-    return JoinedOptimizer(parts)
+        node, rate = options.pop("optimizer", None), options.pop("learning_rate", None)
+        decay = options.pop("weight_decay", 0.0 if kind == "vectors" else settings.weight_decay)
+        group = {"params": found, "weight_decay": decay, "name": kind, **({} if rate is None else {"lr": rate})}
+        if found and (node is not None or options):
+            made.append(_make(f"groups.{kind}", settings, node or settings.optimizer, [group], options))
+        elif found:
+            rest.append(group)
+    return [*made, _make("optimizer", settings, settings.optimizer, rest)] if rest else made
 
 
 def _make(
@@ -195,17 +176,15 @@ def _make(
     settings: OptimizerSettings,
     node: Mapping[str, Any] | None,
     groups: list[dict[str, Any]],
-    learning_rate: float,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Optimizer:
     """Return an optimizer; AdamW without a class.
 
     Args:
         name: Setting that the error names.
-        settings: Of AdamW.
+        settings: Of AdamW, and the learning rate where neither the class nor a group has one.
         node: The class with its arguments.
         groups: The parameters.
-        learning_rate: Of them.
         options: Further arguments.
 
     Raises:
@@ -214,7 +193,7 @@ def _make(
     made: Any = adamw if node is None else find_maker(str(node["class_path"]), Optimizer)
     arguments: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps} if node is None else {}
     arguments.update({**((node or {}).get("init_args") or {}), **options})
-    arguments.setdefault("lr", learning_rate)
+    arguments.setdefault("lr", settings.learning_rate)
     try:
         optimizer: Optimizer = made(groups, **arguments)
     except (TypeError, ValueError) as error:
@@ -227,7 +206,7 @@ def _make(
 
 def _kinds(module: nn.Module) -> dict[str, str]:
     """Return the kinds of the parameters that follow from their layers: embeddings and the head, by name."""
-    model: Any = getattr(module, "model", module)
+    model: Any = module if hasattr(module, "get_output_embeddings") else getattr(module, "model", module)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     kinds = {}

@@ -55,7 +55,8 @@ class TrainSettings(DataSettings):
         schedule: Learning rate after the warm-up: "cosine", "linear", "polynomial", "constant" or "wsd" (constant, and
             a decay in the last tenth); for their arguments use lr_scheduler=wsd lr_scheduler.decay=0.2.
         min_lr: Last learning rate, as a share of the largest.
-        optimizer: Another optimizer, by name or path; its arguments are optimizer.NAME.
+        optimizer: Another optimizer, by name or path; its arguments are optimizer.NAME. Muon trains the matrices, and
+            AdamW the embeddings, the head and vectors.
         lr_scheduler: Another schedule, stepped after each optimizer step; its arguments are lr_scheduler.NAME.
         groups: Optimizers of kinds of parameters (matrices, vectors, embeddings, head, stacks), as in
             groups.matrices.optimizer=Muon groups.matrices.learning_rate=0.02. Each has optimizer, learning_rate,

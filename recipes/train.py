@@ -23,7 +23,7 @@ from .memory import count_sizes, plan_memory
 from .meter import Meter
 from .model.loading import base_dtype, meta_model, model_problems, open_tokenizer, read_config
 from .module import RecipeModule, strategy_problems
-from .optimizer import make_optimizer, make_schedule
+from .optimizer import make_optimizers, make_schedule
 from .report import RunReport, describe_data, make_report, show_bytes
 from .run_folder import TrainingFolder
 from .settings import FinetuneSettings, PretrainSettings, TrainSettings, default_settings, plain_settings
@@ -297,7 +297,8 @@ def _optimizer_problems(settings: TrainSettings, machine: Machine | None) -> lis
         got = name or f"groups of {', '.join(chosen.groups)}"
         return [f"{what}: Expected AdamW or the like with DeepSpeed, which flattens parameters, got {got}."]
     try:
-        make_schedule(chosen, make_optimizer(chosen, meta_model(settings.model_settings())), 100)
+        for one in make_optimizers(chosen, meta_model(settings.model_settings())):
+            make_schedule(chosen, one, 100)
     except ConfigError as error:
         return [error.what]
     return []

@@ -80,8 +80,11 @@ def test_bytes_and_steps_are_those_of_the_training(inputs: Path, tmp_path: Path,
 
 
 def test_a_plan_makes_the_optimizer(inputs: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"optimizer: Expected .* Muon takes.* only supports 2D"):
-        plan(settings(inputs, tmp_path / "run", method="full", optimizer="Muon", steps=1))
+    groups: dict[str, Any] = {"vectors": {"optimizer": "Muon"}}
+    with pytest.raises(ConfigError, match=r"groups.vectors: Expected .* Muon takes.* only supports 2D"):
+        plan(settings(inputs, tmp_path / "run", method="full", groups=groups, steps=1))
+    with pytest.raises(ConfigError, match="optimizer: Expected AdamW or the like with DeepSpeed.*got Muon"):
+        plan(settings(inputs, tmp_path / "run", method="full", optimizer="Muon", strategy="deepspeed_stage_2"))
     groups = {"matrices": {"optimizer": "Muon", "learning_rate": 0.02}}
     with pytest.raises(ConfigError, match="groups: Expected AdamW or the like with DeepSpeed"):
         plan(settings(inputs, tmp_path / "run", method="full", groups=groups, strategy="deepspeed_stage_2"))

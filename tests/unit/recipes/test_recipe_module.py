@@ -18,7 +18,7 @@ from loopwright import CheckpointError, ConfigError, DataError
 from loopwright.recipes.loss import find_router_loss
 from loopwright.recipes.model.loading import LoraSettings, ModelSettings, meta_model, open_model
 from loopwright.recipes.module import OptimizerSettings, RecipeModule, block_classes
-from loopwright.recipes.optimizer import make_optimizer, make_schedule
+from loopwright.recipes.optimizer import make_optimizers, make_schedule
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -224,7 +224,7 @@ def test_a_term_that_would_be_left_out_is_refused(tmp_path: Path) -> None:
 
 def test_vectors_have_no_weight_decay(folder: Path) -> None:
     module = open_model(settings(folder))
-    optimizer = make_optimizer(OptimizerSettings(weight_decay=0.1), module)
+    (optimizer,) = make_optimizers(OptimizerSettings(weight_decay=0.1), module)
     decayed, others = ({id(one) for one in group["params"]} for group in optimizer.param_groups)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     for name, one in module.named_parameters():
@@ -263,8 +263,8 @@ def fit_groups(folder: Path, max_steps: int, path: Path | None = None) -> tuple[
 
 def test_groups_of_parameters_have_optimizers_and_rates(folder: Path, tmp_path: Path) -> None:
     runner, module = fit_groups(folder, 4)
-    names = [group["name"] for group in runner.optimizers[0].param_groups]
-    assert names == ["matrices", "vectors", "embeddings", "head"]
+    names = [[group["name"] for group in one.param_groups] for one in runner.optimizers]
+    assert names == [["matrices"], ["vectors", "embeddings", "head"]]
 
     model: Any = open_model(settings(folder))
     by_name = dict(model.named_parameters())
@@ -296,10 +296,36 @@ def test_groups_of_parameters_have_optimizers_and_rates(folder: Path, tmp_path: 
     assert all(torch.equal(one, resumed.state_dict()[name]) for name, one in module.state_dict().items())
 
 
+def test_muon_leaves_the_rest_to_adamw(folder: Path) -> None:
+    muon = {"class_path": "torch.optim.Muon", "init_args": {"momentum": 0.8}}
+    chosen = OptimizerSettings(
+        learning_rate=1e-3, weight_decay=0.1, optimizer=muon, groups={"embeddings": {"learning_rate": 1e-4}}
+    )
+    model: Any = open_model(settings(folder))
+    names = {id(one): name for name, one in model.named_parameters()}
+    first, second = make_optimizers(chosen, model)
+    assert (type(first), type(second)) == (torch.optim.Muon, torch.optim.AdamW)
+    (matrices,) = first.param_groups
+    assert all("layers" in names[id(one)] and one.ndim == 2 for one in matrices["params"])
+    assert len(matrices["params"]) == sum("layers" in name and one.ndim == 2 for name, one in model.named_parameters())
+    assert (matrices["lr"], matrices["weight_decay"], matrices["momentum"]) == (1e-3, 0.1, 0.8)
+    assert matrices["adjust_lr_fn"] == "match_rms_adamw"  # one rate is for both
+    vectors, embeddings, head = second.param_groups
+    assert [(one["lr"], one["weight_decay"]) for one in (vectors, embeddings, head)] == [
+        (1e-3, 0.0), (1e-4, 0.1), (1e-3, 0.1),
+    ]  # fmt: skip
+    assert [names[id(one)] for one in (*embeddings["params"], *head["params"])] == [
+        "model.embed_tokens.weight", "lm_head.weight",
+    ]  # fmt: skip
+    runner, module = trainer(max_steps=2), RecipeModule(settings(folder), chosen, 4)
+    runner.fit(module, loader(2))
+    assert {*module.learning_rates} == {"matrices", "vectors", "embeddings", "head"}
+
+
 @pytest.mark.parametrize(
     ("chosen", "problem"),
     [
-        ({"optimizer": {"class_path": "Muon"}}, "optimizer: Expected arguments and parameters that Muon takes"),
+        ({"optimizer": {"class_path": "Muon", "init_args": {"n": 1}}}, "groups.matrices: Expected arguments .*Muon"),
         ({"groups": {"vectors": {"optimizer": {"class_path": "Muon"}}}}, "groups.vectors: Expected .* Muon takes"),
         ({"groups": {"matrices": {"momentun": 1}}}, "groups.matrices: Expected .*'momentun'"),
         ({"groups": {"stacks": {"learning_rate": 1}}}, "groups.stacks: Expected trained parameters of this kind"),
@@ -309,7 +335,7 @@ def test_groups_of_parameters_have_optimizers_and_rates(folder: Path, tmp_path: 
 def test_an_optimizer_that_cannot_be_made_is_named(folder: Path, chosen: dict[str, Any], problem: str) -> None:
     given = OptimizerSettings(**chosen)
     with pytest.raises(ConfigError, match=problem):
-        make_schedule(given, make_optimizer(given, meta_model(settings(folder))), 10)
+        make_schedule(given, make_optimizers(given, meta_model(settings(folder)))[0], 10)
 
 
 def test_invalid_groups_are_named() -> None:
