@@ -13,9 +13,35 @@ from .mixed import MixedPrecision
 
 if TYPE_CHECKING:
     from .double import DoublePrecision
+    from .formats import FORMATS as FORMATS
+    from .formats import FormatCheck as FormatCheck
+    from .formats import NumberFormat as NumberFormat
+    from .formats import check_format as check_format
     from .half import HalfPrecision
     from .xla import XLAPrecision
 
-__all__ = ["DoublePrecision", "HalfPrecision", "MixedPrecision", "Precision", "PrecisionPolicy", "XLAPrecision"]
+__all__ = [
+    "FORMATS",
+    "DoublePrecision",
+    "FormatCheck",
+    "HalfPrecision",
+    "MixedPrecision",
+    "NumberFormat",
+    "Precision",
+    "PrecisionPolicy",
+    "XLAPrecision",
+    "check_format",
+]
 
-__getattr__, __dir__ = attach(__name__, {"DoublePrecision": "double", "HalfPrecision": "half", "XLAPrecision": "xla"})
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "DoublePrecision": "double",
+        "FORMATS": "formats",
+        "FormatCheck": "formats",
+        "HalfPrecision": "half",
+        "NumberFormat": "formats",
+        "XLAPrecision": "xla",
+        "check_format": "formats",
+    },
+)
