@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from variants import OFF, quiet
 
 import loopwright as lw
+from loopwright import demos
 
 __all__ = ["GPT", "Sizes", "Task", "by_hand", "by_trainer", "toy", "wait"]
 
@@ -25,24 +25,6 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class _Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        heads = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        widened: Tensor = F.gelu(self.up(self.norm_2(x)))
-        return x + cast(Tensor, self.down(widened))
-
-
 class GPT(nn.Module):
     """The 124 M GPT-2 by default: its forward returns the loss of (batch, length + 1) tokens."""
 
@@ -51,23 +33,14 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.length, self.layers, self.width = length, layers, width
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else None
+        self.net = demos.GPT(vocabulary, length, width, layers, heads)
 
     def forward(self, batch: Tensor) -> Tensor:
-        inputs, targets = batch[:, :-1], batch[:, 1:]
-        x = self.tokens(inputs) + self.places.weight[: inputs.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        return self.net.loss(batch)
 
     def flops_per_token(self) -> float:
         """Return the FLOPs of forward and backward passes, with attention: 6 N + 12 L d T (PaLM, appendix B)."""
-        count = sum(one.numel() for one in self.parameters()) - self.places.weight.numel()
+        count = sum(one.numel() for one in self.parameters()) - self.net.places.weight.numel()
         return 6 * count + 12 * self.layers * self.width * self.length
 
 

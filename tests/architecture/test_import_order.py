@@ -26,7 +26,7 @@ LAYERS = (
     {"planning"},
     {"callbacks", "loggers", "profilers", "report", "schedules", "doctor"},
     {"trainer"},
-    {"integrations", "tuner"},
+    {"demos", "integrations", "tuner"},
     {"compat"},
     {"cli"},
     {"recipes"},
