@@ -33,6 +33,7 @@ from ..precision import MixedPrecision, Precision
 from ..precision.base import compute_gradients
 from ..protocols import Closure
 from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
+from ..strategies.adaptive_clipping import clip_adaptively, refuse_engine
 from ..strategies.optional import ChecksProcesses, PlacesBatches, SetsUpTogether, saves_shards, written_state
 from ..tracebacks import show_trimmed
 from .launch import InProcessLauncher
@@ -696,8 +697,10 @@ class Fabric:
         max_norm: float | None = None,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
+        *,
+        agc_factor: float | None = None,
     ) -> Tensor | None:
-        """Unscale and clip the gradients of the optimizer's parameters, in place, by element or by total norm.
+        """Unscale and clip the gradients of the optimizer's parameters, in place: by element, total norm, or unit.
 
         Args:
             module: The module returned by `setup_module`.
@@ -707,26 +710,35 @@ class Fabric:
             norm_type: Order of the norm.
             error_if_nonfinite: Whether to raise if the norm is infinite or NaN, which reads it on the host. With a loss
                 scale such a norm is not an error: the step is skipped.
+            agc_factor: Maximum of each unit's gradient norm as a share of the norm of its weights (adaptive clipping).
+                A unit is a row of a matrix, a filter, or a vector. Parameter groups with `agc=False` are left out.
 
         Returns:
-            With `max_norm`, the norm before clipping: shape (), on the device. With `clip_val`, None.
+            With `max_norm`, the norm before clipping: shape (), on the device. Otherwise None.
 
         Raises:
-            ConfigError: Not exactly one of `clip_val` and `max_norm` is set and positive.
+            ConfigError: Not exactly one of `clip_val`, `max_norm` and `agc_factor` is set and positive; or the strategy
+                does not support `agc_factor`.
             NonFiniteError: The norm is not finite; see `error_if_nonfinite`.
         """
-        limit = clip_val if max_norm is None else max_norm
-        if limit is None or (clip_val is not None and max_norm is not None) or not limit > 0:
+        limits = {"clip_val": clip_val, "max_norm": max_norm, "agc_factor": agc_factor}
+        given = [one for one in limits.values() if one is not None]
+        if len(given) != 1 or not given[0] > 0:
+            got = ", ".join(f"{name}={value!r}" for name, value in limits.items())
             raise ConfigError(
-                f"Expected a positive clip_val or max_norm for Fabric.clip_gradients, got clip_val={clip_val!r} and "
-                f"max_norm={max_norm!r}.",
-                fix="pass a positive number for exactly one of the two.",
+                f"Expected a positive clip_val, max_norm or agc_factor for Fabric.clip_gradients, got {got}.",
+                fix="pass a positive number for exactly one of them.",
             )
         module, optimizer = bare(module), bare(optimizer)
         if self._unscales:
             self.precision.unscale_gradients(optimizer)
+        if agc_factor is not None:
+            strategy = self.strategy
+            refuse_engine(type(strategy).__name__, owns_optimizers=strategy.traits.owns_optimizers)
+            clip_adaptively(optimizer, agc_factor)
+            return None
         if max_norm is None:
-            self.strategy.clip_gradients_value(module, optimizer, limit)
+            self.strategy.clip_gradients_value(module, optimizer, given[0])
             return None
         return self.strategy.clip_gradients_norm(
             module, optimizer, max_norm, norm_type, error_if_nonfinite and not self.precision.has_scaler

@@ -36,7 +36,7 @@ class TrainerConfig(TypedDict, total=False):
         accumulate_grad_batches: Micro-batches per optimizer step; None if unknown before the launch.
         global_batch_size: Samples per optimizer step over all ranks; None if the user did not set it.
         gradient_clip_val: Threshold; None or 0 does not clip.
-        gradient_clip_algorithm: "norm" or "value"; None is "norm".
+        gradient_clip_algorithm: "norm", "value" or "agc"; None is "norm".
         micro_batch_size: Samples per batch of one process; None if the loader does not provide it.
         is_automatic: Whether the trainer makes the optimizer steps; False in manual optimization.
         grad_accumulation_dtype: "fp32", or None for the dtype of the parameters.

@@ -24,6 +24,7 @@ _ACTIVITIES = {
     "clip_gradients": "gradient clipping",
     "clip_gradients_norm": "gradient clipping",
     "clip_gradients_value": "gradient clipping",
+    "clip_adaptively": "gradient clipping",
     "unscale_gradients": "the unscaling of gradients",
     "move_to_device": "the transfer of a batch to the device",
     "to_device": "the transfer of a batch to the device",

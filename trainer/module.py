@@ -576,8 +576,9 @@ class Module(nn.Module):
 
         Args:
             optimizer: The optimizer.
-            gradient_clip_val: Maximum norm or absolute value; None is the Trainer's. 0 clips nothing.
-            gradient_clip_algorithm: "norm" or "value"; None is the Trainer's, else "norm".
+            gradient_clip_val: Maximum norm or absolute value, or for "agc" the factor; None is the Trainer's. 0 clips
+                nothing.
+            gradient_clip_algorithm: "norm", "value" or "agc"; None is the Trainer's, else "norm".
 
         Returns:
             By norm, the total norm before clipping: shape (), on the device. Otherwise None.
@@ -589,6 +590,8 @@ class Module(nn.Module):
         if self._lw_trainer is None and self._lw_fabric is not None:
             if gradient_clip_algorithm == "value":
                 return self._lw_fabric.clip_gradients(self, optimizer, clip_val=gradient_clip_val)
+            if gradient_clip_algorithm == "agc":
+                return self._lw_fabric.clip_gradients(self, optimizer, agc_factor=gradient_clip_val)
             return self._lw_fabric.clip_gradients(self, optimizer, max_norm=gradient_clip_val)
         return self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 

@@ -104,7 +104,8 @@ class Trainer(TrainerAttributes):
         global_batch_size: Samples per optimizer step, over all ranks. It replaces `accumulate_grad_batches`, which is
             then derived from the loader's batch size and the number of ranks; their product must divide it.
         gradient_clip_val: Maximum gradient norm, or maximum absolute value; None or 0 for no clipping.
-        gradient_clip_algorithm: "norm" or "value"; None is "norm".
+        gradient_clip_algorithm: "norm", "value", or "agc" (adaptive: `gradient_clip_val` is the factor, such as 0.01);
+            None is "norm".
         deterministic: Whether deterministic algorithms are used: True, False, or "warn".
         benchmark: Value of torch.backends.cudnn.benchmark during a run; None leaves it unchanged.
         matmul_precision: Precision of float32 matrix products during a run: "highest" (float32), "high" (tf32 if the
@@ -548,7 +549,7 @@ class Trainer(TrainerAttributes):
         Args:
             optimizer: The optimizer.
             value: Maximum norm or absolute value; None is the Trainer's. 0 and None clip nothing.
-            algorithm: "norm" or "value"; None is the Trainer's, else "norm".
+            algorithm: "norm", "value" or "agc"; None is the Trainer's, else "norm".
 
         Returns:
             By norm, the total norm before clipping: shape (), on the device. Otherwise None.

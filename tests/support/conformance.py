@@ -145,7 +145,7 @@ def cases_for(precision: str) -> list[Case]:
     """Return all combinations in the precision in which a mistake shows best, and some in the others."""
     if precision == "64-true":
         combined = itertools.product((1, 3), (None, "norm", "value"), ("sgd", "adam"), (False, True))
-        return [Case(precision, *one) for one in combined]
+        return [*(Case(precision, *one) for one in combined), Case(precision, 3, "agc", "sgd", True)]
     return [Case(precision, 1), Case(precision, 3, "norm", "sgd", True), Case(precision, 3, "value", "adam")]
 
 
@@ -226,6 +226,8 @@ def train(fabric: lw.Fabric, case: Case, folder: str) -> State:
             fabric.clip_gradients(model, optimizer, max_norm=0.1)
         elif case.clip == "value":
             fabric.clip_gradients(model, optimizer, clip_val=0.01)
+        elif case.clip == "agc":
+            fabric.clip_gradients(model, optimizer, agc_factor=0.01)
         optimizer.step()
         optimizer.zero_grad()
     fabric.barrier()
@@ -276,7 +278,7 @@ def train_by_trainer(entry: Entry, case: Case, folder: str) -> State:
             devices=entry.devices or entry.size, precision=case.precision, max_steps=max_steps, logger=False,
             accumulate_grad_batches=case.accumulate, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, gradient_clip_algorithm=case.clip,
-            gradient_clip_val={None: None, "norm": 0.1, "value": 0.01}[case.clip],
+            gradient_clip_val={None: None, "norm": 0.1, "value": 0.01, "agc": 0.01}[case.clip],
         )  # fmt: skip
         trainer.fit(module, loader, ckpt_path=ckpt_path)
         return trainer, module
@@ -298,6 +300,19 @@ def train_all_by_trainer(entry: Entry, cases: list[Case], folder: str) -> list[S
     return [train_by_trainer(entry, case, folder) for case in cases]
 
 
+def clip_adaptively_by_hand(module: nn.Module, factor: float) -> None:
+    """Limit the gradient of each output by the norm of its weights: Brock et al. 2021, eq. 3."""
+    for weights in module.parameters():
+        if weights.grad is not None:
+            units = (
+                list(zip(weights.data, weights.grad, strict=True)) if weights.ndim > 1 else [(weights, weights.grad)]
+            )
+            for unit, gradient in units:
+                limit = factor * max(float(unit.detach().norm()), 1e-3)
+                if (norm := float(gradient.norm())) > limit:
+                    gradient *= limit / norm
+
+
 def plain_torch(case: Case) -> State:
     """Train without Loopwright, in float32 or float64, from first to last step."""
     dtype = torch.float64 if case.precision == "64-true" else torch.float32
@@ -311,6 +326,8 @@ def plain_torch(case: Case) -> State:
             nn.utils.clip_grad_norm_(module.parameters(), 0.1)
         elif case.clip == "value":
             nn.utils.clip_grad_value_(module.parameters(), 0.01)
+        elif case.clip == "agc":
+            clip_adaptively_by_hand(module, 0.01)
         optimizer.step()
         optimizer.zero_grad()
     return {name: value.detach().double() for name, value in module.state_dict().items()}

@@ -220,7 +220,9 @@ def clip_gradients(run: Run, optimizer: Optimizer, value: float | None, algorith
         return run.fabric.clip_gradients(run.model, optimizer, max_norm=value, error_if_nonfinite=False)
     if name == "value":
         return run.fabric.clip_gradients(run.model, optimizer, clip_val=value)
-    raise ConfigError(f"clip_gradients got the algorithm {algorithm!r}.", fix="use 'norm' or 'value'.")
+    if name == "agc":
+        return run.fabric.clip_gradients(run.model, optimizer, agc_factor=value)
+    raise ConfigError(f"clip_gradients got the algorithm {algorithm!r}.", fix="use 'norm', 'value' or 'agc'.")
 
 
 class Toggles:

@@ -225,8 +225,8 @@ class Arguments:
         if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0):
             problems.add(f"gradient_clip_val={value!r}.", fix="pass a number >= 0, or None for no clipping.")
         algorithm = self.gradient_clip_algorithm
-        if algorithm is not None and str(algorithm).lower() not in ("norm", "value"):
-            problems.add(f"gradient_clip_algorithm={algorithm!r}.", fix="pass 'norm' or 'value'.")
+        if algorithm is not None and str(algorithm).lower() not in ("norm", "value", "agc"):
+            problems.add(f"gradient_clip_algorithm={algorithm!r}.", fix="pass 'norm', 'value' or 'agc'.")
         if self.global_batch_size is not None and self.accumulate_grad_batches != 1:
             problems.add(
                 f"global_batch_size={self.global_batch_size!r} and accumulate_grad_batches="

@@ -11,6 +11,7 @@ from ...data.module import DataModule
 from ...data.tree import are_same_loaders
 from ...errors import ConfigError, ModuleError
 from ...protocols import Loaders
+from ...strategies.adaptive_clipping import refuse_engine
 from ...strategies.optional import ChecksLayers, ConfiguresOptimizers
 from ..hooks import MODULE_BASES, Hook, find_override
 from ..lifecycle import hook_names
@@ -119,6 +120,9 @@ def check_fit(session: FitSession, module: nn.Module) -> None:
     if not isinstance(session.strategy, ConfiguresOptimizers):  # an engine's configuration may say
         assemble.require_step(module, "configure_optimizers", "fit")
     session.loaders.require("train", "fit")
+    if session.trainer.gradient_clip_algorithm == "agc":
+        strategy = session.strategy
+        refuse_engine(type(strategy).__name__, owns_optimizers=strategy.traits.owns_optimizers)
     if getattr(module, "automatic_optimization", True):
         return
     trainer, wrong = session.trainer, []

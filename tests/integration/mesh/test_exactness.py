@@ -134,6 +134,9 @@ CASES: dict[str, Case] = {
     # A product in bfloat16 is off by up to 2 ** -9, and split sums are rounded in other places. Clipping to 0.1 and
     # momentum let weights move by at most 1.3 in five steps, so that 2 ** -9 of that is 2.5e-3, in the norm of all.
     "`bf16-mixed`": Case("bf16-mixed", Descending, lambda: {"precision": "bf16-mixed"}, tolerance=2.5e-3),
+    '`gradient_clip_algorithm="agc"`': Case(
+        "agc", Joint, lambda: {"gradient_clip_algorithm": "agc", "gradient_clip_val": 0.01}
+    ),
     PLAIN: Case("activation_checkpointing", strategy=CHECKPOINTED, is_plain=True),
     "`compile=`": Case("compile=", options=lambda: {"compile": {"backend": counting}}, is_compiled=True, is_plain=True),
     "`torch.compile` in blocks": Case("torch.compile", Compiling, is_compiled=True, is_plain=True),
