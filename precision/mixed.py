@@ -210,9 +210,8 @@ class MixedPrecision(Precision):
                 fix="resume with the precision of the run that wrote the checkpoint, or load its weights only.",
             )
         if self.scaler is not None and state_dict:
+            self._update_scale()  # torch's scaler would refuse the next step of an optimizer whose last one is open
             self.scaler.load_state_dict(state_dict)
-            self._unscaled.clear()
-            self._stepped.clear()
 
     def teardown(self) -> None:
         """Apply the pending change of the scale."""

@@ -249,6 +249,20 @@ def test_the_state_is_plain_and_goes_on_exactly() -> None:
     assert again.state_dict() == precision.state_dict()
 
 
+def test_a_state_that_is_loaded_right_after_a_step_replaces_it() -> None:
+    precision, module = scaled(), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    state = precision.state_dict()
+    backward(precision, module, torch.full((1, 2), torch.inf))
+    assert not precision.optimizer_step(optimizer)
+    precision.load_state_dict(state)
+    assert precision.state_dict() == state
+    optimizer.zero_grad()
+    backward(precision, module, torch.ones(1, 2))
+    precision.unscale_gradients(optimizer)
+    assert precision.optimizer_step(optimizer)
+
+
 def test_a_state_of_another_precision_is_an_error() -> None:
     with pytest.raises(CheckpointError, match="holds no loss scale"):
         scaled().load_state_dict({})
