@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...callbacks import ModelCheckpoint
+from ...callbacks import Checkpoint, ModelCheckpoint
 from ...callbacks.base import find_state, from_rank_zero
-from ...callbacks.model_checkpoint.files import exists, newest_first, step_in
+from ...callbacks.model_checkpoint.files import exists, is_local, newest_first, step_in
 from ...checkpoint import storage
 from ...console import ONLY_LOGS
 from ...errors import CheckpointError, ConfigError
@@ -111,7 +111,10 @@ def _last(trainer: Trainer, requeued: str | None = None) -> str | None:
             paths += [path for path in callback.find_last(trainer) if path not in paths]
 
     def ordered() -> list[str]:
-        return newest_first(paths) if len(trainer.checkpoint_callbacks) > 1 else paths
+        found = newest_first(paths) if len(trainer.checkpoint_callbacks) > 1 else paths
+        if trainer.state.fn != "fit" or not any(_writes_weights_only(one) for one in trainer.checkpoint_callbacks):
+            return found
+        return [path for path in found if _has_optimizers(path)] or found  # where none has, the fit says so
 
     found = newest_intact(trainer, ordered)
     if requeued is not None and from_rank_zero(trainer, lambda: found is None or _step(requeued) >= _step(found)):
@@ -146,6 +149,20 @@ def newer_in_memory(trainer: Trainer, found: str | Path | None) -> str | None:
         return None
     step = from_rank_zero(trainer, lambda: -1 if found is None else _step(found))
     return next((path for one in callbacks if (path := one.find_newer(trainer, step)) is not None), None)
+
+
+def _writes_weights_only(callback: Checkpoint) -> bool:
+    return isinstance(callback, ModelCheckpoint) and callback.save_weights_only
+
+
+def _has_optimizers(path: str) -> bool:
+    """Return whether a fit can continue from a file; if it cannot be read, its verification says so."""
+    if not is_local(path):
+        return True
+    try:
+        return "optimizer_states" in storage.load(path, lazy=True, verify=False)
+    except CheckpointError:
+        return True
 
 
 def _step(path: str | Path) -> int:

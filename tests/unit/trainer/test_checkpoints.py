@@ -51,6 +51,19 @@ def test_a_training_metric_in_a_name_is_that_of_the_step(tmp_path: Path) -> None
     assert names(tmp_path) == ["step=3-train=3.ckpt", "step=6-train=6.ckpt"]
 
 
+def test_the_last_checkpoint_of_a_fit_is_one_with_optimizers(tmp_path: Path) -> None:
+    def savers() -> list[Callback]:
+        weights = {"every_n_train_steps": 1, "save_weights_only": True, "save_top_k": -1}
+        return [ModelCheckpoint(tmp_path, "full-{step}", every_n_train_steps=3), ModelCheckpoint(tmp_path, **weights)]
+
+    fit(net(Net), *savers(), max_steps=4)
+    assert names(tmp_path)[-1] == "full-step=3.ckpt"
+    trainer = quiet(enable_checkpointing=True, callbacks=savers(), max_steps=6)
+    trainer.fit(net(Net), loader(), ckpt_path="last")
+    assert trainer.ckpt_path == str(tmp_path / "full-step=3.ckpt")
+    assert trainer.global_step == 6
+
+
 @pytest.mark.parametrize("val", [None, 2])
 def test_without_a_monitor_a_checkpoint_is_saved_with_and_without_validation(val: Any, tmp_path: Path) -> None:
     module = net(Numbered) if val else net(Net)
