@@ -62,6 +62,8 @@ def replay(arguments: Sequence[str]) -> int:
     try:
         if given.step is None and given.compare is None:
             raise ConfigError("Expected --step, got neither it nor --compare.", fix="pass the index of the step.")
+        if given.step is not None and given.step < 0:
+            raise ConfigError(f"Expected --step of 0 or more, got {given.step}.", fix="pass the index of the step.")
         if given.compare is not None:
             return _compare(given)
         with _folder(given) as folder:

@@ -27,6 +27,7 @@ parser.add_argument("--strategy", default="ddp_fork")
 parser.add_argument("--lr", type=float, default=0.05)
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--alter", type=int)
+parser.add_argument("--devices", type=int, default=2)
 
 
 class Net(lw.Module):
@@ -57,8 +58,8 @@ if __name__ == "__main__":
     if given.alter is not None:
         x[given.alter, 0] += 1
     trainer = lw.Trainer(
-        max_epochs=2, accelerator="cpu", devices=2, strategy=given.strategy, default_root_dir=given.out, logger=False,
-        accumulate_grad_batches=2, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=2, accelerator="cpu", devices=given.devices, strategy=given.strategy, default_root_dir=given.out,
+        accumulate_grad_batches=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[lw.ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)],
     )
     data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(48))
@@ -205,6 +206,13 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2
     assert "to reach step 99, got its end before" in done.stderr
+    runs.fit("alone", "--devices", "1")
+    done = subprocess.run(
+        [sys.executable, "-m", "loopwright", "replay", "run", "--compare", "alone"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "Expected two runs on the same number of ranks, got 1 and 2." in done.stderr
     (tmp_path / "plain.py").write_text("print('no fit')")
     words = ["replay", "run", "--step", "5", "--", "plain.py"]
     done = subprocess.run(

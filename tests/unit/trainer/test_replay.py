@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,24 @@ def test_two_runs_without_checkpoints_are_not_compared(tmp_path: Path, capsys: p
     assert replay_command([str(tmp_path / "one"), "--compare", str(tmp_path / "other"), "--step", "4"]) == 2
     found = capsys.readouterr().err
     assert f"Expected a checkpoint in {tmp_path / 'one'} that records how the program was started, got none." in found
+
+
+def test_runs_on_different_numbers_of_ranks_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(net(Observed), tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    for path in (tmp_path / "other").rglob("*.ckpt"):
+        content = torch.load(path, weights_only=True)
+        content["loopwright"]["world_size"] = 2
+        torch.save(content, path)
+    assert replay_command([str(tmp_path / "one"), "--compare", str(tmp_path / "one"), "--step", "-1"]) == 2
+    assert "Expected --step of 0 or more, got -1." in capsys.readouterr().err
+    assert replay_command([str(tmp_path / "one"), "--compare", str(tmp_path / "other")]) == 2
+    found = capsys.readouterr()
+    assert "Expected two runs on the same number of ranks, got 1 and 2." in found.err
+    assert "checkpoint diff" in found.err
+    assert not found.out
 
 
 def test_a_debugger_whose_input_ends_does_not_let_a_step_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
