@@ -246,7 +246,19 @@ class BaseFinetuning(Callback):
             count = len(optimizer.param_groups)
             self.finetune_function(pl_module, trainer.current_epoch, optimizer)
             self._store(pl_module, index, count, optimizer.param_groups)
+        if len(trainer.optimizers) > 1 and getattr(pl_module, "automatic_optimization", True):
+            self._lw_check_joint(trainer.optimizers)
         self._lw_untracked = _untracked(pl_module)
+
+    def _lw_check_joint(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse a parameter that was added to two optimizers, which both step."""
+        held = [id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+        if len(set(held)) < len(held):
+            raise ConfigError(
+                f"{type(self).__name__}: expected each parameter in one optimizer, got {len(held) - len(set(held))} in "
+                "two.",
+                fix="let finetune_function, which is called for each optimizer, add a module to one of them.",
+            )
 
     def _store(
         self,

@@ -85,7 +85,7 @@ class _RisingRate(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         count = len(trainer.optimizers)
-        if count != 1 and not (pl_module.automatic_optimization and count):
+        if count != 1 and not (count and pl_module.automatic_optimization):
             raise ConfigError(
                 f"the learning-rate search needs one optimizer, and configure_optimizers made {count}.",
                 fix="search with one of them, with automatic optimization, and set the others' rates manually.",

@@ -225,6 +225,16 @@ def plateau(module: nn.Module) -> Any:
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
 
 
+def joint(module: nn.Module) -> Any:
+    parameters = list(module.parameters())
+    muon = torch.optim.Muon([one for one in parameters if one.ndim == 2], lr=0.02)
+    adamw = torch.optim.AdamW([one for one in parameters if one.ndim != 2], lr=0.01)
+    plateaus = ReduceLROnPlateau(muon, factor=0.5, patience=0, threshold=0.2)
+    steps = {"scheduler": OneCycleLR(adamw, 0.02, total_steps=100), "interval": "step"}
+    return [{"optimizer": muon, "lr_scheduler": plateaus, "monitor": "val_loss"},
+            {"optimizer": adamw, "lr_scheduler": steps}]  # fmt: skip
+
+
 def by_epoch(module: nn.Module) -> Any:
     optimizer = torch.optim.RMSprop(module.parameters(), lr=0.01)
     return [optimizer], [StepLR(optimizer, 1, 0.7)]
@@ -410,6 +420,12 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "manual": Scenario(
         module=ManualNet, trainer={"max_epochs": 2, "val_check_interval": 4}, checkpoint={"every_n_train_steps": 3}
+    ),
+    "joint": Scenario(
+        module=lambda: Net(joint),
+        trainer={"max_epochs": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
+        callbacks=_rich_callbacks,
+        checkpoint={"every_n_train_steps": 2},
     ),
     "lbfgs": Scenario(
         module=lambda: Net(lbfgs),

@@ -279,3 +279,20 @@ def test_the_state_has_lightnings_key_and_form() -> None:
     callback.load_state_dict(theirs)  # without what only Loopwright notes
     assert callback.previous_backbone_lr == 0.01
     assert callback.state_dict()["internal_optimizer_metadata"] == theirs["internal_optimizer_metadata"]
+
+
+def test_a_function_that_adds_parameters_to_both_of_two_optimizers_is_refused() -> None:
+    class Two(Model):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD([self.head.weight], lr=0.1), torch.optim.AdamW([self.head.bias], lr=0.1)]
+
+    class Everywhere(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.backbone, train_bn=False)
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            self.unfreeze_and_add_param_group(pl_module.backbone[0], optimizer)
+
+    fit(BackboneFinetuning(1, train_bn=False), module=net(Two))  # adds them to the first
+    with pytest.raises(ConfigError, match="expected each parameter in one optimizer, got 2 in two"):
+        fit(Everywhere(), module=net(Two))

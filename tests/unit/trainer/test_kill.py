@@ -97,7 +97,7 @@ def chains(seed: int, calls: int, count: int) -> Iterator[list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("rich", 12), ("workers", 4), ("plateau", 5), ("reductions", 5), ("half", 4), ("manual", 4)],
+    [("rich", 12), ("workers", 4), ("plateau", 5), ("reductions", 5), ("half", 4), ("manual", 4), ("joint", 4)],
 )
 def test_killed_at_random_points(name: str, count: int, server: Server, tmp_path: Path) -> None:
     root = tmp_path / "run"
@@ -108,7 +108,7 @@ def test_killed_at_random_points(name: str, count: int, server: Server, tmp_path
 
 
 @pytest.mark.parametrize(
-    "name", keep(["across_epochs", "cycled", "iterable", "weighted", "steps"], "across_epochs", "iterable")
+    "name", keep(["across_epochs", "cycled", "iterable", "weighted", "steps", "joint"], "across_epochs", "iterable")
 )
 def test_killed_in_each_epoch(name: str, server: Server, tmp_path: Path) -> None:
     root = tmp_path / "run"
