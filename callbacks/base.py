@@ -192,7 +192,7 @@ class Callback:
         """Called after a batch of a prediction; `outputs` is the output of `predict_step`."""
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        """Called before gradients are zeroed, once per window."""
+        """Called before gradients are zeroed, once per window for each optimizer."""
 
     def on_before_backward(self, trainer: Trainer, pl_module: AnyModule, loss: Tensor) -> None:
         """Called before a backward pass; `loss` has shape (), on the device."""
@@ -201,7 +201,7 @@ class Callback:
         """Called after a backward pass. Gradients are sums over the window so far, and may include a loss scale."""
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
-        """Called before clipping and the optimizer step; gradients are summed over the full window and unscaled."""
+        """Called before clipping and the step, for each optimizer; gradients are those of the window, unscaled."""
 
     def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:
         """Called when a run fails or is interrupted; the exception is raised again afterwards."""

@@ -299,7 +299,7 @@ class Module(nn.Module):
         self.eval()
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Called before the gradients are zeroed, at the first micro-batch of a window."""
+        """Called before the gradients are zeroed, at the first micro-batch of a window; for each optimizer."""
 
     def on_before_backward(self, loss: Tensor) -> None:
         """Called before each backward pass; `loss` has shape (), on the device."""
@@ -308,7 +308,7 @@ class Module(nn.Module):
         """Called after each backward pass."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called before the optimizer steps; gradients are unscaled and not yet clipped."""
+        """Called before the optimizer steps, for each; gradients are unscaled and not yet clipped."""
 
     def on_save_checkpoint(self, checkpoint: StateDict) -> None:
         """Add entries to a checkpoint, in place: tensors and plain values."""
@@ -343,6 +343,8 @@ class Module(nn.Module):
     ) -> None:
         """Step the optimizer. The closure returns the loss, which is computed already; calling it is optional.
 
+        Called for each optimizer, in the order of `configure_optimizers`.
+
         Args:
             epoch: Index of the epoch, from 0.
             batch_idx: Index of the micro-batch in the epoch, from 0.
@@ -371,7 +373,8 @@ class Module(nn.Module):
         """Clip gradients before the optimizer step; an override calls `self.clip_gradients`.
 
         Args:
-            optimizer: The optimizer; its gradients are unscaled.
+            optimizer: The optimizer; its gradients are unscaled. Several optimizers of one loss are passed as one, with
+                the parameter groups of all.
             gradient_clip_val: The Trainer's `gradient_clip_val`.
             gradient_clip_algorithm: The Trainer's `gradient_clip_algorithm`.
         """
