@@ -105,6 +105,7 @@ if TYPE_CHECKING:
     from .loggers import WandbLogger as WandbLogger
     from .loggers import rank_zero_experiment as rank_zero_experiment
     from .planning.planner import plan as plan
+    from .precision import BitsandbytesPrecision as BitsandbytesPrecision
     from .precision import DoublePrecision as DoublePrecision
     from .precision import HalfPrecision as HalfPrecision
     from .precision import MixedPrecision as MixedPrecision
@@ -157,6 +158,7 @@ _HOME = {
     "BaseFinetuning": "callbacks",
     "BasePredictionWriter": "callbacks",
     "BatchSizeFinder": "callbacks",
+    "BitsandbytesPrecision": "precision",
     "CPUAccelerator": "accelerators",
     "CSVLogger": "loggers",
     "CUDAAccelerator": "accelerators",

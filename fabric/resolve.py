@@ -146,6 +146,13 @@ _CANNOT_WORK = (
         "pass precision='bf16-mixed', which needs no loss scale.",
     ),
     _Row(
+        "packed weights",
+        "strategy that changes weights",
+        "BitsandbytesPrecision cannot be used with strategy={strategy!r}, which shards or casts weights: packed ones "
+        "would lose their scales.",
+        "pass strategy='ddp' or 'auto'. For 4-bit models with fsdp, see loopwright recipe finetune with quantize=nf4.",
+    ),
+    _Row(
         "notebook",
         "script launcher",
         "strategy={strategy!r} cannot start processes in a notebook.",
@@ -153,6 +160,8 @@ _CANNOT_WORK = (
         "devices=1).",
     ),
 )
+
+_PACKED = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")  # modes of BitsandbytesPrecision
 
 # Set by schedulers and launchers. Without them, and with one device, cluster detection is skipped.
 _OF_PROCESSES = (
@@ -390,6 +399,9 @@ def _facts(
         # A user-defined strategy may handle XLA graphs itself.
         "strategy of other devices": not is_of_xla and _is_of_torch(strategy),
         "accelerator of other strategies": accelerator is not None and accelerator.name() != "xla",
+        "packed weights": precision in _PACKED,
+        "strategy that changes weights": strategy is not None
+        and (strategy.traits.shards_parameters or not strategy.traits.keeps_packed_weights),
         "num_nodes>1": num_nodes > 1,
         "devices>1": num_devices > 1,
         "torchrun": "TORCHELASTIC_RUN_ID" in environment.variables and world_size.isdecimal() and int(world_size) > 1,

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from .formats import NumberFormat as NumberFormat
     from .formats import check_format as check_format
     from .half import HalfPrecision
+    from .quantized import BitsandbytesPrecision as BitsandbytesPrecision
     from .xla import XLAPrecision
 
 __all__ = [
     "FORMATS",
+    "BitsandbytesPrecision",
     "DoublePrecision",
     "FormatCheck",
     "HalfPrecision",
@@ -36,6 +38,7 @@ __all__ = [
 __getattr__, __dir__ = attach(
     __name__,
     {
+        "BitsandbytesPrecision": "quantized",
         "DoublePrecision": "double",
         "FORMATS": "formats",
         "FormatCheck": "formats",

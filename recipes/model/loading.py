@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ...errors import ConfigError, MissingDependency
+from ...precision.quantized import import_bitsandbytes
 from .adapters import add_adapters
 from .checks import model_problems, read_config, skeleton, unreadable
-from .imports import import_bitsandbytes
 from .settings import LoraSettings, ModelSettings
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 PROGRAM = """
 import importlib.util, sys
-from loopwright.recipes.model.imports import import_bitsandbytes
+from loopwright.precision.quantized import import_bitsandbytes
 import_bitsandbytes()
 import bitsandbytes
 print(bitsandbytes.found, importlib.util.find_spec("kernels") is not None)
