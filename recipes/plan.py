@@ -9,12 +9,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..messages import counted
+from ..planning.formulas import chinchilla_tokens
 from ..strategies.optional import memory_shares
 from .memory import MemoryPlan, Sizes, count_sizes, plan_memory
+from .model.checks import model_problems
 from .report import describe_data, show_bytes
+from .run_folder import TrainingFolder
 from .settings import PretrainSettings, TrainSettings
 from .step_plan import StepBudget
-from .train import Prepared, prepare
+from .train import Prepared, prepare, refused
+from .train import check as check_training
+from .trainer_arguments import find_machine
 
 # Any in this file: plain values for JSON.
 
@@ -29,7 +34,7 @@ class PlanReport:
         continues: Whether a run is in it, which the training would continue.
         strategy: Name of the strategy.
         processes: Number of processes.
-        steps: The steps.
+        steps: The steps; None without data.
         sizes: Of the model.
         memory: Per device.
         data: Counts of the data.
@@ -41,7 +46,7 @@ class PlanReport:
     continues: bool
     strategy: str
     processes: int
-    steps: StepBudget
+    steps: StepBudget | None
     sizes: Sizes
     memory: MemoryPlan
     data: dict[str, Any]
@@ -51,7 +56,8 @@ class PlanReport:
         """Return the report as plain values."""
         found = asdict(self)
         found.pop("text")
-        found["steps"]["global_batch"] = self.steps.global_batch
+        if self.steps is not None:
+            found["steps"]["global_batch"] = self.steps.global_batch
         found["memory"].update(state=self.memory.state, total=self.memory.total)
         return found
 
@@ -74,9 +80,11 @@ class PlanReport:
             "total": f"about {show_bytes(memory.total)}",
         }
         width = max(map(len, rows))
-        start = "continues the run in" if self.continues else "new run in"
+        start = f"{'continues the run' if self.continues else 'new run'} in {self.out}; everything is valid"
+        if self.steps is None:
+            start = "memory and work, from the model's configuration; pass data=... and out=... to check everything"
         lines = [
-            f"{self.command}: {start} {self.out}; everything is valid",
+            f"{self.command}: {start}",
             f"model: {sizes.trained:,} trained parameters{frozen}",
             self.text,
             f"memory per device, {counted(self.processes, 'process')}, {self.strategy}:",
@@ -89,7 +97,8 @@ def plan(settings: TrainSettings) -> PlanReport | None:
     """Check a training and compute its steps and memory. The data are tokenized into the cache; nothing is trained.
 
     Args:
-        settings: The settings of the training.
+        settings: The settings of the training. Of `PlanFinetuneSettings` and `PlanPretrainSettings` without data, model
+            and strategy are checked, and memory and work are computed.
 
     Returns:
         The plan; None on ranks other than 0.
@@ -100,8 +109,19 @@ def plan(settings: TrainSettings) -> PlanReport | None:
     """
     command = "pretrain" if isinstance(settings, PretrainSettings) else "finetune"
     with _assumed_cluster(int(settings.trainer.get("num_nodes", 1))):
+        if not settings.data:
+            return _report_of_model(command, settings)
         prepared = prepare(command, settings)
     return _report(prepared) if prepared.trainer.is_global_zero else None
+
+
+def check(settings: TrainSettings) -> list[str]:
+    """Return what is wrong with settings, model and first records, as `name: Expected ..., got ...`.
+
+    Raises:
+        MissingDependency: A package is not installed.
+    """
+    return check_training(settings) if settings.data else _problems_of_model(settings)
 
 
 @contextmanager
@@ -115,6 +135,38 @@ def _assumed_cluster(num_nodes: int) -> Iterator[None]:
     finally:
         for name in added:
             del os.environ[name]
+
+
+def _problems_of_model(settings: TrainSettings) -> list[str]:
+    """Return what is wrong with the settings and the model; no tokenizer and no data are asked for."""
+    problems = [one for one in settings.problems() if not one.startswith("data:")]
+    return [*problems, *model_problems(settings.model_settings())]
+
+
+def _report_of_model(command: str, settings: TrainSettings) -> PlanReport:
+    problems = _problems_of_model(settings)
+    machine, found = find_machine(settings, TrainingFolder(settings.out.expanduser()))
+    if machine is None or problems:
+        raise refused(command, [*problems, *found])
+    sizes = count_sizes(settings.model_settings())
+    world_size = machine.strategy.world_size
+    shares = memory_shares(machine.strategy, world_size, int(settings.trainer.get("num_nodes", 1)))
+    text = f"work: about {(6 * sizes.trained + 4 * sizes.frozen) / 1e9:,.1f} GFLOPs per token"
+    if command == "pretrain":
+        tokens = chinchilla_tokens(sizes.trained)
+        text += f"; {tokens / 1e9:,.0f} billion tokens are compute-optimal for a model of this size"
+    return PlanReport(
+        command=command,
+        out=str(settings.out),
+        continues=False,
+        strategy=type(machine.strategy).__name__,
+        processes=world_size,
+        steps=None,
+        sizes=sizes,
+        memory=plan_memory(settings, sizes, shares),
+        data={},
+        text=text,
+    )
 
 
 def _report(prepared: Prepared) -> PlanReport:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +243,36 @@ class PretrainSettings(TrainSettings):
         return ModelSettings(**{**_shallow(super().model_settings()), "from_scratch": self.from_scratch})
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanFinetuneSettings(FinetuneSettings):
+    """Settings of `plan`: those of `finetune`; `data` and `out` may be left out.
+
+    Args:
+        data: Files or folders; without them, memory and work are computed from the model's configuration alone.
+        out: Folder of the run that is planned.
+    """
+
+    data: Any = ()
+    out: Path = field(default=Path("runs/planned"), metadata={"is_folder": True})
+
+    def model_settings(self) -> ModelSettings:
+        """Return the settings of the model; without data, its weights are not asked for."""
+        return replace(super().model_settings(), needs_weights=bool(self.data))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanPretrainSettings(PretrainSettings):
+    """Settings of `plan pretrain`: those of `pretrain`; `data` and `out` may be left out.
+
+    Args:
+        data: Files or folders; without them, memory and work are computed from the model's configuration alone.
+        out: Folder of the run that is planned.
+    """
+
+    data: Any = ()
+    out: Path = field(default=Path("runs/planned"), metadata={"is_folder": True})
+
+
 def plain_settings(settings: TrainSettings) -> dict[str, Any]:
     """Return settings as values that YAML can hold; paths are absolute."""
     found = {one.name: _plain(getattr(settings, one.name)) for one in fields(settings)}
@@ -300,5 +330,5 @@ def _shallow(settings: ModelSettings) -> dict[str, Any]:
     return {one.name: getattr(settings, one.name) for one in fields(settings)}
 
 
-for _cls in (TrainSettings, FinetuneSettings, PretrainSettings):
+for _cls in (TrainSettings, FinetuneSettings, PretrainSettings, PlanFinetuneSettings, PlanPretrainSettings):
     inherit_descriptions(_cls)

@@ -50,12 +50,12 @@ class Recipe:
         return _found(self.function)(settings)
 
 
-_CHECK = "train:check"
+_CHECK, _CHECK_PLAN = "train:check", "plan:check"
 RECIPES = {
     "tokenizer": Recipe("tokenizer:TokenizerSettings", "tokenizer:train_tokenizer", "train a tokenizer on texts"),
     "pretrain": Recipe("settings:PretrainSettings", "train:pretrain", "train a model from random values", _CHECK),
     "finetune": Recipe("settings:FinetuneSettings", "train:finetune", "train LoRA adapters, or all parameters", _CHECK),
-    "plan": Recipe("settings:FinetuneSettings", "plan:plan", "check a training, without a step", _CHECK),
+    "plan": Recipe("settings:PlanFinetuneSettings", "plan:plan", "check a training, without a step", _CHECK_PLAN),
     "chat": Recipe("inference.chat:ChatSettings", "inference.chat:chat", "talk to a model in the terminal"),
     "generate": Recipe("inference.generate:GenerateSettings", "inference.generate:generate", "continue a prompt"),
     "evaluate": Recipe(
@@ -63,7 +63,9 @@ RECIPES = {
     ),
     "export": Recipe("exporting.export:ExportSettings", "exporting.export:export", "write a Hugging Face folder"),
 }
-_PLAN_OF_PRETRAIN = Recipe("settings:PretrainSettings", "plan:plan", "check a pretraining, without a step", _CHECK)
+_PLAN_OF_PRETRAIN = Recipe(
+    "settings:PlanPretrainSettings", "plan:plan", "check a pretraining, without a step", _CHECK_PLAN
+)
 
 
 def recipe(arguments: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from ...errors import ConfigError, MissingDependency, nearest
 from ..loss import find_router_loss
 from .adapters import add_adapters
 from .fingerprint import check_weight_files
-from .settings import DTYPES, QUANTIZATIONS, LoraSettings, ModelSettings
+from .settings import CONFIGS, DTYPES, QUANTIZATIONS, LoraSettings, ModelSettings, shipped_names
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -106,19 +106,23 @@ def unreadable(settings: ModelSettings, error: Exception) -> ConfigError:
 
 
 def _path_problems(settings: ModelSettings) -> Iterator[str]:
-    path = Path(settings.model).expanduser()
+    path = settings.path
     if not path.exists():
         if not settings.allow_download:
-            yield f"model: Expected an existing path, got {settings.model}; allow_download is false."
+            near = nearest(str(settings.model), shipped_names())
+            yield f"model: Expected an existing path, got {settings.model}{near}; allow_download is false."
         return
     config = path if path.is_file() else path / "config.json"
-    if path.is_file() and not settings.from_scratch:
+    reads_weights = settings.needs_weights and not settings.from_scratch
+    if path.parent == CONFIGS and reads_weights:
+        yield f"model: Expected a folder with weights, got the name {settings.model}, a configuration without weights."
+    elif path.is_file() and reads_weights:
         yield f"model: Expected a folder with weights, got the file {path}; a config.json is for from_scratch."
     elif not config.is_file():
         yield f"model: Expected a folder with config.json, got {path}{_instead(path)}."
     else:
         yield from _config_problems(settings, config)
-        if not settings.from_scratch:
+        if reads_weights:
             try:
                 check_weight_files(path)
             except ConfigError as error:

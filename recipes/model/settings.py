@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+CONFIGS = Path(__file__).parent / "configs"  # NAME.json: configurations that need no download
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZATIONS = ("nf4",)
 
@@ -35,7 +36,8 @@ class ModelSettings:
     """What model a recipe trains.
 
     Args:
-        model: Hugging Face folder with weights; with `from_scratch`, a config.json or a folder with one.
+        model: Hugging Face folder with weights; with `from_scratch`, a config.json, a folder with one, or one of
+            `shipped_names`.
         from_scratch: Whether initial values are random, drawn by `seed`.
         lora: Settings of adapters; None trains all parameters.
         quantize: "nf4" for a base of 4 bits; None for none.
@@ -47,6 +49,7 @@ class ModelSettings:
         trust_remote_code: Whether code in the folder may run.
         allow_download: Whether `model` may be the name of a model on the hub.
         seed: Seed of random initial values, those of adapters as well.
+        needs_weights: Whether a folder without weights is refused; sizes need its configuration only.
     """
 
     model: Path
@@ -59,9 +62,21 @@ class ModelSettings:
     trust_remote_code: bool = False
     allow_download: bool = False
     seed: int = 0
+    needs_weights: bool = True
 
     @property
     def location(self) -> str:
         """The path, with the home folder filled in; or the name on the hub."""
+        return str(self.model) if self.allow_download and not self.path.exists() else str(self.path)
+
+    @property
+    def path(self) -> Path:
+        """The path, with the home folder filled in; of a shipped configuration where there is nothing."""
         path = Path(self.model).expanduser()
-        return str(self.model) if self.allow_download and not path.exists() else str(path)
+        shipped = CONFIGS / f"{str(self.model).lower()}.json"
+        return shipped if not path.exists() and str(self.model).lower() in shipped_names() else path
+
+
+def shipped_names() -> list[str]:
+    """Return the models whose configurations come with the package, without weights or tokenizer."""
+    return sorted(path.stem for path in CONFIGS.glob("*.json"))

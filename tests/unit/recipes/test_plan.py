@@ -14,10 +14,11 @@ from recipe_runs import make_inputs, settings
 import loopwright as lw
 from loopwright.errors import ConfigError
 from loopwright.recipes import train
-from loopwright.recipes.model.settings import LoraSettings
+from loopwright.recipes.memory import count_sizes
+from loopwright.recipes.model.settings import LoraSettings, ModelSettings, shipped_names
 from loopwright.recipes.plan import plan
 from loopwright.recipes.run_folder import TrainingFolder
-from loopwright.recipes.settings import FinetuneSettings
+from loopwright.recipes.settings import FinetuneSettings, PlanFinetuneSettings, PlanPretrainSettings
 from loopwright.recipes.train import finetune
 
 # Any in this file: settings, and arguments of hooks.
@@ -131,3 +132,43 @@ def test_a_plan_of_sixteen_bits_says_so(inputs: Path, tmp_path: Path) -> None:
     assert 2 * short.memory.state == usual.memory.state
     assert "(P trained parameters of 16 bits; in float32 16 P)" in short.describe()
     assert "(16 P; P: trained parameters, in float32)" in usual.describe()
+
+
+# What the models' publications and hubs name.
+PARAMETERS = {
+    "tinyllama-1.1b": 1_100_048_384,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+}
+
+
+def test_a_model_by_name_needs_no_files(tmp_path: Path) -> None:
+    assert set(shipped_names()) == set(PARAMETERS)
+    for name, count in PARAMETERS.items():
+        assert count_sizes(ModelSettings(Path(name), from_scratch=True)).trained == count
+
+
+def test_a_plan_without_data_is_that_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = plan(PlanPretrainSettings(model=Path("TinyLlama-1.1B"), max_length=64, devices=1))
+    assert one is not None
+    assert one.memory.state == 16 * PARAMETERS["tinyllama-1.1b"]
+    assert "6.6 GFLOPs per token; 22 billion tokens" in one.describe()
+    assert one.as_dict()["steps"] is None
+    eight = plan(PlanPretrainSettings(model=Path("tinyllama-1.1b"), max_length=64, devices=8, strategy="fsdp"))
+    assert eight is not None
+    assert eight.memory.state == one.memory.state / 8
+    adapters = plan(PlanFinetuneSettings(model=Path("tinyllama-1.1b"), max_length=64, devices=1))
+    assert adapters is not None
+    assert (adapters.sizes.frozen, adapters.sizes.trained) == (PARAMETERS["tinyllama-1.1b"], 12_615_680)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_without_weights_is_refused_where_they_are_needed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="llama-2-7b, a configuration without weights"):
+        finetune(FinetuneSettings(data="none.jsonl", model=Path("llama-2-7b"), out=tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"got llama-2-7 \(did you mean 'llama-2-7b'\?\)"):
+        plan(PlanFinetuneSettings(model=Path("llama-2-7")))

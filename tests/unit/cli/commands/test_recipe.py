@@ -111,7 +111,7 @@ def test_a_printed_configuration_is_one_that_gives_the_same(capsys: pytest.Captu
 def test_all_problems_of_settings_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     text = refused(
         capsys, "finetune", "model=base", "data=x", "max_lenght=3", "micro_batch=two", "lora.rank=3", "epochs=0",
-        "resume=maybe", "warmup=7",
+        "resume=maybe", "warmup=1.5",
     )  # fmt: skip
     for part in (
         "max_lenght (command line): unknown setting (did you mean 'max_length'?)",
@@ -120,12 +120,12 @@ def test_all_problems_of_settings_are_named(capsys: pytest.CaptureFixture[str]) 
         "out: required",
     ):
         assert part in text
-    text = refused(capsys, "finetune", *GIVEN, "max_lenght=3", "epochs=0", "resume=maybe", "warmup=7")
+    text = refused(capsys, "finetune", *GIVEN, "max_lenght=3", "epochs=0", "resume=maybe", "warmup=1.5")
     for part in (
         "max_lenght",
         "epochs: Expected at least 1, got 0",
         "resume: Expected one of",
-        "warmup: Expected a share",
+        "warmup: Expected a whole number of steps, or a share",
     ):
         assert part in text
 
