@@ -89,7 +89,8 @@ def test_a_plan_makes_the_optimizer(inputs: Path, tmp_path: Path) -> None:
     groups = {"matrices": {"optimizer": "Muon", "learning_rate": 0.02}}
     with pytest.raises(ConfigError, match="groups: Expected AdamW or the like with DeepSpeed"):
         plan(settings(inputs, tmp_path / "run", method="full", groups=groups, strategy="deepspeed_stage_2"))
-    chosen = settings(inputs, tmp_path / "run", method="full", groups=groups, steps=1)
+    groups = {"embeddings": {"learning_rate": 1e-5}}
+    chosen = settings(inputs, tmp_path / "run", method="full", optimizer="Muon", groups=groups, steps=1)
     planned = plan(chosen)
     assert planned is not None
     assert "as for AdamW" in planned.describe()
