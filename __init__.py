@@ -107,6 +107,7 @@ if TYPE_CHECKING:
     from .planning.planner import plan as plan
     from .precision import BitsandbytesPrecision as BitsandbytesPrecision
     from .precision import DoublePrecision as DoublePrecision
+    from .precision import Float8Precision as Float8Precision
     from .precision import HalfPrecision as HalfPrecision
     from .precision import MixedPrecision as MixedPrecision
     from .precision import Precision as Precision
@@ -185,6 +186,7 @@ _HOME = {
     "EarlyStoppingReason": "callbacks",
     "Fabric": "fabric",
     "GradientAccumulationScheduler": "callbacks",
+    "Float8Precision": "precision",
     "HalfPrecision": "precision",
     "JSONLinesLogger": "loggers",
     "KubeflowEnvironment": "fabric",

@@ -17,7 +17,7 @@ from ..strategies.optional import MakesPrecision
 if TYPE_CHECKING:
     from ..protocols import CheckpointPlugin, Cluster
 
-PRECISIONS = ("32-true", "64-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed")
+PRECISIONS = ("32-true", "64-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed", "float8")
 _PRECISION_ALIASES: dict[object, str] = {
     64: "64-true",
     32: "32-true",
@@ -360,4 +360,8 @@ def choose_precision(
         return HalfPrecision(name)
     if name in ("16-mixed", "bf16-mixed"):
         return MixedPrecision(name, device_type)
+    if name == "float8":
+        from ..precision import Float8Precision
+
+        return Float8Precision(device_type)
     return Precision()

@@ -153,6 +153,12 @@ _CANNOT_WORK = (
         "pass strategy='ddp' or 'auto'. For 4-bit models with fsdp, see loopwright recipe finetune with quantize=nf4.",
     ),
     _Row(
+        "precision=float8",
+        "tensor parallelism",
+        "precision='float8' cannot be used with strategy={strategy!r}, which splits the weights of layers.",
+        "pass precision='bf16-mixed', or a strategy without tp, such as 'fsdp'.",
+    ),
+    _Row(
         "notebook",
         "script launcher",
         "strategy={strategy!r} cannot start processes in a notebook.",
@@ -402,6 +408,7 @@ def _facts(
         "packed weights": precision in _PACKED,
         "strategy that changes weights": strategy is not None
         and (strategy.traits.shards_parameters or not strategy.traits.keeps_packed_weights),
+        "tensor parallelism": strategy is not None and "tp" in strategy.traits.model_axes,
         "num_nodes>1": num_nodes > 1,
         "devices>1": num_devices > 1,
         "torchrun": "TORCHELASTIC_RUN_ID" in environment.variables and world_size.isdecimal() and int(world_size) > 1,

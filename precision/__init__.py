@@ -13,6 +13,7 @@ from .mixed import MixedPrecision
 
 if TYPE_CHECKING:
     from .double import DoublePrecision
+    from .float8 import Float8Precision as Float8Precision
     from .formats import FORMATS as FORMATS
     from .formats import FormatCheck as FormatCheck
     from .formats import NumberFormat as NumberFormat
@@ -25,6 +26,7 @@ __all__ = [
     "FORMATS",
     "BitsandbytesPrecision",
     "DoublePrecision",
+    "Float8Precision",
     "FormatCheck",
     "HalfPrecision",
     "MixedPrecision",
@@ -41,6 +43,7 @@ __getattr__, __dir__ = attach(
         "BitsandbytesPrecision": "quantized",
         "DoublePrecision": "double",
         "FORMATS": "formats",
+        "Float8Precision": "float8",
         "FormatCheck": "formats",
         "HalfPrecision": "half",
         "NumberFormat": "formats",

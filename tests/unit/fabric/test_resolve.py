@@ -11,7 +11,7 @@ import torch
 
 from loopwright.accelerators import ACCELERATOR_REGISTRY, Accelerator, CPUAccelerator
 from loopwright.accelerators.base import parse_device_indices
-from loopwright.errors import ConfigError
+from loopwright.errors import ConfigError, MissingDependency
 from loopwright.fabric import Environment, LocalEnvironment, Parts, join_errors, resolve
 from loopwright.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from loopwright.strategies import STRATEGY_REGISTRY, ParallelStrategy, SingleDeviceStrategy, Strategy
@@ -447,3 +447,9 @@ def test_a_module_that_another_thread_is_importing_counts_as_absent(name: str, m
     assert isinstance(resolve(accelerator="cpu").strategy, SingleDeviceStrategy)
     assert not is_sharded(torch.ones(1))
     assert not is_runtime_started()
+
+
+def test_float8_without_torchao_names_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(MissingDependency, match=r"loopwright\[float8\]"):
+        resolve(accelerator="cpu", precision="float8")
