@@ -1,4 +1,4 @@
-"""`lw.optim`: torch's optimizers, fused where the device has a fused implementation."""
+"""`lw.optim`: torch's optimizers, fused where the device has a fused implementation, and parameter groups by rules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from .fused import adamw as adamw
     from .fused import can_fuse as can_fuse
     from .fused import sgd as sgd
+    from .groups import group_parameters as group_parameters
 
-__all__ = ["adam", "adamw", "can_fuse", "sgd"]
+__all__ = ["adam", "adamw", "can_fuse", "group_parameters", "sgd"]
 
-__getattr__, __dir__ = attach(__name__, {"adam": "fused", "adamw": "fused", "can_fuse": "fused", "sgd": "fused"})
+__getattr__, __dir__ = attach(
+    __name__, {"adam": "fused", "adamw": "fused", "can_fuse": "fused", "group_parameters": "groups", "sgd": "fused"}
+)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..errors import ConfigError, nearest
 from ..lazy import is_core
-from ..optim import adamw
+from ..optim import adamw, group_parameters
 from ..schedules import SCHEDULES
 from ..settings.names import ClassProblem, find_maker
 
@@ -130,43 +131,36 @@ def make_optimizers(settings: OptimizerSettings, module: nn.Module) -> list[Opti
         scaled = {**node, "init_args": {"adjust_lr_fn": "match_rms_adamw", **(node.get("init_args") or {})}}
         groups = {**settings.groups, "matrices": {"optimizer": scaled, **settings.groups.get("matrices", {})}}
         settings = replace(settings, optimizer=None, groups=groups)
-    trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
     if settings.groups:
-        return _make_by_kind(settings, module, trained)
-    matrices = [one for name, one in trained if _decays(name, one)]
-    vectors = [one for name, one in trained if not _decays(name, one)]
-    groups_of_all: list[dict[str, Any]] = [
-        {"params": some, "weight_decay": decay}
-        for some, decay in ((matrices, settings.weight_decay), (vectors, 0.0))
-        if some
-    ]
-    if settings.optimizer is not None:
-        arguments = dict(settings.optimizer.get("init_args") or {})
-        if "weight_decay" in arguments:
-            groups_of_all[0]["weight_decay"] = arguments["weight_decay"] if matrices else 0.0
+        return _make_by_kind(settings, module)
+    arguments = (settings.optimizer or {}).get("init_args") or {}
+    decay = arguments.get("weight_decay", settings.weight_decay)
+    groups_of_all = group_parameters(module, [(_decays, {"weight_decay": decay})], others={"weight_decay": 0.0})
     return [_make("optimizer", settings, settings.optimizer, groups_of_all)]
 
 
-def _make_by_kind(
-    settings: OptimizerSettings, module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]
-) -> list[Optimizer]:
+def _make_by_kind(settings: OptimizerSettings, module: nn.Module) -> list[Optimizer]:
     """Return an optimizer for each group that has one or arguments of its own, and one for the rest."""
     kinds = _kinds(module)
+    rules = [(partial(_is_kind, kinds, kind), {"name": kind}) for kind in PARAMETER_KINDS]
+    groups = {group["name"]: group for group in group_parameters(module, rules)}
     made, rest = [], []
     for kind in PARAMETER_KINDS:
         options = dict(settings.groups.get(kind, {}))
-        found = [one for name, one in trained if (kinds.get(name) or _kind_of(name, one)) == kind]
-        if not found and options:
+        group = groups.get(kind)
+        if group is None and options:
             raise ConfigError(
                 f"groups.{kind}: Expected trained parameters of this kind, got none.",
                 fix="leave the group out; a head that is tied to the embedding belongs to embeddings.",
             )
         node, rate = options.pop("optimizer", None), options.pop("learning_rate", None)
         decay = options.pop("weight_decay", 0.0 if kind == "vectors" else settings.weight_decay)
-        group = {"params": found, "weight_decay": decay, "name": kind, **({} if rate is None else {"lr": rate})}
-        if found and (node is not None or options):
+        if group is None:
+            continue
+        group.update(weight_decay=decay, **({} if rate is None else {"lr": rate}))
+        if node is not None or options:
             made.append(_make(f"groups.{kind}", settings, node or settings.optimizer, [group], options))
-        elif found:
+        else:
             rest.append(group)
     return [*made, _make("optimizer", settings, settings.optimizer, rest)] if rest else made
 
@@ -215,6 +209,10 @@ def _kinds(module: nn.Module) -> dict[str, str]:
         if kind is not None:
             kinds.update({f"{name}.{part}": kind for part, value in one.named_parameters() if _dims(value) > 1})
     return kinds
+
+
+def _is_kind(kinds: Mapping[str, str], kind: str, name: str, parameter: nn.Parameter) -> bool:
+    return (kinds.get(name) or _kind_of(name, parameter)) == kind
 
 
 def _kind_of(name: str, parameter: nn.Parameter) -> str:

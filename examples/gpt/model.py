@@ -112,9 +112,8 @@ class GPT(lw.Module):
 
     def configure_optimizers(self) -> dict[str, Any]:
         # Weight decay only for matrices, not for gains and biases.
-        matrices = [p for p in self.parameters() if p.ndim == 2]
-        vectors = [p for p in self.parameters() if p.ndim != 2]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        rules = [(lambda name, parameter: parameter.ndim == 2, {"weight_decay": 0.1})]
+        groups = lw.optim.group_parameters(self, rules, others={"weight_decay": 0.0})
         optimizer = lw.optim.adamw(groups, lr=self.lr, betas=(0.9, 0.95))
         total_steps = self.trainer.estimated_stepping_batches
         schedule = lw.schedules.cosine(optimizer, total_steps, warmup=self.warmup_steps, min_lr_ratio=0.1)
