@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import nearest
 from ..strategies.constructors import inherit_descriptions
 from .class_node import class_node
+from .data.named import named_data
 from .data.settings import DataSettings
 from .model.loading import LoraSettings, ModelSettings
 from .module import OptimizerSettings
@@ -76,7 +77,8 @@ class TrainSettings(DataSettings):
         resume: "auto" continues the run in `out` if the settings that change its training are equal; "force" also
             with others.
         trust_remote_code: Whether code in the model's folder may run.
-        allow_download: Whether a model that is not a folder may be downloaded from the hub.
+        allow_download: Whether a model that is not a folder, and data sets by name (alpaca, alpaca2k, tinystories,
+            slimpajama, redpajama), may be downloaded from the hub.
     """
 
     model: Path = field(metadata={"is_folder": True})
@@ -170,6 +172,9 @@ class TrainSettings(DataSettings):
             yield "val_every: Expected val_data or val_fraction beside it, got neither."
         if self.global_batch != "auto" and (not isinstance(self.global_batch, int) or self.global_batch < 1):
             yield f"global_batch: Expected auto or a number of at least 1, got {self.global_batch!r}."
+        if not self.allow_download:
+            for name, hub in {**named_data(self.data), **named_data(self.val_data)}.items():
+                yield f"data: Expected a path, got the name {name} of {hub.repository}; allow_download is false."
         if self.resume not in RESUMES:
             yield f"resume: Expected one of {', '.join(RESUMES)}, got {self.resume!r}{nearest(self.resume, RESUMES)}."
         if self.chunk_tokens is not None and self.chunk_tokens < 0:

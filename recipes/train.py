@@ -18,6 +18,7 @@ from ..messages import counted
 from ..strategies import DeepSpeedStrategy
 from ..strategies.optional import memory_shares
 from .data import DataReport, DataSettings, RecipeData
+from .data.named import download, named_data
 from .exporting.export import export_run
 from .memory import count_sizes, plan_memory
 from .meter import Meter
@@ -261,7 +262,13 @@ def _prepare(command: str, settings: TrainSettings, *, is_trial: bool = False) -
         problems += [problem] if problem else []
     if not problems:
         problems += _optimizer_problems(settings, machine)
-    data = None if tokenizer is None else RecipeData(settings.data_settings(), tokenizer, run.cache)
+    data, needs_download = None, False
+    if tokenizer is not None:
+        chosen = settings.data_settings()
+        needs_download = bool(named_data(chosen.data) or named_data(chosen.val_data))
+        if needs_download and not problems:
+            chosen, needs_download = download(chosen), False
+        data = RecipeData(chosen, tokenizer, run.cache)
     meter, trainer = None, None
     if machine is not None and data is not None:
         make_plan = functools.partial(_plan, settings, data, machine, accumulate)
@@ -269,7 +276,7 @@ def _prepare(command: str, settings: TrainSettings, *, is_trial: bool = False) -
         trainer, found = make_trainer(settings, run, [meter], accumulate=max(1, accumulate))
         problems += found
     is_first = trainer is None or trainer.is_global_zero
-    if data is not None and is_first and not list(run.problems()):
+    if data is not None and is_first and not list(run.problems()) and not needs_download:
         if problems or is_trial:  # a mistake in a setting is named before an hour of tokenizing
             problems += data.first_problems()
         else:

@@ -107,7 +107,8 @@ class DataSettings:
             yield from _source_problems(name, getattr(self, name))
 
 
-def _listed(data: SourceLike | Sequence[SourceLike]) -> list[SourceLike]:
+def listed(data: SourceLike | Sequence[SourceLike]) -> list[SourceLike]:
+    """Return the sources as a list."""
     return [data] if isinstance(data, str | Path | Mapping) else list(data)
 
 
@@ -116,16 +117,16 @@ def _sources(data: SourceLike | Sequence[SourceLike]) -> list[DataSource]:
         DataSource(Path(one["path"]).expanduser(), float(one.get("weight", 1.0)))
         if isinstance(one, Mapping)
         else DataSource(Path(one).expanduser())
-        for one in _listed(data)
+        for one in listed(data)
     ]
 
 
 def _source_problems(name: str, data: SourceLike | Sequence[SourceLike] | None) -> Iterator[str]:
     if data is None:
         return
-    if not _listed(data):
+    if not listed(data):
         yield f"{name}: Expected at least one path, got an empty list."
-    for one in _listed(data):
+    for one in listed(data):
         if not isinstance(one, Mapping):
             continue
         unknown = set(one) - {"path", "weight"}
