@@ -189,6 +189,7 @@ def _put_back_module(trainer: Trainer, module: nn.Module, result: StateDict, dat
     strategy = trainer.strategy
     if not weights.keys() <= Strategy.module_state_dict(strategy, module).keys():
         _build(trainer, module)
+    module = trainer.fabric.precision.convert_module(module)  # which may add entries: the scales of packed weights
     # Read from the module itself: the strategy's methods need its wrapper, which exists only in the other processes.
     own = Strategy.module_state_dict(strategy, module)
     only_there = [name for name in weights if name not in own]
@@ -200,7 +201,7 @@ def _put_back_module(trainer: Trainer, module: nn.Module, result: StateDict, dat
             fix="build all layers in __init__ or configure_model, which runs here as well (setup() and other hooks do "
             "not); trainer.save_checkpoint(path) writes what was trained.",
         )
-    Strategy.load_module_state_dict(strategy, trainer.fabric.precision.convert_module(module), weights)
+    Strategy.load_module_state_dict(strategy, module, weights)
     for name, value in content["buffers"].items():
         path, _, short = name.rpartition(".")
         owner = module.get_submodule(path)

@@ -115,7 +115,8 @@ _HOMES = {
 _ABSENT = {
     "its loops are not classes here: trainer/loop/ has functions of a "
     "run": "AbstractClosure Closure ClosureResult ManualResult OutputResult check_finite_loss prepare_for_backward",
-    "quantized and fp8 layers are their libraries' own; convert the module in configure_model":
+    "it differs in what is cast; pass lw.BitsandbytesPrecision or precision='float8', or convert the module in "
+    "configure_model":
     "BitsandbytesPrecision BitsandbytesPrecisionPlugin TransformerEnginePrecision TransformerEnginePrecisionPlugin "
     "TPUBf16Precision TPUBf16PrecisionPlugin XLABf16Precision XLABf16PrecisionPlugin LightningDoublePrecisionModule",
     "Habana's devices are not supported": "HPUAccelerator HPUCheckpointIO HPUParallelStrategy HPUPrecisionPlugin "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,27 @@ def test_ranks_train_what_one_process_trains_and_other_weights_are_refused() -> 
     torch.testing.assert_close(first, module.head.weight.detach(), rtol=1e-6, atol=1e-7)  # a mean of two means
     for refusal in run_ranks(_train, 2, [0, 1], connect=False):
         assert "other ones on rank 1" in refusal
+
+
+def _fit_in_forks(rank: int, size: int, folder: str) -> Any:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    module = Net()
+    trainer = lw.Trainer(
+        max_epochs=1, plugins=[precision("nf4-dq", torch.float32)], default_root_dir=folder, accelerator="cpu",
+        devices=2, strategy="ddp_fork", logger=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, data())
+    return module.state_dict(), {one.dtype for one in module.body.parameters()}
+
+
+def test_what_other_processes_trained_is_put_back(tmp_path: Path) -> None:
+    ((state, dtypes),) = run_ranks(_fit_in_forks, 1, str(tmp_path), connect=False)
+    start = precision("nf4-dq", torch.float32).convert_module(Net()).state_dict()
+    assert state.keys() == start.keys()
+    assert torch.equal(state["body.0.weight"], start["body.0.weight"])
+    assert not torch.equal(state["head.weight"], start["head.weight"])
+    assert torch.uint8 in dtypes
 
 
 def test_what_cannot_work_is_refused_by_name() -> None:
