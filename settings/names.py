@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 import typing
@@ -165,6 +166,9 @@ def find_class(name: str, base: type[Any] | tuple[type[object], ...], trust: Tru
     ]
     # The program's own classes come first, then those that a program for Lightning sees under its names.
     own = [one for one in matches if one.__module__ == "__main__"] or [one for one in matches if _is_served(one)]
+    usual = [one for one in matches if one.__module__.startswith("torch.") or not _is_installed(one)]
+    if not own and not usual and (of_package := _of_package(name, bases)) is not None:
+        return of_package if trust is None else trust.check(of_package, bases, name)
     own = own or _without_other_libraries(matches)
     if len(own) == 1:
         return own[0] if trust is None else trust.check(own[0], bases, name)
@@ -174,6 +178,32 @@ def find_class(name: str, base: type[Any] | tuple[type[object], ...], trust: Tru
     near = get_close_matches(name, [*(one.__name__ for one in known), *known_makers(bases)], n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ClassProblem(f"no {shown} is called {name!r}{hint}; write package.module.Class for your own class")
+
+
+# Names of optimizers of other packages, folded as in `find_class`. They mean the same classes
+# whatever else is imported, unless the program or torch has a class of the name.
+_OPTIMIZERS = {
+    **{one.lower(): f"pytorch_optimizer.{one}" for one in ("AdEMAMix", "Lamb", "LARS", "Lion", "Prodigy", "SOAP")},
+    **{f"{one.lower()}schedulefree": f"schedulefree.{one}ScheduleFree" for one in ("AdamW", "RAdam", "SGD")},
+    **{one.lower(): f"bitsandbytes.optim.{one}" for one in ("Adam8bit", "AdamW8bit", "Lion8bit", "PagedAdamW8bit")},
+    **{one.lower(): f"torchao.optim.{one}" for one in ("AdamW4bit", "AdamWFp8")},
+}
+
+
+def _of_package(name: str, bases: tuple[type[object], ...]) -> type[object] | None:
+    """Return the optimizer of another package that a name without a path means; None for other names.
+
+    Raises:
+        ClassProblem: The package is not installed.
+    """
+    path = _OPTIMIZERS.get(_folded(name)) if any(base.__name__ == "Optimizer" for base in bases) else None
+    if path is None:
+        return None
+    package = path.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        raise ClassProblem(f"{name} is {path}, and {package} is not installed: pip install {package}")
+    found: type[object] = import_object(path)
+    return found
 
 
 def find_maker(name: str, base: type[Any], trust: Trust | None = None) -> Callable[..., object]:

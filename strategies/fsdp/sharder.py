@@ -37,6 +37,25 @@ _NEEDS_FULL = {
     "ZeroRedundancyOptimizer": "it shards the optimizer state itself",
     "PostLocalSGDOptimizer": "it averages full parameters",
 }
+# The same for classes of a package, by its name.
+_OF_PACKAGES = {
+    "bitsandbytes": dict.fromkeys(
+        ("AdamW8bit", "Adam8bit", "PagedAdamW8bit", "PagedAdam8bit", "Lion8bit", "PagedLion8bit", "LAMB", "LAMB8bit",
+         "LARS", "LARS8bit", "AdamW", "Adam", "Lion", "SGD", "SGD8bit", "AdEMAMix", "AdEMAMix8bit"),
+        "its kernels take no sharded tensors (torchao.optim.AdamW8bit does)",
+    ),
+    "pytorch_optimizer": {
+        "LARS": "it copies lists of full tensors",
+        "Lamb": "it changes norms over a full parameter in place",
+        "SOAP": "it keeps full matrices of statistics",
+    },
+}  # fmt: skip
+
+
+def _why_full(kind: type[Optimizer]) -> str | None:
+    """Return why an optimizer needs full parameters; None if it does not, or if it is not known."""
+    of_package = _OF_PACKAGES.get(kind.__module__.partition(".")[0], _NEEDS_FULL)
+    return of_package.get(kind.__name__)
 
 
 class Sharder:
@@ -185,10 +204,10 @@ class Sharder:
             ConfigError: It needs full parameters.
             ModuleError: It has state for a parameter that was replaced and that does not fit the sharded one.
         """
-        name = type(optimizer).__name__
-        if name in _NEEDS_FULL:
+        reason = _why_full(type(optimizer))
+        if reason is not None:
             raise ConfigError(
-                f"{name} cannot be used with {type(self._strategy).__name__}: {_NEEDS_FULL[name]}.",
+                f"{type(optimizer).__name__} cannot be used with {type(self._strategy).__name__}: {reason}.",
                 fix="use an optimizer that computes element by element, such as AdamW or SGD; or strategy='ddp'.",
             )
         for group in optimizer.param_groups:
