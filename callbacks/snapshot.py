@@ -133,6 +133,17 @@ class Snapshot(Checkpoint):
         newest = max((one.step for one in self._lw_memory.node.copies(self._lw_memory.folder)), default=-1)
         return newest if newest > self._lw_last(trainer, self._lw_memory) else -1
 
+    def return_to(self, trainer: Trainer, path: str, step: int) -> None:
+        """Leave out the copies of later steps: the run returns to a checkpoint or copy. On every rank."""
+        memory = self._lw_memory
+        if memory is None:
+            return
+        self._lw_finish()
+        copy = _NAME.fullmatch(Path(path).name)
+        memory.last = int(copy[3]) if copy else step
+        place = _place_of(trainer)
+        _, memory.start = from_rank_zero(trainer, lambda: _write_start(place, _read_run(place), step, memory.last))
+
     # --- a run -----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
@@ -330,12 +341,12 @@ class _Memory(TorchCheckpointIO):
 
     def __init__(self, node: _Node, folder: Path, start: str, keep: int, *, last: int) -> None:
         self.node, self.folder, self.last = node, folder, last
-        self._start, self._keep = start, keep
+        self.start, self._keep = start, keep
         self._group: dist.ProcessGroup | None = None
 
     def path_of(self, step: int, last: int) -> Path:
         """Return the path of a copy."""
-        return self.folder / self.node.name / f"step={step}-{self._start}-{last}.ckpt"
+        return self.folder / self.node.name / f"step={step}-{self.start}-{last}.ckpt"
 
     def connect(self) -> None:
         """Connect the ranks of the node, on each: their threads write shards together, beside the training's group."""
@@ -357,7 +368,7 @@ class _Memory(TorchCheckpointIO):
 
     def _trim(self, keep: int) -> None:
         copies = self.node.copies(self.folder)
-        for one in sorted(copies, key=lambda one: (one.start == self._start, one.step))[:-keep]:
+        for one in sorted(copies, key=lambda one: (one.start == self.start, one.step))[:-keep]:
             _remove(one.path)
 
 

@@ -503,6 +503,11 @@ class Lifecycle:
             hook(*args)
         self._metrics.close_table(name)
 
+    def leave_events(self) -> None:
+        """Forget events that an exception has left: their remaining listeners are not called at a later save."""
+        self._running.event = None
+        self._metrics.table = self._metrics.nowhere
+
     def pending_checkpoints(self) -> dict[str, object] | None:
         """Return the running event and the state keys of the checkpoint callbacks that were not called yet."""
         if self._running.event is None:

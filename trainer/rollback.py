@@ -9,18 +9,24 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from ..callbacks import ModelCheckpoint
+from ..callbacks import ModelCheckpoint, Snapshot
 from ..callbacks.base import from_rank_zero
-from ..callbacks.model_checkpoint.files import exists, find_checkpoints, modified_ns, newest_first, step_in
+from ..callbacks.model_checkpoint.files import (
+    exists,
+    find_checkpoints,
+    modified_ns,
+    newest_first,
+    same_file,
+    set_aside,
+    step_in,
+)
 from ..data.rng import capture_rng, restore_rng
 from ..errors import ConfigError
 from ..files import replace_file
-from ..remote import local_dir
 from .checkpointing import snapshot
-from .checkpointing.locate import newer_in_memory, newest_intact
+from .checkpointing.locate import newer_in_memory, newest_intact, rollbacks_file
 from .loop.fit_loop import Rewind
 from .loop.schedule import step_due_schedules
 from .replica_groups.healing import restore
@@ -43,15 +49,17 @@ class LeftOutBatches:
     Attributes:
         path: The file.
         entries: One for each rollback of this training, the oldest first, as in the file.
+        listeners: Callbacks by name, and what they call after a return to where they had rolled back to.
     """
 
     def __init__(self, trainer: Trainer, run: FitRun) -> None:
-        self.path = Path(local_dir(trainer.default_root_dir)) / "rollbacks.json"
+        self.path = rollbacks_file(trainer)
         self.reading = _reading(run)
         # A run that begins at its first batch is another training, perhaps of other data.
         self._continues = trainer.ckpt_path is not None or run.progress.total_batches > 0
         self.entries: list[StateDict] = from_rank_zero(trainer, self._read) if self._continues else []
-        self._before = from_rank_zero(trainer, lambda: {path: modified_ns(path) for path in _written(trainer)})
+        self._before = from_rank_zero(trainer, lambda: {path: modified_ns(path) for path in _all_files(trainer)})
+        self.listeners: list[tuple[str, Callable[[StateDict], None]]] = []
         for one in self._ahead(run):
             if one["reading"] != self.reading:
                 raise ConfigError(
@@ -69,6 +77,25 @@ class LeftOutBatches:
     def _ahead(self, run: FitRun) -> list[StateDict]:
         here = (run.progress.epochs, run.progress.batches_in_epoch)
         return [one for one in self.entries if one["left_out"] and (one["epoch"], one["batches"][1]) >= here]
+
+    def of(self, callback: str) -> list[StateDict]:
+        """Return the entries of a callback's rollbacks."""
+        return [one for one in self.entries if one["callback"] == callback]
+
+    def call(self, callback: str, then: Callable[[StateDict], None], step: int) -> None:
+        """Call a function with the last entry of a callback if the run is at the step to which that had gone back."""
+        last = next(reversed(self.of(callback)), None)
+        if last is not None and last["to_step"] == step:
+            then(last)
+
+    def abandoned(self, trainer: Trainer, path: str, step: int) -> dict[str, int]:
+        """Return checkpoints of this run after the one to return to, and their modification times. On rank 0."""
+        target = (step, modified_ns(path))
+        found = {one: modified_ns(one) for one in _all_files(trainer) if self.is_of_run(one)}
+        is_copy = path not in found  # in memory: what has its step may stay
+        after = {one: time for one, time in found.items()
+                 if (_step(one) > step if is_copy else (_step(one), time) > target)}  # fmt: skip
+        return {one: time for one, time in after.items() if not same_file(one, path)}
 
     def is_of_run(self, path: str) -> bool:
         """Whether this run has written the file. On rank 0."""
@@ -103,12 +130,14 @@ class LeftOutBatches:
         return train_or_leave_out
 
 
-def prepare(trainer: Trainer, then: Callable[[StateDict], None] | None = None) -> LeftOutBatches:
+def prepare(trainer: Trainer, callback: str, then: Callable[[StateDict], None] | None = None) -> LeftOutBatches:
     """Let the present fit roll back, and leave out what earlier runs of this training have left out. On every rank.
 
     Args:
         trainer: The Trainer, in fit.
-        then: See `request`; called here if the run resumes from a checkpoint to which an earlier one had gone back.
+        callback: Name of the callback that rolls back.
+        then: Called with the last entry of that callback when the run has returned to the checkpoint of the entry, also
+            if another callback has returned there, and now if the run has resumed from it.
 
     Raises:
         ConfigError: The run cannot return to a checkpoint, or its batches are not those of the file.
@@ -117,11 +146,12 @@ def prepare(trainer: Trainer, then: Callable[[StateDict], None] | None = None) -
     assert isinstance(run, FitRun), "it is called in fit"
     if run.left_out is None:
         _refuse(trainer, run)
-        left_out = run.left_out = LeftOutBatches(trainer, run)
-        last = left_out.entries[-1] if left_out.entries else None
-        if then is not None and last is not None and last["to_step"] == run.progress.steps:
-            then(last)
-    return _prepared(trainer)[1]
+        run.left_out = LeftOutBatches(trainer, run)
+    _, left_out = _prepared(trainer)
+    if then is not None:
+        left_out.listeners = [one for one in left_out.listeners if one[0] != callback] + [(callback, then)]
+        left_out.call(callback, then, run.progress.steps)
+    return left_out
 
 
 def _prepared(trainer: Trainer) -> tuple[FitRun, LeftOutBatches]:
@@ -159,27 +189,31 @@ def request(
     trainer: Trainer,
     checkpoint: tuple[str, int],
     *,
+    callback: str,
     batches: tuple[int, int, int],
     leaves_out: bool,
     reason: str,
     details: StateDict | None = None,
-    then: Callable[[StateDict], None] | None = None,
 ) -> NoReturn:
     """Go back to a checkpoint, by leaving the hook that calls this. On every rank, at a step boundary.
 
     Args:
         trainer: The Trainer, in fit.
         checkpoint: What `find` returned.
+        callback: Name of the callback, as in `prepare`.
         batches: The epoch, and the first and last batch in it that caused the rollback, as each rank counts them.
         leaves_out: Whether training continues without these batches.
         reason: For the log and the file.
         details: Further entries for the file, as JSON.
-        then: Called with the file's entry when the state is restored, before the next step.
     """
     run, left_out = _prepared(trainer)
     epoch, *span = batches
     path, step = checkpoint
+    for one in trainer.checkpoint_callbacks:
+        if isinstance(one, Snapshot):
+            one.return_to(trainer, path, step)
     entry: StateDict = {
+        "callback": callback,
         "epoch": epoch,
         "batches": span,
         "left_out": leaves_out,
@@ -188,32 +222,41 @@ def request(
         "checkpoint": path,
         "reason": reason,
         "reading": left_out.reading,
+        "abandoned": from_rank_zero(trainer, lambda: left_out.abandoned(trainer, path, step)),
         **(details or {}),
     }
     left_out.add(entry, writes=trainer.is_global_zero)
-    raise Rewind(lambda: _go_back(trainer, run, entry, then))
+    raise Rewind(lambda: _go_back(trainer, run, left_out, entry))
 
 
-def _go_back(
-    trainer: Trainer, run: FitRun, entry: StateDict, then: Callable[[StateDict], None] | None
-) -> Callable[[], None] | None:
+def _go_back(trainer: Trainer, run: FitRun, left_out: LeftOutBatches, entry: StateDict) -> Callable[[], None] | None:
     path = entry["checkpoint"]
+    renamed = from_rank_zero(trainer, lambda: set_aside(entry["abandoned"]))
     if trainer.is_global_zero:
         what = "left out" if entry["left_out"] else "trained on again"
         log.warning(
             "%s: back from step %d to step %d (%s); batches %s of epoch %d are %s",
             entry["reason"], entry["step"], entry["to_step"], path, entry["batches"], entry["epoch"], what,
         )  # fmt: skip
+        if renamed:
+            log.warning("checkpoints of the abandoned steps are renamed to %s", ", ".join(renamed))
     run.stream.close()
     run.metrics.table, run.metrics.waiting_since = run.metrics.nowhere, None
     run.watch.losses.clear()
     run.after_epoch.clear()
     run.validated, run.is_epoch_over, trainer.fit_loop.is_used_up = None, False, False
     content = snapshot.read(run.fabric, path, is_trusted=run.session.is_trusted)
+    run.output.settle()  # rows of abandoned steps would be written after the return
     snapshot.put_back_loggers(run.output, content.states.get("loggers", {}))
     put_back = restore(run, content, path)
-    if then is not None:
-        then(entry)
+    trainer._lw_saving.return_to(entry["to_step"], path)
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback.return_to(trainer, path)
+    for name, then in left_out.listeners:
+        left_out.call(name, then, run.progress.steps)
+    for restart in run.after_rollback:
+        restart()
     return put_back
 
 
@@ -240,8 +283,20 @@ def _reading(run: FitRun) -> str:
 
 def _written(trainer: Trainer) -> list[str]:
     """Return the checkpoints in the folders of the present callbacks, which a run can resume from. On rank 0."""
-    callbacks = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-    folders = {one.dirpath: one.FILE_EXTENSION for one in callbacks if one.dirpath and not one.save_weights_only}
+    return _in_folders([one for one in _model_checkpoints(trainer) if not one.save_weights_only])
+
+
+def _all_files(trainer: Trainer) -> list[str]:
+    """Return the checkpoints in the folders of the present callbacks, also of weights only. On rank 0."""
+    return _in_folders(_model_checkpoints(trainer))
+
+
+def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+
+
+def _in_folders(callbacks: list[ModelCheckpoint]) -> list[str]:
+    folders = {one.dirpath: one.FILE_EXTENSION for one in callbacks if one.dirpath}
     return [path for folder, extension in folders.items() for path in find_checkpoints([folder], extension)]
 
 

@@ -293,6 +293,7 @@ class FitRun(Run):
         unfinished: Actions that were due at the event of the resumed checkpoint (checkpointing/unfinished.py).
         after_epoch: Actions of callbacks after the epoch's end and its checkpoints.
         left_out: Batches on which this run does not train; None unless a callback may roll back.
+        after_rollback: Called after each rollback, when the state is restored.
     """
 
     session: FitView = field(init=False)
@@ -302,6 +303,7 @@ class FitRun(Run):
     unfinished: StateDict = field(default_factory=dict)
     after_epoch: list[Callable[[], None]] = field(default_factory=list)
     left_out: _LeavesOut | None = None
+    after_rollback: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def opened(self) -> BatchStream | None:
@@ -319,4 +321,6 @@ class FitRun(Run):
             del self.plan  # its functions hold the run
         del self.session
         self.after_epoch.clear()
+        self.after_rollback.clear()
+        self.left_out = None
         Run.release(self)

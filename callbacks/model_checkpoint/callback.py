@@ -309,6 +309,25 @@ class ModelCheckpoint(Checkpoint):
 
         return from_rank_zero(trainer, find)
 
+    def return_to(self, trainer: Trainer, path: str) -> None:
+        """Continue from a checkpoint within a fit, as a resumed run does. On every rank, when the state is loaded.
+
+        Args:
+            trainer: The Trainer, in fit.
+            path: The checkpoint; files of later steps are gone.
+        """
+        if self.dirpath is None or self._lw_is_inert(trainer):
+            return
+        self._lw_compare_folders(self.dirpath)
+        named, may_remove = trainer.ckpt_path, self._lw_may_remove_resumed
+        trainer.ckpt_path, self._lw_continues_last = path, True
+        try:
+            self._lw_begin_training(trainer)
+        finally:
+            trainer.ckpt_path, self._lw_may_remove_resumed = named, may_remove
+        state = self.checkpoint_state
+        state.forget(from_rank_zero(trainer, lambda: {one for one in state.files() if not files.exists(one)}))
+
     # --- hooks -----------------------------------------------------------------------------------------------------
 
     def forget_run(self) -> None:
@@ -349,6 +368,9 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Check the settings, remove leftovers of a killed run, and start the clock."""
+        self._lw_begin_training(trainer)
+
+    def _lw_begin_training(self, trainer: Trainer) -> None:
         self.saves_at_epoch_end = self._lw_resolve_at_epoch_end(trainer)
         self._lw_is_training = True
         self._lw_start_step = trainer.global_step

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -275,6 +275,33 @@ def move(path: str, to: str) -> None:
         return
     filesystem, root = _filesystem(path)
     filesystem.mv(root, _filesystem(to)[1], recursive=not filesystem.isfile(root))
+
+
+def set_aside(abandoned: Mapping[str, int]) -> list[str]:
+    """Rename checkpoints to "NAME.abandoned", each in one step: no run finds them. Others of that name are replaced.
+
+    Args:
+        abandoned: Path -> modification time in nanoseconds. A file that was written since stays.
+
+    Returns:
+        Their new names.
+    """
+    renamed = []
+    for path, time_ns in abandoned.items():
+        try:
+            is_same = modified_ns(path) == time_ns
+        except FileNotFoundError:
+            continue
+        if is_same:
+            remove(f"{path}.abandoned")
+            move(path, f"{path}.abandoned")
+            renamed.append(f"{path}.abandoned")
+    for folder in {os.path.dirname(path) for path in abandoned if is_local(path)}:
+        if os.path.isdir(folder):
+            for entry in list(os.scandir(folder)):
+                if entry.is_symlink() and not os.path.exists(entry.path):  # a link to one of them
+                    os.remove(entry.path)
+    return renamed
 
 
 def link(target: str, path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -86,6 +87,20 @@ class CheckpointState:
     def holds(self, path: str) -> bool:
         """Whether the file is one of those that are kept."""
         return path in self._listed() or path in (self.best_path, self.last_path)
+
+    def forget(self, missing: Collection[str]) -> None:
+        """Forget files that do not exist anymore."""
+        self.top_k.scores = {path: score for path, score in self.top_k.scores.items() if path not in missing}
+        self.newest = [path for path in self.newest if path not in missing]
+        if self.last_path in missing:
+            self.last_path, self.last_step = "", -1
+        if self.best_path in missing:
+            self.best_path = self.top_k.best_path or next(reversed(self.newest), "")
+            self.best_score = self.top_k.scores.get(self.best_path)
+
+    def files(self) -> set[str]:
+        """Return the paths of all files that are kept."""
+        return {one for one in (*self._listed(), self.best_path, self.last_path) if one}
 
     def keep_best_path_only(self) -> None:
         """Forget all files but the best path: they are in a directory that this run must not clean."""

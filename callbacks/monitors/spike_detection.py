@@ -216,7 +216,7 @@ class SpikeDetection(Callback):
     def _lw_prepare(self, trainer: Trainer, pl_module: AnyModule) -> None:
         from ...trainer.rollback import prepare
 
-        prepare(trainer, then=lambda entry: self.after_rollback(trainer, pl_module, entry))
+        prepare(trainer, "SpikeDetection", then=lambda entry: self.after_rollback(trainer, pl_module, entry))
         run = trainer.present_run()
         assert run is not None, "it is called in fit"
         if run.skips_bad_steps:
@@ -318,11 +318,12 @@ class SpikeDetection(Callback):
     def _lw_go_back(self, trainer: Trainer, number: int, loss: float, mean: float, what: str) -> NoReturn:
         from ...trainer.rollback import find, prepare, request
 
-        left_out, epoch, module = prepare(trainer), trainer.current_epoch, trainer.lightning_module
-        if len(left_out.entries) >= self.max_rollbacks:
-            places = ", ".join(f"epoch {one['epoch']} batches {one['batches']}" for one in left_out.entries)
+        left_out, epoch = prepare(trainer, "SpikeDetection"), trainer.current_epoch
+        earlier = left_out.of("SpikeDetection")
+        if len(earlier) >= self.max_rollbacks:
+            places = ", ".join(f"epoch {one['epoch']} batches {one['batches']}" for one in earlier)
             raise TrainingSpikeException(
-                f"{what}, after {len(left_out.entries)} rollbacks for {places}.",
+                f"{what}, after {len(earlier)} rollbacks for {places}.",
                 fix=f"look at these batches and the learning rate; {left_out.path} lists them. Pass a larger "
                 "max_rollbacks to continue, or remove the file to count from 0.",
                 batch_idx=number,
@@ -342,11 +343,11 @@ class SpikeDetection(Callback):
         request(
             trainer,
             checkpoint,
+            callback="SpikeDetection",
             batches=(epoch, first, last),
             leaves_out=self.skip == "samples",
             reason=f"SpikeDetection: {what}",
             details={"batch": number, "loss": repr(loss), "mean": repr(mean)},
-            then=lambda entry: self.after_rollback(trainer, module, entry),
         )
 
     def forget_run(self) -> None:

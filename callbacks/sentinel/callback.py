@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TYPE_CHECKING, NoReturn, TypeGuard, cast
 
 from ...errors import ConfigError
 from ...messages import counted
@@ -50,16 +50,28 @@ class Sentinel(Callback):
         every: Number of optimizer steps between two checks.
         replay_every: Number of optimizer steps between two that are run twice; None for none.
         ignore: Names of parameters and buffers that may differ between ranks, as patterns: "model.counts", "*.stats".
+        on_difference: "stop", or "rollback": the fit returns to its last checkpoint up to the last check without a
+            difference, and trains on the same samples again. Ranks are then compared before each checkpoint, too.
+        max_rollbacks: With "rollback", the number of rollbacks of a training, resumed runs included. The next
+            difference stops it; so does a second one of the same rank on the same device, where it is known.
 
     Raises:
-        ConfigError: An argument is below 1; or, at the beginning of training, an engine holds the tensors, or steps of
+        ConfigError: An argument is invalid; or, at the beginning of training, an engine holds the tensors, or steps of
             this run cannot be repeated.
-        SentinelError: During training: a difference was found.
+        SentinelError: During training: a difference was found; with "rollback", if the run cannot return.
     """
 
     hears_every_step = True
 
-    def __init__(self, every: int = 100, *, replay_every: int | None = None, ignore: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        every: int = 100,
+        *,
+        replay_every: int | None = None,
+        ignore: Sequence[str] = (),
+        on_difference: str = "stop",
+        max_rollbacks: int = 3,
+    ) -> None:
         super().__init__()
         if every < 1 or (replay_every is not None and replay_every < 1):
             raise ConfigError(
@@ -67,7 +79,14 @@ class Sentinel(Callback):
                 f"replay_every={replay_every}.",
                 fix="correct these arguments.",
             )
+        if on_difference not in ("stop", "rollback") or max_rollbacks < 1:
+            raise ConfigError(
+                f"Sentinel: expected on_difference='stop' or 'rollback' and max_rollbacks of 1 or more, got "
+                f"{on_difference!r} and {max_rollbacks}.",
+                fix="correct these arguments.",
+            )
         self.every, self.replay_every = every, replay_every
+        self.on_difference, self.max_rollbacks = on_difference, max_rollbacks
         self.ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
         self._lw_replicas: Replicas | None = None
         self._lw_check: ReplicaCheck | None = None  # whose result is not read yet
@@ -77,6 +96,8 @@ class Sentinel(Callback):
         self._lw_repeated = -1  # the last step whose gradients were the same twice
         self._lw_files: dict[str, int] = {}  # checkpoints, and the step of each
         self._lw_saved_at = -1  # of a checkpoint that is not in there yet
+        self._lw_start = 0
+        self._lw_wrong_step: SentinelError | None = None  # of a step that was run twice: goes back at its end
 
     def on_train_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Find the ranks that have the same weights, and compare them for the first time."""
@@ -88,11 +109,18 @@ class Sentinel(Callback):
                 fix="remove Sentinel, or use strategy='ddp' or 'fsdp'.",
             )
         self._lw_reset()
+        self._lw_start = trainer.global_step
+        if self.on_difference == "rollback":
+            from ...trainer.rollback import prepare
+
+            prepare(trainer, "Sentinel")
+        run = cast("FitRun", trainer.present_run())
+        run.after_rollback.append(lambda: self._lw_restart(trainer, pl_module))
         self._lw_files = dict.fromkeys(_files_of(trainer), -1)
         if self.replay_every is not None:
             from ...trainer.played_window import PlayedWindows
 
-            self._lw_plays = PlayedWindows(cast("FitRun", trainer.present_run()))
+            self._lw_plays = PlayedWindows(run)
             self._lw_arm(trainer)
         replicas = Replicas.of(strategy, pl_module, self.ignore)
         if replicas.are_several:
@@ -112,10 +140,16 @@ class Sentinel(Callback):
         replicas, check, step = self._lw_replicas, self._lw_check, trainer.global_step
         if not trainer.at_step_boundary:
             return
+        wrong_step, self._lw_wrong_step = self._lw_wrong_step, None
+        if wrong_step is not None:
+            self._lw_raise(trainer, wrong_step)
         self._lw_arm(trainer)
         if replicas is None:
             return
         self._lw_note_files(trainer)
+        if self.on_difference == "rollback" and trainer.validation_is_due:
+            self._lw_look(trainer, pl_module)  # a validation cannot be left
+            return
         is_due = step % self.every == 0 and self._lw_last is not None and step > self._lw_last.step
         if check is not None:
             if check.differs is None:
@@ -125,6 +159,74 @@ class Sentinel(Callback):
                 self._lw_read(trainer)
         if is_due:
             self._lw_begin(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
+        """Compare what the epoch ends with, if a rollback may follow: training cannot return once it has ended."""
+        if self.on_difference == "rollback":
+            self._lw_look(trainer, pl_module)
+
+    def _lw_look(self, trainer: Trainer, module: AnyModule) -> None:
+        """Read the last check, and make one of now. On every rank.
+
+        Raises:
+            SentinelError: Ranks differ.
+        """
+        if self._lw_check is not None:
+            self._lw_read(trainer)
+        if self._lw_replicas is not None:
+            self._lw_begin(trainer, module)
+            self._lw_read(trainer)
+
+    def _lw_restart(self, trainer: Trainer, module: AnyModule) -> None:
+        """Begin again after a rollback, with the state of the checkpoint. On every rank."""
+        step = trainer.global_step
+        if self._lw_plays is not None:
+            self._lw_plays.disarm()
+            self._lw_arm(trainer)
+        if self._lw_check is not None and self._lw_check.differs is None:
+            self._lw_check.finish()
+        self._lw_check = self._lw_last = self._lw_wrong_step = None
+        self._lw_agreed, self._lw_repeated = min(self._lw_agreed, step), min(self._lw_repeated, step)
+        self._lw_files = {path: at for path, at in self._lw_files.items() if at <= step}
+        self._lw_start, self._lw_saved_at = step, -1
+        self._lw_look(trainer, module)
+
+    def _lw_raise(self, trainer: Trainer, error: SentinelError) -> NoReturn:
+        """Raise the error, or let the run return to a checkpoint from before it. On every rank, at a step boundary."""
+        run = trainer.present_run()
+        is_possible = self.on_difference == "rollback" and trainer.global_step > self._lw_start
+        if not is_possible or run is None or run.before_validation is not None:
+            raise error
+        from ...trainer.rollback import find, prepare, request
+
+        found = error.deviation
+        earlier = prepare(trainer, "Sentinel").of("Sentinel")
+        places: list[list[int | str]] = [[*one] for one in zip(found.ranks, found.hosts, found.devices, strict=True)]
+        known = [place for one in earlier if one["is_decided"] for place in one["places"]]
+        again = [place for place in places if place in known] if found.is_decided else []
+        checkpoint = None
+        if again:
+            reason = f"It is not the first time on {_ranks([int(place[0]) for place in again])}, for which the run has "
+            reason += "returned to a checkpoint before"
+        elif len(earlier) >= self.max_rollbacks:
+            reason = f"The run has returned to a checkpoint {counted(len(earlier), 'time')} before"
+        else:
+            reason = f"The run cannot return: no full checkpoint up to step {found.agreed_step} is left (save earlier, "
+            reason += "or keep more: ModelCheckpoint(keep_last=...))"
+            checkpoint = find(trainer, found.agreed_step)
+        if checkpoint is None:
+            raise SentinelError(f"{error.what} {reason}.", fix=error.fix, deviation=found) from None
+        last = trainer.progress.batches_in_epoch - 1
+        request(
+            trainer,
+            checkpoint,
+            callback="Sentinel",
+            batches=(trainer.current_epoch, last, last),
+            leaves_out=False,
+            reason=f"Sentinel: {error.what}",
+            details={"places": places, "is_decided": found.is_decided, "parameter": found.parameter,
+                     "kind": found.kind},
+        )  # fmt: skip
 
     def _lw_arm(self, trainer: Trainer) -> None:
         plays, every = self._lw_plays, self.replay_every
@@ -153,12 +255,17 @@ class Sentinel(Callback):
                     trainer.global_step,
                     everywhere[0][0].parameter,
                 )
-        else:
-            raise self._lw_played_error(trainer, wrong, everywhere)
+            return
+        error = self._lw_played_error(trainer, wrong, everywhere)
+        if self.on_difference == "stop" or self._lw_repeated < 0:  # never the same twice: perhaps not a fault
+            raise error
+        self._lw_wrong_step = error
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: AnyModule, checkpoint: StateDict) -> None:
-        """Read a result that is there already."""
-        if self._lw_check is not None and self._lw_check.differs is not None and trainer.ranks_answer:
+        """Read a result that is there already; compare what is saved, if it may be returned to."""
+        if self.on_difference == "rollback" and (trainer.ranks_answer or trainer.world_size == 1):
+            self._lw_look(trainer, pl_module)
+        elif self._lw_check is not None and self._lw_check.differs is not None and trainer.ranks_answer:
             self._lw_read(trainer)
         self._lw_note_files(trainer)
         self._lw_saved_at = trainer.global_step
@@ -166,6 +273,7 @@ class Sentinel(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Compare what training ends with."""
         last = self._lw_last
+        self._lw_start = trainer.global_step  # training cannot return from here
         if last is None or not trainer.ranks_answer:
             self._lw_reset()
             return
@@ -185,7 +293,7 @@ class Sentinel(Callback):
             self._lw_plays.disarm()
         self._lw_plays, self._lw_repeated = None, -1
         self._lw_replicas = self._lw_check = self._lw_last = None
-        self._lw_agreed, self._lw_files, self._lw_saved_at = -1, {}, -1
+        self._lw_agreed, self._lw_files, self._lw_saved_at, self._lw_wrong_step = -1, {}, -1, None
 
     def _lw_note_files(self, trainer: Trainer) -> None:
         """Note what was written since the last call."""
@@ -217,7 +325,7 @@ class Sentinel(Callback):
         if self._lw_replicas.has_found(check):
             difference = self._lw_replicas.explain(check)
             if difference is not None:
-                raise self._lw_error(trainer, check, difference)
+                self._lw_raise(trainer, self._lw_error(trainer, check, difference))
         self._lw_agreed = check.step
 
     def _lw_error(self, trainer: Trainer, check: ReplicaCheck, found: ReplicaDifference) -> SentinelError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING
 
 from ...callbacks import Checkpoint, ModelCheckpoint
 from ...callbacks.base import find_state, from_rank_zero
-from ...callbacks.model_checkpoint.files import exists, is_local, newest_first, step_in
+from ...callbacks.model_checkpoint.files import exists, is_local, newest_first, set_aside, step_in
 from ...checkpoint import storage
 from ...console import ONLY_LOGS
 from ...errors import CheckpointError, ConfigError
 from ...messages import warn
+from ...remote import local_dir
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -105,6 +107,7 @@ def _last(trainer: Trainer, requeued: str | None = None) -> str | None:
         trainer: Whose checkpoint callbacks are asked.
         requeued: The checkpoint of a job that was requeued; taken if it is not older.
     """
+    from_rank_zero(trainer, lambda: _finish_rollback(trainer))
     paths: list[str] = []
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
@@ -129,6 +132,19 @@ def _last(trainer: Trainer, requeued: str | None = None) -> str | None:
         shown = ", ".join(f"{path} (step {step_in(path)})" for path in others)
         logger.info("also found: %s", shown, extra=ONLY_LOGS)
     return str(found)
+
+
+def rollbacks_file(trainer: Trainer) -> Path:
+    """Return the file of what a training was rolled back for."""
+    return Path(local_dir(trainer.default_root_dir)) / "rollbacks.json"
+
+
+def _finish_rollback(trainer: Trainer) -> None:
+    """Set checkpoints aside that a rollback has abandoned, if it was killed before it could. On rank 0."""
+    path = rollbacks_file(trainer)
+    if path.exists():
+        for entry in json.loads(path.read_text(encoding="utf-8")):
+            set_aside(entry.get("abandoned", {}))
 
 
 def newest_intact(trainer: Trainer, find: Callable[[], list[str]]) -> str | Path | None:

@@ -70,6 +70,10 @@ class Saving:
         """Return the last checkpoint that holds the state after this optimizer step; None where there is none."""
         return self._saved_path if self._saved_at == step else None
 
+    def return_to(self, step: int, path: str) -> None:
+        """Forget later saves: the run has returned to a checkpoint."""
+        self._saved_at, self._saved_path = step, path
+
     def keep_validated(self) -> None:
         """Keep the current weights until the epoch has ended, if a hook may change them before the score is saved.
 

@@ -173,6 +173,7 @@ class FitLoop:
             try:
                 self.run_epoch(run)
             except Rewind as rewind:
+                run.lifecycle.leave_events()
                 if timeline.is_open:
                     timeline.drop(run)
                 self._asked_at, self._moved = -1, (0, 0)

@@ -190,6 +190,13 @@ class LogOutput:
             warn(f"{type(logger).__name__} failed: {type(failure).__name__}: {failure}")
         self._say(logger, queue)
 
+    def settle(self) -> None:
+        """Wait until all rows are written, except of loggers that fail or hang. On every rank."""
+        for logger, queue in [(one, self._queues.get(id(one))) for one in self.loggers]:
+            if queue is not None:
+                queue.settle()
+                self._say(logger, queue)
+
     def _say(self, logger: Logger, queue: WriteQueue) -> None:
         for is_failure, text in queue.news():
             message = f"{type(logger).__name__} {text}"

@@ -94,7 +94,10 @@ def put(run: FitRun, state: StateDict) -> StateDict:
         states["metrics"]["ranks"] = [states["metrics"]["slots"]] * num_ranks
         states["metric_objects"] = [states["metric_objects"]] * num_ranks
     run.trainer.ckpt_path = None
+    kept = {one: one.state_dict() for one in run.callbacks if isinstance(one, ModelCheckpoint)}
     restore(run, content, _SOURCE)
+    for callback, own in kept.items():  # of the files that it has written here; else `take_over` brings a state
+        callback.load_state_dict(own)
     run.unfinished = {}
     restore_rng(rng)
     shared: StateDict = state["groups"]
@@ -112,15 +115,13 @@ def restore(run: FitRun, content: Content, source: str) -> Callable[[], None] | 
         accumulator.reset()
     for accumulator in run.metrics.step_accumulators:
         accumulator.window = -1  # of an abandoned window, which has the number of one to come
-    kept = {one: one.state_dict() for one in run.callbacks if isinstance(one, ModelCheckpoint)}
+    run.plan.zero_grad()
+    run.module.zero_grad()  # also of parameters without an optimizer; gradients that wait are restored below
     snapshot.restore_module(run, content)
-    for callback, own in kept.items():  # of the files that it has written here; else `take_over` brings a state
-        callback.load_state_dict(own)
     put_back = snapshot.restore_training(run, content, source)
     run.loaders.restore_generators(states.get("validation_generators", {}))
     snapshot.restore_frozen(run, content)
     run.stream.load_state_dict(states["data"])
-    run.plan.zero_grad()
     run.at_boundary, run.trainer.should_stop = True, False
     _begin_again(run)
     return put_back

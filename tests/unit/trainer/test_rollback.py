@@ -279,3 +279,72 @@ def test_copies_in_memory_are_checkpoints(tmp_path: Path) -> None:
     data = batches(7)
     reference, _ = fit(tmp_path / "b", data[:7] + data[8:])
     assert_same(module, reference)
+
+
+class Waits(Logs):
+    """Steps one of two optimizers, and lets the other one's gradients add up over three batches."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        first, second = self.optimizers()
+        first.step()
+        first.zero_grad()
+        if batch_idx % 3 == 2:
+            second.step()
+            second.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return adam(self.net[0].parameters()), adam(self.net[3].parameters())
+
+
+class Once(Logs):
+    """Its loss jumps once."""
+
+    has_jumped = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 6 and not self.has_jumped:
+            self.has_jumped = True
+            return loss * 1e6
+        return loss
+
+
+class WaitsOnce(Waits):
+    has_jumped = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 6 and not self.has_jumped:
+            self.has_jumped = True
+            return loss * 1e6
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("kinds", "arguments"),
+    [
+        ((WaitsOnce, Waits), {}),  # gradients that wait between two steps
+        ((Once, Logs), {"log_every_n_steps": 50}),  # found in the save of step 8, which is made again
+        ((Once, Logs), {"max_steps": 11}),  # with a save outside of an event at the end
+    ],
+)
+def test_after_a_fault_that_does_not_come_again_all_is_as_without_it(
+    kinds: tuple[type[Net], type[Net]], arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    modules = []
+    for name, kind in zip("ab", kinds, strict=True):
+        root = tmp_path / name
+        saves = lw.ModelCheckpoint(root / "checkpoints", every_n_train_steps=4, save_top_k=2, save_last=True)
+        module, _ = fit(root, batches(), *([spikes(skip=None)] if name == "a" else []), kind=kind, saves=saves,
+                        **arguments)  # fmt: skip
+        modules.append(module)
+    assert len(entries(tmp_path / "a")) == 1
+    assert_same(*modules)
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+    names = [sorted(one.name for one in (tmp_path / name / "checkpoints").iterdir()) for name in "ab"]
+    assert names[0] == names[1]
