@@ -111,6 +111,10 @@ class Precision:
         """Return the loss to call `backward` on."""
         return loss
 
+    def holding_scale(self) -> AbstractContextManager[None]:
+        """Return a context for backward passes that are run again between unscaling and the step."""
+        return nullcontext()
+
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimizer's parameters by the loss scale, before they are clipped or read."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from weakref import WeakSet
 
 import torch
@@ -97,6 +97,16 @@ class MixedPrecision(Precision):
         if self._unscaled or self._stepped:
             self._update_scale()
         return self.scaler.scale(loss)
+
+    @contextmanager
+    def holding_scale(self) -> Iterator[None]:
+        """Return a context for backward passes that are run again between unscaling and the step: the scale stays."""
+        kept = self._unscaled, self._stepped
+        self._unscaled, self._stepped = set(), set()
+        try:
+            yield
+        finally:
+            self._unscaled, self._stepped = kept
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale, in place, and note on the device whether one is infinite or NaN.

@@ -4,6 +4,9 @@ A window that is due is recorded: copies of its micro-batches, and before each o
 states of metric objects. After its last backward pass the same is run again from there. Gradients, random numbers,
 buffers, metrics and what was logged are then as if it had run once.
 
+Parameters that change within a window, such as a target network that training_step moves, are recorded as well. Which
+ones do is found by their digests: the first window in which one changes is not run again, but the next one is.
+
 Each rank compares what its own backward passes added to each parameter, before it is reduced, so that the rank is
 known. Where parameters are sharded, only reduced gradients are there to be compared.
 """
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ..data.sources.base import NO_BATCH
 from ..errors import ConfigError
@@ -43,7 +47,7 @@ class Played(NamedTuple):
 
     Attributes:
         plays: For each run of the window, the number of the first run with the same gradients. There is a third run if
-            the first two differ on any rank.
+            the first two differ on any rank. Empty if the next window is to be run again instead of this one.
         parameter: Name of the first parameter whose gradient differs; "" without one.
     """
 
@@ -55,6 +59,7 @@ class _MicroBatch(NamedTuple):
     batch: Any
     batch_idx: int
     before: Drawn
+    moved: dict[str, Tensor]
 
 
 class PlayedWindows:
@@ -76,18 +81,17 @@ class PlayedWindows:
         self._run, self.is_armed, self._window = run, False, -1
         self._step, self._without_data, self._backward = plan.training_step, plan.without_data, plan.backward
         plan.training_step, plan.without_data, plan.backward = self._record_step, self._record_none, self._run_backward
-        self._parameters: dict[str, Tensor] = {}
+        self._parameters: dict[str, Tensor] = {}  # whose gradients are compared
+        self._all: dict[str, Tensor] = {}  # since the window began
+        self._values: Tensor | None = None  # digests of their values at that time
+        self._moved = set[str]()  # parameters that change within windows
         self._handles: list[RemovableHandle] = []
         self._micro_batches: list[_MicroBatch] = []
         self._digests: dict[str, Tensor] = {}
 
     def arm(self) -> None:
         """Record the next window."""
-        named = self._run.module.named_parameters()
-        self._parameters = {plain_name(name): one for name, one in named if one.requires_grad}
         self.is_armed = True
-        if not self._run.fabric.strategy.traits.shards_parameters:
-            self._handles = [one.register_hook(partial(self._add, name)) for name, one in self._parameters.items()]
 
     def disarm(self) -> None:
         """Forget what is recorded."""
@@ -95,6 +99,7 @@ class PlayedWindows:
         for handle in self._handles:
             handle.remove()
         self._handles, self._micro_batches, self._digests = [], [], {}
+        self._all, self._values = {}, None
 
     def play(self) -> Played:
         """Run the recorded window again, and a third time where any rank has other gradients. On every rank.
@@ -102,21 +107,30 @@ class PlayedWindows:
         It communicates as a window does, and reads the device.
         """
         run = self._run
-        after = Drawn.of(run)
-        own = [(one, one.grad) for one in self._parameters.values()]
+        moved = self._find_moved() - self._moved
+        if run.fabric.strategy.reduce_boolean_decision(bool(moved), all=False):
+            self._moved |= moved
+            self.disarm()
+            self.arm()
+            return Played(())
+        after, values = Drawn.of(run), self._copy_moved()
+        # Also of parameters that require gradients only since training_step has begun.
+        own = [(one, one.grad) for one in run.module.parameters() if one.requires_grad or one.grad is not None]
         copies = [None if gradient is None else gradient.detach().clone() for _, gradient in own]  # of torch's buckets
         runs = [self._digests]
         try:
-            runs.append(self._play())
-            differs = self._first_that_differs(runs[0], runs[1])
-            if run.fabric.strategy.reduce_boolean_decision(differs is not None, all=False):
-                runs.append(self._play())
+            with run.fabric.precision.holding_scale():
+                runs.append(self._play([one for one, _ in own]))
+                differs = self._first_that_differs(runs[0], runs[1])
+                if run.fabric.strategy.reduce_boolean_decision(differs is not None, all=False):
+                    runs.append(self._play([one for one, _ in own]))
         finally:
             for (one, gradient), kept in zip(own, copies, strict=True):
                 if gradient is not None and kept is not None:
                     gradient.detach().copy_(kept)
                 one.grad = gradient
             after.restore(run)
+            self._restore_moved(values)
             self.disarm()
         if len(runs) == 2:
             return Played()
@@ -143,7 +157,37 @@ class PlayedWindows:
     def _record(self, batch: AnyBatch, index: int) -> None:
         if self._window != self._run.metrics.window:  # the one before was dropped, or made no step
             self._window, self._micro_batches, self._digests = self._run.metrics.window, [], {}
-        self._micro_batches.append(_MicroBatch(batch, index, Drawn.of(self._run)))
+            self._begin()
+        self._micro_batches.append(_MicroBatch(batch, index, Drawn.of(self._run), self._copy_moved()))
+
+    def _begin(self) -> None:
+        """List the parameters as they are now: hooks of this step may have unfrozen some, or changed their values."""
+        named = {plain_name(name): one for name, one in self._run.module.named_parameters()}
+        self._all = {name: one for name, one in named.items() if not is_lazy(one)}
+        self._values = self._digests_of_values()
+        self._parameters = {name: one for name, one in self._all.items() if one.requires_grad}
+        for handle in self._handles:
+            handle.remove()
+        is_sharded = self._run.fabric.strategy.traits.shards_parameters
+        watched = {} if is_sharded else self._parameters
+        self._handles = [one.register_hook(partial(self._add, name)) for name, one in watched.items()]
+
+    def _digests_of_values(self) -> Tensor:
+        return digests([parts_of(one) for one in self._all.values()], self._run.device)
+
+    def _find_moved(self) -> set[str]:
+        """Return the parameters whose values are not those at the beginning of the window. It reads the device."""
+        if self._values is None:
+            return set()
+        differs = (self._digests_of_values() != self._values).tolist()
+        return {name for name, is_other in zip(self._all, differs, strict=True) if is_other}
+
+    def _copy_moved(self) -> dict[str, Tensor]:
+        return {name: self._all[name].detach().clone() for name in self._moved if name in self._all}
+
+    def _restore_moved(self, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            self._all[name].detach().copy_(value)
 
     def _run_backward(self, loss: Tensor) -> None:
         self._backward(loss)
@@ -159,11 +203,11 @@ class PlayedWindows:
 
     # --- playing -----------------------------------------------------------------------------------------------------
 
-    def _play(self) -> dict[str, Tensor]:
+    def _play(self, parameters: list[Tensor]) -> dict[str, Tensor]:
         """Run the window, and return the digests of its gradients."""
         run, metrics = self._run, self._run.metrics
         self._digests = {}
-        for parameter in self._parameters.values():
+        for parameter in parameters:
             parameter.grad = None
         window = copy(run.window_loss)  # counts on
         kept = metrics.is_muted, metrics.table, metrics.batch, run.batch_idx
@@ -173,6 +217,7 @@ class PlayedWindows:
                 is_last = number == len(self._micro_batches) - 1
                 with nullcontext() if is_last or run.plan.no_sync is None else run.plan.no_sync():
                     one.before.restore(run)
+                    self._restore_moved(one.moved)
                     metrics.table, metrics.batch, run.batch_idx = run.plan.table, one.batch, one.batch_idx
                     self._play_one(one, window.share, is_last=is_last)
         finally:

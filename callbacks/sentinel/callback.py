@@ -239,6 +239,8 @@ class Sentinel(Callback):
         if plays is None or not plays.is_armed:
             return
         played, strategy = plays.play(), trainer.strategy
+        if not played.plays:
+            return
         if len(played.plays) == 2:
             self._lw_repeated = trainer.global_step + 1
             return

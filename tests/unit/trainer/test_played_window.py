@@ -100,3 +100,46 @@ def test_steps_that_are_never_the_same_are_reported_as_such_and_not_run_again(
 def test_windows_that_cannot_be_repeated_are_refused(arguments: dict[str, Any], reason: str) -> None:
     with pytest.raises(lw.ConfigError, match=reason):
         fit(Drawing(), lw.Sentinel(replay_every=5), **arguments)
+
+
+class Following(Drawing):
+    """A target network follows the trained one, by tensors or by their data; layers are unfrozen during training."""
+
+    def __init__(self, moves: str) -> None:
+        super().__init__()
+        self.target = nn.Linear(4, 8).requires_grad_(False)
+        self.added = nn.Linear(4, 8).requires_grad_(False)
+        self.moves = moves
+
+    def move(self) -> None:
+        for one, target in zip(self.model[0].parameters(), self.target.parameters(), strict=True):
+            target.data.lerp_(one.data, 0.1)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if self.moves == "unfreezes" and self.trainer.global_step == 4:  # the fifth step is run twice
+            self.added.requires_grad_()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.moves == "before zero_grad":
+            self.move()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.moves == "in the step":
+            self.move()
+        own = batch.clone()  # the step below changes its batch
+        apart = self.model[0](own) + self.added(own) - self.target(own)
+        return super().training_step(batch, batch_idx) + apart.square().mean()
+
+
+@pytest.mark.parametrize("moves", ["in the step", "before zero_grad", "unfreezes"])
+def test_parameters_that_change_within_a_step_do_so_once(moves: str) -> None:
+    plain, twice = Following(moves), Following(moves)
+    assert fit(twice, lw.Sentinel(replay_every=5)) == fit(plain)
+    assert twice.calls > plain.calls
+
+
+def test_gradients_are_divided_by_the_loss_scale_once() -> None:
+    scaled = {"precision": "16-mixed", "gradient_clip_val": 0.1}
+    plain, twice = Drawing(), Drawing()
+    assert fit(twice, lw.Sentinel(replay_every=5), **scaled) == fit(plain, **scaled)
+    assert twice.calls == plain.calls * 6 // 5
