@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.toys import quiet
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, PolynomialLR
 from torch.utils.data import DataLoader, IterableDataset
+from toys import quiet
 
 import loopwright as lw
 from loopwright import schedules

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from integration.trainer.test_trainer import Net, data
-from support.object_store import SharedDisk
+from object_store import SharedDisk
 from torch.utils.data import DataLoader
 
 import loopwright as lw

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_ranks
+from ranks import run_ranks
 
 from loopwright.doctor import Level
 from loopwright.doctor.all_reduce import AllReduceError, Rate, measure

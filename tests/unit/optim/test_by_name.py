@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.toys import assert_same, loader, quiet
 from torch import Tensor, nn
+from toys import assert_same, loader, quiet
 
 import loopwright as lw
 from loopwright.optim import optimizer_class

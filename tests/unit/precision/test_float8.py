@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_ranks
+from ranks import run_ranks
 from torch import Tensor, nn
 
 import loopwright as lw

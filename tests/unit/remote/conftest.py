@@ -4,7 +4,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from support.object_store import ObjectStore, SharedDisk
+from object_store import ObjectStore, SharedDisk
 
 
 @pytest.fixture(autouse=True)

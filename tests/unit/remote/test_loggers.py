@@ -12,7 +12,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from support.object_store import ObjectStore
+from object_store import ObjectStore
 from torch.utils.data import DataLoader
 
 import loopwright as lw

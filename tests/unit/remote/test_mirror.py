@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.object_store import ObjectStore
+from object_store import ObjectStore
 
 from loopwright.errors import ConfigError, MissingDependency
 from loopwright.loggers.run_folder import RunFolder

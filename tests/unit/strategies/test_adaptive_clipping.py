@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from conformance import clip_adaptively_by_hand
-from support.toys import loader, quiet
 from torch import Tensor, nn
 from torch.optim import SGD
+from toys import loader, quiet
 
 import loopwright as lw
 from loopwright.strategies.adaptive_clipping import clip_adaptively
