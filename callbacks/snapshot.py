@@ -2,6 +2,7 @@
 
     <folder>/loopwright-<uid>/              memory of the node, by default /dev/shm
       <place>-<run>/                        the folder of the checkpoints, hashed, and what `.loopwright-run` there says
+        .running                            locked while the run trains
         <host>.all/                         of all ranks; or <host>.<crc32>: of those of this node, one of several
           step=14-<start>-<last>.ckpt       a checkpoint; the start of the ranks, and the step of the checkpoint before
 
@@ -21,6 +22,7 @@ import secrets
 import shutil
 import stat
 import sys
+import weakref
 import zlib
 from functools import partial
 from pathlib import Path
@@ -53,6 +55,7 @@ _log = logging.getLogger(__name__)
 
 _MEMORY = "/dev/shm"  # of Linux; whose folders these are is checked
 _RUN = ".loopwright-run"
+_RUNNING = ".running"
 _NAME = re.compile(r"step=(\d+)-([0-9a-f]{8})-(-?\d+)\.ckpt")
 
 
@@ -93,6 +96,7 @@ class Snapshot(Checkpoint):
         self.folder = Path(_MEMORY if folder is None else folder).expanduser()
         self._lw_io: AsyncCheckpointIO | None = None
         self._lw_memory: _Memory | None = None
+        self._lw_running: weakref.finalize[..., Snapshot] | None = None  # closes the locked file
         self._lw_resumed: tuple[_Run, int] | None = None  # the run, and the step of its last checkpoint
         self._lw_has_space = False
 
@@ -163,9 +167,15 @@ class Snapshot(Checkpoint):
         folder = self._lw_folder(trainer, run)
         _make_private(folder.parent)
         if node.is_first:
+            folder.mkdir(exist_ok=True)
+            held = _lock(folder)
+            self._lw_running = None if held is None else weakref.finalize(self, os.close, held)
             for other in folder.parent.glob(f"{folder.name.partition('-')[0]}-*"):
-                if other != folder:
+                # Containers may share memory, and have other folders at the same path, where another run trains.
+                free = None if other == folder else _lock(other)
+                if free is not None:
                     shutil.rmtree(other, ignore_errors=True)  # another rank of this host may be at it
+                    os.close(free)
             for one in _copies_of_host(folder):
                 if not run.has(one):
                     _remove(one.path)
@@ -246,6 +256,16 @@ class Snapshot(Checkpoint):
             self._lw_finish()
             self._lw_io.teardown()
             self._lw_io = self._lw_memory = None
+        self._lw_release()
+
+    def on_exception(self, trainer: Trainer, pl_module: AnyModule, exception: BaseException) -> None:
+        """Let go of the folder: another start may take the copies."""
+        self._lw_release()
+
+    def _lw_release(self) -> None:
+        if self._lw_running is not None:
+            self._lw_running()
+            self._lw_running = None
 
     def _lw_finish(self) -> None:
         """Wait for the copy before, whose failure costs no more than that copy."""
@@ -407,6 +427,20 @@ def _write_start(place: str, run: _Run | None, step: int, last: int) -> tuple[_R
         backend.folder.mkdir(parents=True, exist_ok=True)
         replace_file(backend.folder / _RUN, text)
     return run, start
+
+
+def _lock(folder: Path) -> int | None:
+    """Return the locked file that says that a run trains, to be closed at its end; None if another process has it."""
+    opened = os.open(folder / _RUNNING, os.O_WRONLY | os.O_CREAT, 0o600)
+    if sys.platform != "win32":
+        import fcntl
+
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(opened)
+            return None
+    return opened
 
 
 def _make_private(folder: Path) -> None:

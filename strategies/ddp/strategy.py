@@ -196,8 +196,10 @@ class DDPStrategy(ParallelStrategy):
         return module
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Copy rank 0's buffers to all ranks, unless `broadcast_buffers=False`."""
-        if self.is_connected and self.world_size > 1 and self.ddp_kwargs.get("broadcast_buffers") is not False:
+        """Copy rank 0's buffers to all ranks, unless `forward_sync_buffers=False`, or `broadcast_buffers=False`."""
+        earlier = self.ddp_kwargs.get("broadcast_buffers")  # the name before torch 2.13
+        is_off = self.ddp_kwargs.get("forward_sync_buffers", earlier) is False
+        if self.is_connected and self.world_size > 1 and not is_off:
             broadcast_tensors(list(self.unwrap(module).buffers()))
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:

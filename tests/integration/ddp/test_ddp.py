@@ -541,3 +541,16 @@ def test_odd_tensors_are_made_equal_and_reduced() -> None:
     assert torch.equal(gradient, other_gradient)
     assert gradient[1].abs().sum() > 0
     assert gradient[2].abs().sum() == 0
+
+
+def buffers_of_ranks(rank: int, size: int, **options: Any) -> float:
+    fabric = lw.Fabric(accelerator="cpu", devices=size, strategy=lw.DDPStrategy(**options))
+    module = fabric.setup(torch.nn.BatchNorm1d(2))
+    module.running_mean.fill_(rank + 1.0)
+    fabric.strategy.sync_buffers(module)
+    return float(module.running_mean[0])
+
+
+def test_buffers_that_are_not_shared_stay_those_of_each_rank() -> None:
+    assert run_ranks(buffers_of_ranks, 2, connect=False) == [1.0, 1.0]
+    assert run_ranks(buffers_of_ranks, 2, connect=False, forward_sync_buffers=False) == [1.0, 2.0]

@@ -49,9 +49,10 @@ class Place(NamedTuple):
 
     def fit(
         self, fails_at: int = -1, *, ckpt_path: str | None = "last", every_checkpoint: int = 5,
-        error: type[BaseException] = ZeroDivisionError, root: str | None = None, **snapshot: Any,
+        error: type[BaseException] = ZeroDivisionError, root: str | None = None, kind: type[Failing] = Failing,
+        **snapshot: Any,
     ) -> Any:  # fmt: skip
-        module = net(Failing)
+        module = net(kind)
         module.memory, module.fails_at, module.error = self.folder / "memory", fails_at, error
         module.memory.mkdir(exist_ok=True)
         callbacks: list[lw.Callback] = [lw.Snapshot(**{"every": 1, "folder": module.memory, **snapshot})]
@@ -181,6 +182,25 @@ def test_copies_count_over_starts_that_made_none(place: Place, caplog: pytest.Lo
     for _ in range(2):
         place.fit(8)
         assert resumed_at(caplog) == 8
+
+
+def test_another_run_at_the_same_path_keeps_its_copies_while_it_trains(place: Place) -> None:
+    class TwoContainers(Failing):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.global_step == 8:  # another one starts, with another folder mounted at the path
+                checkpoints, own = place.folder / "checkpoints", place.folder / "own"
+                checkpoints.rename(own)
+                with torch.random.fork_rng():
+                    place.fit(3)
+                assert place.steps() == [2, 3, 7, 8]
+                shutil.rmtree(checkpoints)
+                own.rename(checkpoints)
+            return super().training_step(batch, batch_idx)
+
+    place.fit(9, kind=TwoContainers)
+    assert place.steps() == [2, 3, 8, 9]
+    place.fit()
+    assert place.steps() == []
 
 
 @pytest.mark.parametrize("scheme", ["memory", "file"])
