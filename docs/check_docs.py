@@ -1,8 +1,8 @@
 """Check the documentation: `make docs-test`. Runs every example, follows every link, compares generated pages.
 
 The Python blocks of a page run one after the other as one program, in its own process and empty folder, with
-warnings as errors. A block that begins with "```python no-run" is only shown. A comment "<!-- first: ... -->" is code
-that a page needs and need not show.
+warnings as errors; `python docs/check_docs.py docs/data.md` checks one page only. A block that begins with "```python
+no-run" is only shown. A comment "<!-- first: ... -->" is code that a page needs; the site shows it folded.
 """
 
 from __future__ import annotations
@@ -88,17 +88,22 @@ def out_of_date(name: str, command: list[str]) -> str | None:
     return f"{name}: out of date; run `make docs`"
 
 
-def main() -> int:
-    problems = [problem for page in pages() for problem in broken_links(page)]
-    problems += [problem for name, command in GENERATED.items() if (problem := out_of_date(name, command))]
+def main(names: list[str]) -> int:
+    chosen = [Path(name).resolve() for name in names] or pages()
+    unknown = [str(page) for page in chosen if page not in pages()]
+    if unknown:
+        sys.exit(f"docs-test: expected pages of the documentation, got {', '.join(unknown)}")
+    problems = [problem for page in chosen for problem in broken_links(page)]
+    if not names:
+        problems += [problem for name, command in GENERATED.items() if (problem := out_of_date(name, command))]
     with ThreadPoolExecutor(max_workers=2) as pool:
-        problems += [problem for problem in pool.map(run_examples, pages()) if problem]
+        problems += [problem for problem in pool.map(run_examples, chosen) if problem]
     for problem in problems:
         print(problem, file=sys.stderr)
-    count = sum(bool(program(page).strip()) for page in pages())
-    print(f"docs-test: {len(pages())} pages, {count} with examples, {len(problems)} problems")
+    count = sum(bool(program(page).strip()) for page in chosen)
+    print(f"docs-test: {len(chosen)} pages, {count} with examples, {len(problems)} problems")
     return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
