@@ -305,7 +305,7 @@ class LiveProgressBar(ProgressBar):
         if stage == "train":
             progress, total = self.trainer.progress, self.total_train_batches
             done = total if is_over and not progress.epoch_open and not math.isinf(total) else progress.batches_in_epoch
-            number = self.trainer.current_epoch + (0 if is_over and not progress.epoch_open else 1)
+            number = self.trainer.current_epoch - (1 if is_over and not progress.epoch_open else 0)
             return self._lw_numbered(number, self.trainer), int(done), total
         batches = self._lw_eval_batches("validation" if stage == "sanity" else stage)
         total = batches[0] if batches else math.inf
@@ -321,12 +321,12 @@ class LiveProgressBar(ProgressBar):
         self._lw_begin(stage)
 
     def _lw_epoch_of(self, trainer: Trainer) -> str:
-        return self._lw_numbered(trainer.current_epoch + 1, trainer)
+        return self._lw_numbered(trainer.current_epoch, trainer)
 
     @staticmethod
     def _lw_numbered(epoch: int, trainer: Trainer) -> str:
         limit = trainer.fit_loop.epoch_limit
-        return f"Epoch {epoch}/{limit}" if limit > 0 else f"Epoch {epoch}"
+        return f"Epoch {epoch}/{limit - 1}" if limit > 0 else f"Epoch {epoch}"  # from 0, as in names of checkpoints
 
     def _lw_description_of(self, stage: str) -> str:
         return {

@@ -20,9 +20,9 @@ class PlainLines:
     Args:
         write: Takes a text that ends with a newline.
 
-    A line of training: "Epoch 2/10 | step 1200/5000 | 12.3 it/s | train_loss=0.432 | ETA 0:03:10". Steps are optimizer
+    A line of training: "Epoch 2/9 | step 1200/5000 | 12.3 it/s | train_loss=0.432 | ETA 0:03:10". Steps are optimizer
     steps, it/s are micro-batches per second since the last line without the time of validations, and the remaining
-    time is an estimate to the end of the run by its pace so far.
+    time is an estimate to the end of the run by its pace so far. Epochs are numbered from 0.
     """
 
     def __init__(self, write: Callable[[str], None]) -> None:
@@ -46,7 +46,8 @@ class PlainLines:
     def training(self, trainer: Trainer, metrics: dict[str, float | int | str]) -> None:
         """Write the line of training."""
         now, batches = time.monotonic(), trainer.progress.total_batches
-        parts = [f"Epoch {_of(trainer.current_epoch + 1, trainer.fit_loop.epoch_limit)}"]
+        limit = trainer.fit_loop.epoch_limit
+        parts = [f"Epoch {_of(trainer.current_epoch, limit - 1 if limit > 0 else None)}"]
         total = total_steps(trainer)
         parts.append(f"step {_of(trainer.global_step, total)}")
         seconds = now - self._line_s - self._paused_s

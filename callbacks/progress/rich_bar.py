@@ -156,7 +156,7 @@ class RichProgressBar(LiveProgressBar):
         """Return rich's columns; may be overridden. The task's fields are `metrics` (text) and `speed` (text)."""
         from rich.progress import BarColumn, TextColumn
 
-        from .rich_fitting import MetricsColumn
+        from .rich_fitting import MetricsColumn, YieldingColumn
 
         theme = self.theme
         return [
@@ -167,8 +167,8 @@ class RichProgressBar(LiveProgressBar):
                 pulse_style=theme.progress_bar_pulse,
             ),
             TextColumn("{task.fields[batches]}", style=theme.batch_progress),
-            TextColumn("{task.fields[clock]}", style=theme.time),
-            TextColumn("{task.fields[speed]}", style=theme.processing_speed),
+            YieldingColumn("{task.fields[clock]}", style=theme.time),
+            YieldingColumn("{task.fields[speed]}", style=theme.processing_speed),
             MetricsColumn("{task.fields[metrics]}", style=theme.metrics, markup=False),
         ]
 

@@ -197,6 +197,6 @@ def _say(trainer: TrainerView, text: str) -> None:
     if trainer.is_global_zero and not trainer.fit_loop.is_at_limit:  # without further training, nothing is lost
         progress = trainer.progress
         warn(
-            f"trainer.fit continues after epoch {progress.epochs}, step {progress.steps}, and {text}. For a run from "
-            "the beginning make a new Trainer.",
+            f"trainer.fit continues at epoch {progress.epochs}, step {progress.steps}, and {text}. For a run from the "
+            "beginning make a new Trainer.",
         )

@@ -175,7 +175,7 @@ def test_a_bar_changes_no_bit(tmp_path: Path, bar: Any, capsys: pytest.CaptureFi
     )
     assert same(dict(with_bar.state_dict()), dict(plain.state_dict()))
     out = capsys.readouterr().out
-    assert "Epoch 2/2 | step 12/12" in out
+    assert "Epoch 1/1 | step 12/12" in out
     assert "val_loss=" in out
 
 

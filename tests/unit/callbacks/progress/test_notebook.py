@@ -47,7 +47,7 @@ def test_a_saved_notebook_has_the_last_line_and_what_was_told(bar: str, tmp_path
     for output in notebook.cells[0].outputs:
         if output.output_type == "stream":
             streams[output.name] += output.text
-    assert streams["stdout"].splitlines()[-1].startswith("Epoch 2/2 | step 6 | ")
+    assert streams["stdout"].splitlines()[-1].startswith("Epoch 1/1 | step 6 | ")
     assert "loss=" in streams["stdout"].splitlines()[-1]
     assert "Training ended at epoch 2, step 6" in streams["stderr"]
 

@@ -71,9 +71,9 @@ def test_lines_at_the_first_step_and_at_the_end_of_epochs(
     trainer.batch_hook = lambda step: clock.tick(0.25)
     trainer.fit()
     assert capsys.readouterr().out.splitlines() == [
-        "Epoch 1/2 | step 1/8 | 4 it/s | loss=1 | ETA 0:00:04",
-        "Epoch 1/2 | step 4/8 | 4 it/s | loss=0.25 | ETA 0:00:02",
-        "Epoch 2/2 | step 8/8 | 4 it/s | loss=0.125 | ETA 0:00:00",
+        "Epoch 0/1 | step 1/8 | 4 it/s | loss=1 | ETA 0:00:04",
+        "Epoch 0/1 | step 4/8 | 4 it/s | loss=0.25 | ETA 0:00:02",
+        "Epoch 1/1 | step 8/8 | 4 it/s | loss=0.125 | ETA 0:00:00",
     ]
 
 
@@ -129,7 +129,7 @@ def test_unknown_lengths_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixt
     trainer.num_training_batches = math.inf
     trainer.fit()
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("Epoch 1/1 | step 4 | ")
+    assert line.startswith("Epoch 0/0 | step 4 | ")
     assert "ETA" not in line
 
 
@@ -182,7 +182,7 @@ def test_a_subclass_finds_its_bars_where_nothing_is_drawn(
     trainer.validate(torch.nn.Linear(2, 1), fn="test")
     assert seen == {"train": 4, "done": [1, 2, 3, 4], "validation": 3, "test": 3, "metrics": {"val": 1.0}}
     assert _done(made.train_progress_bar) == 4  # it stays readable
-    assert all(line.startswith("Epoch 1/1 | step ") for line in capsys.readouterr().out.splitlines())
+    assert all(line.startswith("Epoch 0/0 | step ") for line in capsys.readouterr().out.splitlines())
 
 
 def _done(bar: Any) -> int:
@@ -280,7 +280,7 @@ def test_a_bar_shows_epoch_batches_and_metrics(tmp_path: Path, bar: Any, termina
     with terminal:
         trainer.fit()
     text = terminal.getvalue()
-    assert "Epoch 2/2" in text
+    assert "Epoch 1/1" in text
     assert "4/4" in text
     assert "v_num" not in text
     assert "1.0" in text or "=1" in text
@@ -322,12 +322,12 @@ def test_a_bar_that_comes_back_shows_nothing_of_what_it_was(tmp_path: Path, term
         bar = RichProgressBar()
         bar.setup(FakeTrainer(tmp_path, [bar]), torch.nn.Linear(2, 1), "fit")  # type: ignore[arg-type]
         bar._lw_open.add("train")
-        bar._lw_show("train", "Epoch 1/2", 1, 9, {})
+        bar._lw_show("train", "Epoch 0/1", 1, 9, {})
         bar._lw_show("validation", "Validation", 7, 8, {})
         bar._lw_close("validation", keep=False)
         before = len(terminal.getvalue())
         bar._lw_show("validation", "Validation", 1, 8, {})
-        bar._lw_show("train", "Epoch 2/2", 2, 9, {})
+        bar._lw_show("train", "Epoch 1/1", 2, 9, {})
         assert bar.progress is not None
         train = bar.train_progress_bar
         assert train is not None
@@ -521,7 +521,7 @@ def test_a_notebook_keeps_a_line_of_the_end(
     monkeypatch.setattr(live, "is_notebook", lambda: True)
     FakeTrainer(tmp_path, [bar()], windows=3, train_metrics=lambda step: {"loss": step / 4}).fit()
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "Epoch 1/1 | step 3 | 0:00:00 | loss=0.75"
+    assert last == "Epoch 0/0 | step 3 | 0:00:00 | loss=0.75"
 
 
 @pytest.mark.parametrize("bar", BARS)
@@ -573,7 +573,7 @@ def test_an_epoch_that_ends_before_the_next_drawing_has_a_speed(
         trainer = FakeTrainer(tmp_path, [bar], windows=4, max_epochs=2)
         trainer.batch_hook = lambda step: time.sleep(0.001)
         trainer.fit()
-    last = [line for line in terminal.getvalue().splitlines() if "Epoch 2/2" in line][-1]
+    last = [line for line in terminal.getvalue().splitlines() if "Epoch 1/1" in line][-1]
     assert "4/4" in last
     assert "it/s" in last
 
@@ -583,7 +583,7 @@ def test_rich_tasks_can_be_read_without_a_terminal() -> None:
     trainer = quiet(callbacks=[bar], enable_progress_bar=True, max_epochs=1)
     trainer.fit(net(ValidatedNet), loader(6, 3), loader(6, 3))
     assert bar.progress is not None
-    assert ("Epoch 1/1", 2) in [(task.description, task.completed) for task in bar.progress.tasks]
+    assert ("Epoch 0/0", 2) in [(task.description, task.completed) for task in bar.progress.tasks]
 
 
 def test_a_method_set_on_a_bar_is_called_without_a_terminal(tmp_path: Path) -> None:

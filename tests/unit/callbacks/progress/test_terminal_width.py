@@ -36,7 +36,7 @@ def test_lines_fit_and_none_lacks_bar_step_and_speed(
 ) -> None:
     lines = drawn(tmp_path, bar, columns, metrics)
     assert max(map(len, lines)) <= columns, lines
-    training = [line for line in lines if line.startswith("Epoch 2/2")]
+    training = [line for line in lines if line.startswith("Epoch 1/1")]
     last = training[-1]
     assert "40/40" in last
     assert "it/s" in last
@@ -45,3 +45,17 @@ def test_lines_fit_and_none_lacks_bar_step_and_speed(
     assert is_beside == (metrics is FEW)
     for name in metrics:
         assert any(name in line for line in lines), lines
+
+
+@pytest.mark.parametrize("metrics", [FEW, MANY], ids=["few", "many"])
+def test_forty_columns_have_epoch_bar_and_speed_and_leave_out_the_time(
+    tmp_path: Path, metrics: dict[str, float]
+) -> None:
+    lines = drawn(tmp_path, RichProgressBar, 40, metrics)
+    assert max(map(len, lines)) <= 40, lines
+    last = [line for line in lines if line.startswith("Epoch 1/1")][-1]
+    assert "40/40" in last
+    assert "it/s" in last
+    assert "0:00:00" not in last
+    assert last.count("━") >= 6
+    assert any("loss" in line or "metric_0" in line for line in lines)

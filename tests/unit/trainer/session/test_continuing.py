@@ -214,7 +214,7 @@ def two_fits(module: Any, other: Any = None) -> tuple[lw.Trainer, list[str]]:
 def test_what_is_configured_otherwise_holds_and_is_said_once(configure: Configure, said: str) -> None:
     trainer, messages = two_fits(Net(configure))
     assert len(messages) == 1
-    assert re.search(f"continues after epoch 1, step 8, and {said}", messages[0])
+    assert re.search(f"continues at epoch 1, step 8, and {said}", messages[0])
     assert trainer.global_step == 16
     if configure is faster:
         [optimizer] = trainer.optimizers
