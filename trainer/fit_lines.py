@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import shlex
+import shutil
 import socket
+import sys
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +20,7 @@ from ..callbacks import ModelCheckpoint
 from ..console import LINES, is_configured
 from ..errors import RankFailure, StopBySignal
 from ..messages import counted
+from ..remote import is_url
 from ..tracebacks import end_in_silence, end_with_line
 
 if TYPE_CHECKING:
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_COLUMNS = 80  # a longer line would be broken within a path by most terminals
 _PYTHON_TRACEBACK = "\nTraceback (most recent call last)"  # of an exception, which its rank prints
 
 
@@ -59,19 +66,20 @@ def tell_end(trainer: Trainer, seconds: float) -> None:
     """
     if not trainer._lw_reports_runs:
         return
-    logger.info(
-        "Training ended at epoch %d, step %d, after %s: %s.",
-        trainer.progress.epochs,
-        trainer.global_step,
-        timedelta(seconds=round(seconds)),
-        reason(trainer),
-    )
+    progress, took = trainer.progress, timedelta(seconds=round(seconds))
+    steps = counted(trainer.global_step, "step")
+    if progress.epoch_open:
+        logger.info("Training ended in epoch %d, after %s, %s: %s.", progress.epochs, steps, took, reason(trainer))
+    else:
+        epochs = counted(progress.epochs, "epoch")
+        logger.info("Training ended after %s, %s, %s: %s.", epochs, steps, took, reason(trainer))
     for straggler in trainer.timeline.stragglers():
         logger.info("Slow: %s.", straggler)
     _warn_of_no_step(trainer)
+    _warn_of_nan(trainer)
     if trainer.fast_dev_run:
         return
-    logger.info("Checkpoints: %s.", checkpoints(trainer))
+    logger.info("%s", _listed("Checkpoints", checkpoints(trainer)))
     logger.info("%s", logs(trainer))
 
 
@@ -86,6 +94,20 @@ def _warn_of_no_step(trainer: Trainer) -> None:
             "No optimizer was stepped: automatic_optimization is False, and training_step did not call step() of "
             "any of self.optimizers(). If it updates parameters itself, call self.count_step() before."
         )
+
+
+def _warn_of_nan(trainer: Trainer) -> None:
+    """Warn of metrics that end NaN or infinite, and name the first batch whose loss was. Reads the metrics' device."""
+    last = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+    bad = [f"{name} = {value}" for name, value in last.items() if not math.isfinite(value)]
+    run = trainer.present_run()
+    first = None if run is None else run.watch.first_bad
+    if not bad and first is None:
+        return
+    parts = [f"the last values are {', '.join(bad)}"] if bad else []
+    if first is not None:
+        parts.append(f"the training loss was {first[1]} first at batch {first[0]} (0 is the first batch of training)")
+    logger.warning("Not finite: %s.", "; ".join(parts))
 
 
 def reason(trainer: Trainer) -> str:
@@ -115,11 +137,17 @@ def _request(trainer: Trainer) -> str:
     return "trainer.should_stop was set"
 
 
-def checkpoints(trainer: Trainer) -> str:
+def _listed(heading: str, parts: list[str]) -> str:
+    """Return parts as a line; if that is longer than a usual terminal is wide, as a line for each."""
+    line = f"{heading}: {', '.join(parts)}."
+    return line if len(line) <= _COLUMNS else "\n  ".join((f"{heading}:", *parts))
+
+
+def checkpoints(trainer: Trainer) -> list[str]:
     """Return the best and the last checkpoint of a fit, in words."""
     callbacks = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
     if not callbacks:
-        return "none (no ModelCheckpoint)"
+        return ["none (no ModelCheckpoint)"]
     found = []
     for callback in callbacks:
         best, last = callback.best_model_path, callback.last_model_path
@@ -129,11 +157,11 @@ def checkpoints(trainer: Trainer) -> str:
             found.append(f"{'best' if callback.monitor else 'newest'} {shown(best)}{value}")
         if last and last != best:
             found.append(f"last {shown(last)}")
-    return ", ".join(found) or "none was due"
+    return found or ["none was due"]
 
 
 def logs(trainer: Trainer) -> str:
-    """Return where the logs are, and the command that makes a report of them."""
+    """Return where the logs are, and the command that makes a report of them, unless there is nothing to report."""
     if not trainer.loggers:
         return "Logs: none (no logger)."
     folders = [folder for one in trainer.loggers if (folder := getattr(one, "log_dir", None))]
@@ -141,9 +169,24 @@ def logs(trainer: Trainer) -> str:
         places = ", ".join(type(one).__name__ for one in trainer.loggers)
         return f"Logs: {places}."
     folder = shown(str(folders[0]))
-    quoted = f"'{folder}'" if " " in folder else folder
-    needs = "" if find_spec("plotly") else " (after pip install 'loopwright[report]')"
-    return f"Logs: {folder}; page of curves: loopwright report {quoted}{needs}"
+    reported = next((one for one in folders if is_url(one) or _holds_metrics(one)), None)
+    if reported is None:
+        why = (
+            f"log_every_n_steps={trainer.log_every_n_steps}" if trainer.callback_metrics else "nothing called self.log"
+        )
+        return f"Logs: {folder}" + ("" if trainer.logged_metrics else f" (no metrics: {why})")
+    command = "loopwright" if shutil.which("loopwright") else f"{shown(sys.executable)} -m loopwright"
+    needs = "" if find_spec("plotly") else " (after pip install plotly)"
+    page = f"page of curves: {command} report {shlex.quote(shown(reported))}{needs}"
+    line = f"Logs: {folder}; {page}"
+    return line if len(line) <= _COLUMNS else f"Logs: {folder}\n  {page}"
+
+
+def _holds_metrics(folder: str) -> bool:
+    """Whether `loopwright report` finds something in a logger's folder."""
+    from ..report.sources import find_sources
+
+    return bool(find_sources(Path(folder)))
 
 
 def shown(path: str) -> str:
@@ -178,8 +221,9 @@ def _tell_interruption(trainer: Trainer, error: BaseException) -> None:
             how = trainer._lw_saving.how_to_continue or f"trainer.fit(..., ckpt_path={_how_to_name(trainer, path)!r})"
             rest = f": saved in {shown(path)}; continue with {how}"
         where = "between two steps, " if trainer.at_step_boundary else ""
-        place = f"{where}at epoch {trainer.progress.epochs}, step {trainer.global_step}"
-        logger.info("%s was interrupted %s%s", trainer.state.fn, place, rest)
+        place = f"{where}in epoch {trainer.progress.epochs}, after {counted(trainer.global_step, 'step')}"
+        line = f"{trainer.state.fn} was interrupted {place}{rest}"
+        logger.info("%s", line if len(line) <= _COLUMNS else line.replace(": ", ":\n  ", 1).replace("; ", ";\n  ", 1))
     if isinstance(error, KeyboardInterrupt):
         if is_configured() or LINES.level_set > logging.INFO:
             end_with_line(error, "KeyboardInterrupt")

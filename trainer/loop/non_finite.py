@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 _MANY = 50  # steps after which a warning says that all were skipped
 _NOTHING_TRAINED = (
-    "Nothing was trained: all %d steps were skipped, because training_step returned None, or a loss of weight 0. "
-    "Return the loss: a tensor, lw.Loss, or a dict with the key 'loss'; or set self.automatic_optimization = False, "
-    "and train in training_step."
+    "Nothing was trained: training_step returned no loss, or one of weight 0, in all %d steps. Does it end with "
+    "`return loss`? It returns a tensor, lw.Loss, or a dict with the key 'loss'. To train in training_step itself, set "
+    "self.automatic_optimization = False."
 )
 
 _REASONS = {
     "nonfinite": "its loss is not finite, and nonfinite_loss='skip'",
-    "empty": "training_step returned no loss, or a weight of 0",
+    "empty": "training_step returned no loss, or one of weight 0",
     "refused": "the optimizer was not stepped: gradients overflowed, or optimizer_step left it out",
 }
 
@@ -50,6 +50,7 @@ class LossWatch:
         gather: Returns the objects of all ranks in rank order; None where there is one process. All ranks then act
             alike on the loss of any of them.
         describe: Describes a batch of this rank by its number in the run, for the message; None without a description.
+        first_bad: The first batch with a loss that was not finite, and this loss; None without one.
     """
 
     def __init__(self, policy: str) -> None:
@@ -58,6 +59,7 @@ class LossWatch:
         self.losses: list[Tensor] = []
         self.gather: Gather | None = None
         self.describe: Callable[[int], str] | None = None
+        self.first_bad: tuple[int, float] | None = None
         self._has_warned = False
         self._told: set[str] = set()
 
@@ -78,6 +80,12 @@ class LossWatch:
             return
         self._told.add(reason)
         if not is_rank_zero:
+            return
+        if reason == "empty" and not progress.total_batches:  # a step that skips batches seldom skips the first
+            logger.warning(
+                "training_step returned no loss, or one of weight 0, for the first batch: no step was made. Does it "
+                "end with `return loss`?"
+            )
             return
         text = (
             f"The step of batch {progress.total_batches} (0 is the first batch of training) is skipped: "
@@ -168,7 +176,7 @@ class LossWatch:
             place = f" of rank {rank}"
         if found is None:
             return
-        batch, value = found
+        batch, value = self.first_bad = self.first_bad or found
         what = f"The training loss was {value} at batch {batch}{place} (0 is the first batch of training)"
         what += f", {held}" if held else ""
         if self.policy == "raise":

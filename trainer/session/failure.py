@@ -10,6 +10,7 @@ from ...errors import LoopwrightError, ReplayEnd, StopBySignal
 from ...strategies.memory_report import advise, memory_report
 from ..batch_shapes import shapes_of
 from ..checkpointing.requeue import requeue
+from ..describe_run import describe_run
 from ..error_place import place_of
 from ..fit_lines import tell_failure
 from ..graph_advice import advice_on_evaluation, advice_on_graph
@@ -128,6 +129,8 @@ def _notify(session: Session, run: Run, error: BaseException) -> None:
     finally:
         saving.is_after_error = run.is_after_error = False
     session.output.finalize("failed")
+    if session.verb == "fit" and session.trainer.progress.total_batches:
+        describe_run(session.trainer)  # an interrupted run has its timeline as well
     if session.profiler is not None:
         session.profiler.teardown(session.verb)
     session.output.send_files()

@@ -684,9 +684,11 @@ def test_other_errors_of_configure_optimizers_are_left_alone() -> None:
 def test_a_run_that_trained_nothing_says_so(batches: int, caplog: pytest.LogCaptureFixture) -> None:
     quiet(max_epochs=1).fit(net(Nothing), loader(2 * batches))
     said = [one.getMessage() for one in caplog.records if one.getMessage().startswith("Nothing was trained")]
-    assert [text.split(" steps were skipped")[0].split()[-1] for text in said] == (
-        ["4"] if batches == 4 else ["50", "60"]
-    )
+    assert [re.findall(r"in all (\d+) steps", text) for text in said] == ([["4"]] if batches == 4 else [["50"], ["60"]])
+    first = next(one for one in caplog.records if one.name.endswith("non_finite"))
+    assert first.levelname == "WARNING"
+    assert first.getMessage().startswith("training_step returned no loss, or one of weight 0, for the first batch")
+    assert "`return loss`" in first.getMessage()
 
 
 # --- what a newcomer writes ------------------------------------------------------------------------------------------

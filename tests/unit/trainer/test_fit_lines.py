@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shlex
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +70,62 @@ def test_a_fit_ends_with_three_lines(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fit_lines.shutil, "which", lambda name: f"/bin/{name}")
     keep = lw.ModelCheckpoint(monitor="loss", save_last=True)
-    fit(tmp_path, callbacks=[keep])
+    fit(tmp_path, callbacks=[keep], log_every_n_steps=1)
     why, where, logs = lines(caplog)[1:]
-    assert why.startswith("Training ended at epoch 1, step 3, after 0:00:0")
+    assert why.startswith("Training ended after 1 epoch, 3 steps, 0:00:0")
     assert why.endswith(": max_epochs=1 is reached.")
     folder = os.path.join("loopwright_logs", "version_0")
     score = f"{float(keep.best_model_score or 0):.4g}"
     checkpoints = os.path.join(folder, "checkpoints")
-    assert where == (
-        f"Checkpoints: best {os.path.join(checkpoints, 'epoch=0-step=3.ckpt')} (loss = {score}), last "
-        f"{os.path.join(checkpoints, 'last.ckpt')}."
-    )
-    assert logs == f"Logs: {folder}; page of curves: loopwright report {folder}"
+    assert where.split("\n  ") == [
+        "Checkpoints:",
+        f"best {os.path.join(checkpoints, 'epoch=0-step=3.ckpt')} (loss = {score})",
+        f"last {os.path.join(checkpoints, 'last.ckpt')}",
+    ]
+    assert logs == f"Logs: {folder}\n  page of curves: loopwright report {folder}"
+    assert max(map(len, "\n".join((why, where, logs)).splitlines())) <= 80
+
+
+def test_the_command_for_a_page_of_curves_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("plotly")
+    fit(tmp_path, log_every_n_steps=1)
+    command = lines(caplog)[-1].partition("page of curves: ")[2]
+    done = subprocess.run(shlex.split(command), cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_without_metrics_no_page_of_curves_is_offered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Silent(Net):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.layer(batch).square().mean()
+
+    seldom = fit(tmp_path, enable_checkpointing=False)
+    assert lines(caplog)[-1] == f"Logs: {seldom.log_dir} (no metrics: log_every_n_steps=50)"
+    trainer = fit(tmp_path, Silent(), enable_checkpointing=False)
+    assert lines(caplog)[-1] == f"Logs: {trainer.log_dir} (no metrics: nothing called self.log)"
+
+
+def test_the_end_names_what_is_not_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Net):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx) * (float("nan") if batch_idx else 1.0)
+
+        def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:
+            self.log("weight", self.layer.weight.sum())
+
+    with pytest.warns(UserWarning, match="nan at batch 1"):
+        fit(tmp_path, Broken(), logger=False, enable_checkpointing=False)
+    values, first = next(line for line in lines(caplog) if line.startswith("Not finite")).split("; ")
+    assert values == "Not finite: the last values are loss = nan, weight = nan"
+    assert first.startswith("the training loss was nan first at batch 1 ")
+
+
+def test_a_fit_that_is_finite_names_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, logger=False, enable_checkpointing=False)
+    assert not [line for line in lines(caplog) if line.startswith("Not finite")]
 
 
 @pytest.mark.parametrize(
@@ -136,12 +182,21 @@ def test_an_interruption_says_in_one_line_whether_it_saved(
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, Interrupted(), callbacks=[lw.ModelCheckpoint(tmp_path / "kept", save_on_exception=saves)])
     (line,) = lines(caplog)[1:]
-    assert line.startswith("fit was interrupted between two steps, at epoch 0, step 1: ")
+    first, *rest = line.split("\n  ")
+    assert first == "fit was interrupted between two steps, in epoch 0, after 1 step:"
     if saves:
         kept = tmp_path / "kept" / "epoch=0-step=1.ckpt"
-        assert line.endswith(f"saved in {kept}; continue with trainer.fit(..., ckpt_path='last')")
+        assert rest == [f"saved in {kept};", "continue with trainer.fit(..., ckpt_path='last')"]
     else:
-        assert line.endswith("nothing was saved; add ModelCheckpoint(save_on_exception=True)")
+        assert rest == ["nothing was saved;", "add ModelCheckpoint(save_on_exception=True)"]
+
+
+def test_an_interruption_keeps_the_timeline(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, Interrupted(), logger=lw.CSVLogger(tmp_path, name=None, version=""))
+    saved = json.loads((tmp_path / "timeline.json").read_text())
+    assert saved["seconds"]["forward"] > 0
+    assert (tmp_path / "environment.json").is_file()
 
 
 def test_an_interruption_without_a_save_names_the_last_checkpoint(
@@ -155,8 +210,11 @@ def test_an_interruption_without_a_save_names_the_last_checkpoint(
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, callbacks=[lw.ModelCheckpoint(tmp_path / "kept"), InterruptedLater()], max_epochs=2)
     kept = tmp_path / "kept" / "epoch=0-step=3.ckpt"
-    expected = f"nothing was saved; continue from the last checkpoint with trainer.fit(..., ckpt_path={str(kept)!r})"
-    assert lines(caplog)[-1].endswith(expected)
+    expected = [
+        "nothing was saved;",
+        f"continue from the last checkpoint with trainer.fit(..., ckpt_path={str(kept)!r})",
+    ]
+    assert lines(caplog)[-1].split("\n  ")[1:] == expected
 
 
 def test_an_interruption_without_a_save_names_the_last_of_several_checkpoints(

@@ -49,7 +49,7 @@ def test_a_saved_notebook_has_the_last_line_and_what_was_told(bar: str, tmp_path
             streams[output.name] += output.text
     assert streams["stdout"].splitlines()[-1].startswith("Epoch 1/1 | step 6 | ")
     assert "loss=" in streams["stdout"].splitlines()[-1]
-    assert "Training ended at epoch 2, step 6" in streams["stderr"]
+    assert "Training ended after 2 epochs, 6 steps" in streams["stderr"]
 
 
 @pytest.mark.slow  # starts a kernel

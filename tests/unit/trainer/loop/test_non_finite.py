@@ -73,7 +73,7 @@ class Overflows(Net):
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
-        (WithoutLoss, {}, "training_step returned no loss, or a weight of 0"),
+        (WithoutLoss, {}, "training_step returned no loss, or one of weight 0"),
         (LeavesOut, {}, "optimizer_step left it out"),
         (Overflows, {"precision": "16-mixed", "nonfinite_loss": "ignore"}, "gradients overflowed"),
     ],
