@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...errors import ConfigError, LoopwrightError
 from ...files import only_describes, replace_file
+from ...messages import counted
 from ...remote import local_dir
 from ..base import AnyModule, Callback, from_rank_zero
 
@@ -194,6 +195,7 @@ class SpikeDetection(Callback):
         self._lw_own: list[tuple[int, Tensor]] = []
         self._lw_known: list[tuple[int, int, float]] = []
         self._lw_every = 1
+        self._lw_has_looked = False
         self._lw_trainer: Trainer | None = None
 
     @property
@@ -205,6 +207,7 @@ class SpikeDetection(Callback):
         """Read the list of earlier runs."""
         self._lw_every = min(self.check_every_n_steps or trainer.log_every_n_steps or 50, _MOST_KEPT)
         self._lw_own = []
+        self._lw_has_looked = False
         self._lw_trainer = trainer
         if self.on_spike == "rollback":
             self._lw_prepare(trainer, pl_module)
@@ -286,6 +289,13 @@ class SpikeDetection(Callback):
 
     def _lw_look(self, trainer: Trainer) -> None:
         self._lw_learn()
+        if not self._lw_known and not self._lw_has_looked and trainer.is_global_zero and trainer.progress.steps:
+            _log.warning(
+                "SpikeDetection has seen no loss in %s: training_step returns none. Return it, also with manual "
+                "optimization, as a tensor or a dict with the key 'loss'.",
+                counted(trainer.progress.steps, "step"),
+            )
+        self._lw_has_looked = True
         self._lw_judge_known(trainer)
 
     def _lw_judge_known(self, trainer: Trainer) -> None:

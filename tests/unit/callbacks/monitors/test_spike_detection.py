@@ -137,3 +137,24 @@ def test_arguments_that_cannot_work_are_all_named() -> None:
         SpikeDetection("least", 0, rtol=-1)
     with pytest.raises(ConfigError, match="check_every_n_steps=0"):
         SpikeDetection(check_every_n_steps=0)
+
+
+def test_a_training_without_losses_to_judge_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Silent(Scripted):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.net(batch[0]).sum())
+            self.optimizers().step()
+
+    quiet(max_epochs=2, callbacks=[SpikeDetection()], default_root_dir=tmp_path, log_every_n_steps=2).fit(
+        net(Silent, CALM), loader(2 * len(CALM), 2)
+    )
+    said = [one.getMessage() for one in caplog.records if "no loss" in one.getMessage()]
+    assert said == [
+        "SpikeDetection has seen no loss in 2 steps: training_step returns none. Return it, also with manual "
+        "optimization, as a tensor or a dict with the key 'loss'."
+    ]
+    caplog.clear()
+    fit(tmp_path, [*CALM], SpikeDetection())
+    assert not caplog.records
