@@ -80,7 +80,7 @@ def test_what_is_typed_last_wins_files_as_well() -> None:
 
 
 def test_hyperparameters_are_settings_of_which_the_model_is_made_again() -> None:
-    cli = make_cli("fit", "--model.optimizer=SGD", "--model.optimizer.lr=0.2", "--model.schedule=StepLR",
+    cli = make_cli("fit", "--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=0.2", "--model.schedule=StepLR",
                    "--model.schedule.step_size=3", f"--model.encoder={NAME}", "--model.encoder.width=9")  # fmt: skip
     assert cli.model.hparams.encoder == {"class_path": NAME, "init_args": {"width": 9}}
     assert cli.model.hparams["_instantiator"] == "lightning.pytorch.cli.instantiate_module"
