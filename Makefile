@@ -72,9 +72,10 @@ test-engines: setup  ## run the tests of DeepSpeed that take minutes: compiled o
 # Two interpreters in each test, and one worker for each file: files share what they ran.
 test-lightning: export LIGHTNING_PYTHON := $(CURDIR)/$(BIN)/python
 test-lightning: export PYTHONPATH := $(CURDIR)/$(VENV)/lightning
+test-lightning: export ACCELERATE_FOLDER := $(CURDIR)/$(VENV)/accelerate
 test-lightning: export OMP_NUM_THREADS ?= 1
-test-lightning: setup $(VENV)/lightning/installed  ## compare with Lightning itself: names, trainings, checkpoints, command lines: ARGS="-k name"
-	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 --dist loadfile -o timeout=2400 -m "not libraries" tests/compat $(ARGS)
+test-lightning: setup $(VENV)/lightning/installed $(VENV)/accelerate/installed  ## compare with Lightning and Accelerate themselves: names, trainings, checkpoints: ARGS="-k name"
+	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 --dist loadfile -o timeout=2400 -m "not libraries" tests/compat tests/compat_accelerate $(ARGS)
 
 test-compat: export LIGHTNING_PYTHON := $(CURDIR)/$(COMPAT)/bin/python
 test-compat: setup $(COMPAT)/installed  ## the same, and with libraries built on Lightning, in .venv-compat: ARGS="-k name"
@@ -146,6 +147,11 @@ $(VENV)/hydra/installed: pyproject.toml | $(BIN)/python
 # Lightning, in a folder that only its tests put on the path: 15 MB, with the torch, torchmetrics and jsonargparse of .venv.
 $(VENV)/lightning/installed: tests/compat/lightning.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(@D) -r $<
+	@touch $@
+
+# Accelerate, in a folder that only the processes of its tests put on the path; what it imports is in .venv.
+$(VENV)/accelerate/installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(@D) accelerate==1.15.0
 	@touch $@
 
 # Lightning, and libraries that are built on it, with the torch of constraints.txt: a gigabyte to download.

@@ -36,6 +36,7 @@ _COMMANDS = {
     "recipe": "language models: tokenizer, pretrain, finetune, plan, chat, generate, evaluate, export",
     "replay": "make one step of a run again, and show its losses, norms and samples; or compare two runs",
     "report": "write an HTML report of runs: curves, metrics, checkpoints, configuration",
+    "run-accelerate": "run a program written for Hugging Face Accelerate on Loopwright",
     "run-lightning": "run a program written for Lightning on Loopwright",
     "watch": "show the curves of running jobs in the terminal",
 }
@@ -57,6 +58,10 @@ def run(arguments: Sequence[str]) -> int:
         from .commands.launch import launch
 
         return launch(arguments[1:])
+    if arguments and arguments[0] == "run-accelerate":
+        from .commands.run_accelerate import run_accelerate
+
+        return run_accelerate(arguments[1:])
     if arguments and arguments[0] == "run-lightning":
         from .commands.run_lightning import run_lightning
 

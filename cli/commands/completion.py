@@ -23,6 +23,7 @@ _OPTIONS = {
     "plan": "--devices --num-nodes --memory --bandwidth --tokens --peak-flops --price-per-hour --dry-run --json --help",
     "replay": "--step --compare --save-batch --debug --rank --anomaly --folder --json --help",
     "report": "--output --title --smoothing --no-checkpoints --help",
+    "run-accelerate": "--num-processes --cpu --mixed-precision --config --module --help",
     "run-lightning": "--parity --help",
     "watch": "--every --metric --once --smoothing --help",
 }

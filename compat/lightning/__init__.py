@@ -1,4 +1,4 @@
-"""Provides Loopwright under Lightning's names. Users call `install()`; in child processes, site/sitecustomize.py does.
+"""Provides Loopwright under Lightning's names. Users call `install()`; in child processes, ../site does.
 
     from loopwright.compat.lightning import install
     install()
@@ -16,17 +16,17 @@ from collections.abc import Iterable
 
 from ...errors import ConfigError
 from ...lazy import restore_paths
+from .. import SITE, leave_site, with_site
 from .imports.finder import ROOTS, VERSION, LightningFinder
 from .parity import switches
 
-__all__ = ["LIGHTNING_VERSION", "LightningFinder", "child_environment", "install", "is_installed", "uninstall"]
+__all__ = ["LIGHTNING_VERSION", "SITE", "LightningFinder", "child_environment", "install", "is_installed", "uninstall"]
 
 LIGHTNING_VERSION = VERSION
 
-# Read by site/sitecustomize.py in child processes, and by `install` there.
+# Read by compat/site/sitecustomize.py in child processes, and by `install` there.
 SWITCH = "LOOPWRIGHT_COMPAT_LIGHTNING"
 PARITY = "LOOPWRIGHT_PARITY"
-SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
 
 
 def install(*, children: bool = True, parity: bool | Iterable[str] | None = None) -> None:
@@ -75,11 +75,8 @@ def uninstall() -> None:
     rank_zero = sys.modules.get(f"{__name__}.utilities.rank_zero")
     if rank_zero is not None:
         del rank_zero.rank_zero_only.rank
-    os.environ.pop(SWITCH, None)
     os.environ.pop(PARITY, None)
-    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", SITE)]
-    if paths or "PYTHONPATH" in os.environ:
-        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    leave_site(SWITCH)
 
 
 def is_installed() -> bool:
@@ -93,8 +90,7 @@ def child_environment(python_path: str) -> dict[str, str]:
     Args:
         python_path: The current PYTHONPATH; its folders follow ours.
     """
-    others = [path for path in python_path.split(os.pathsep) if path not in ("", SITE)]
-    return {SWITCH: "1", "PYTHONPATH": os.pathsep.join([SITE, *others])}
+    return {SWITCH: "1", "PYTHONPATH": with_site(python_path)}
 
 
 def _is_ours(name: str) -> bool:

@@ -192,11 +192,12 @@ def test_no_file_names_its_callers() -> None:
 
 # Lightning has these names, and its programs import them: a class of compat/ extends or replaces the core's.
 LIGHTNINGS = {
-    "AdvancedProfiler", "BasePredictionWriter", "CSVLogger", "CombinedLoader", "CometLogger", "DeepSpeedPrecision",
-    "EMAWeightAveraging", "Fabric", "FabricModule", "LayerSummary", "LearningRateMonitor", "Logger", "MLFlowLogger",
-    "ModelCheckpoint", "ModelPruning", "ModelSummary", "Profiler", "ProgressBar", "PyTorchProfiler",
-    "RichProgressBar", "SimpleProfiler", "SpikeDetection", "StochasticWeightAveraging", "TQDMProgressBar",
-    "TensorBoardLogger", "ThroughputMonitor", "Timer", "Trainer", "TrainerState", "WandbLogger", "WeightAveraging",
+    "Accelerator", "AdvancedProfiler", "BasePredictionWriter", "CSVLogger", "CombinedLoader", "CometLogger",
+    "DeepSpeedPrecision", "EMAWeightAveraging", "Fabric", "FabricModule", "LayerSummary", "LearningRateMonitor",
+    "Logger", "MLFlowLogger", "ModelCheckpoint", "ModelPruning", "ModelSummary", "Profiler", "ProgressBar",
+    "PyTorchProfiler", "RichProgressBar", "SimpleProfiler", "SpikeDetection", "StochasticWeightAveraging",
+    "TQDMProgressBar", "TensorBoardLogger", "ThroughputMonitor", "Timer", "Trainer", "TrainerState", "WandbLogger",
+    "WeightAveraging",
 }  # fmt: skip
 
 

@@ -1,20 +1,21 @@
-"""Installs Lightning's names at the start of a Python process whose parent asked for it, then runs the user's own
+"""Installs another framework's names at the start of a process whose parent asked for it, then runs the user's own
 sitecustomize. Python imports it, because `child_environment` puts this folder into PYTHONPATH."""
 
 from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 
 
-def _install() -> None:
+def _install(framework: str) -> None:
     try:
-        from loopwright.compat.lightning import install
+        layer = import_module(f"loopwright.compat.{framework}")
     except ImportError:  # an interpreter of another environment, without Loopwright: nothing to do
         return
-    install()
+    layer.install()
 
 
 def _run_the_next() -> None:
@@ -26,6 +27,7 @@ def _run_the_next() -> None:
         spec.loader.exec_module(module)
 
 
-if os.environ.get("LOOPWRIGHT_COMPAT_LIGHTNING") == "1":
-    _install()
+for _framework in ("lightning", "accelerate"):
+    if os.environ.get(f"LOOPWRIGHT_COMPAT_{_framework.upper()}") == "1":
+        _install(_framework)
 _run_the_next()

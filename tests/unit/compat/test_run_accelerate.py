@@ -1,0 +1,139 @@
+"""`loopwright run-accelerate` and `install()`: names, refusals, and what the command passes on.
+
+tests/compat_accelerate compares whole programs with Accelerate itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import loopwright as lw
+from loopwright.cli.commands.run_accelerate import run_accelerate
+from loopwright.compat.accelerate import child_environment, install, is_installed, uninstall
+from loopwright.compat.accelerate.names import HOMES, REFUSED
+
+COMMAND = [sys.executable, "-m", "loopwright", "run-accelerate"]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # peft imports Accelerate itself, where it is installed: it gets its modules back.
+    for name in [name for name in sys.modules if name.split(".")[0] == "accelerate"]:
+        monkeypatch.delitem(sys.modules, name)
+    install(children=False)
+    yield
+    uninstall()
+
+
+def test_every_name_has_a_home_and_no_name_is_both(installed: None) -> None:
+    accelerate = importlib.import_module("accelerate")
+    assert is_installed()
+    assert not HOMES.keys() & REFUSED.keys()
+    for name in HOMES:
+        assert getattr(accelerate, name) is not None, name
+
+
+def test_refused_names_are_imported_and_say_what_to_use_instead(installed: None) -> None:
+    accelerate = importlib.import_module("accelerate")
+    for name, instead in REFUSED.items():
+        with pytest.raises(lw.ConfigError, match=name) as error:
+            getattr(accelerate, name)()
+        assert instead in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "argument", ["fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config", "dynamo_plugin"]
+)
+def test_refused_arguments_name_themselves(argument: str, installed: None) -> None:
+    accelerate = importlib.import_module("accelerate")
+    with pytest.raises(lw.ConfigError, match=argument):
+        accelerate.Accelerator(**{argument: object()})
+
+
+def test_an_unknown_name_suggests_one(installed: None) -> None:
+    with pytest.raises(ImportError, match="Acelerator"):
+        exec("from accelerate import Acelerator")
+
+
+def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=folder, env=environment, text=True, capture_output=True, timeout=120, check=False
+    )
+
+
+PROGRAM = """
+import os, subprocess, sys
+import accelerate
+print(accelerate.__spec__.origin, sys.argv[1:], os.environ.get("ACCELERATE_MIXED_PRECISION"), flush=True)
+print(os.environ.get("ACCELERATE_USE_CPU"), os.environ.get("WORLD_SIZE"), flush=True)
+subprocess.run([sys.executable, "-c", "import accelerate; print(accelerate.__spec__.origin)"], check=True)
+"""
+ORIGIN = "loopwright.compat.accelerate"
+
+
+def test_the_command_runs_a_program_and_its_children(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    done = run("--cpu", "--mixed-precision", "bf16", "train.py", "--cpu", "--lr=1", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{ORIGIN} ['--cpu', '--lr=1'] bf16", "true None", ORIGIN]
+    module = run("-m", "train", "-x", folder=tmp_path)
+    assert module.stdout.splitlines() == [f"{ORIGIN} ['-x'] None", "None None", ORIGIN], module.stderr
+
+
+def test_a_failing_program_gives_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
+    assert run("train.py", folder=tmp_path).returncode == 7
+
+
+def test_the_command_names_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    for arguments, message in (
+        ([], "Expected a program"),
+        (["--cpu"], "Expected a program"),
+        (["missing.py"], "'missing.py', which does not exist"),
+        (["--num-processes", "0", "train.py"], "at least one process"),
+    ):
+        assert run_accelerate(arguments) == 2
+        assert message in capsys.readouterr().err
+    for arguments, message in (
+        (["--mixed-precision", "fp8", "train.py"], "fp8"),
+        (["--processes", "2", "train.py"], "--processes"),
+    ):
+        with pytest.raises(SystemExit):
+            run_accelerate(arguments)
+        assert message in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run_accelerate(["--num-processes", "2", "train.py"]) == 2
+    assert "WORLD_SIZE" in capsys.readouterr().err
+
+
+def test_the_command_imports_no_torch() -> None:
+    code = "import sys, loopwright.cli.commands.run_accelerate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_every_option_has_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_accelerate(["--help"])
+    shown = capsys.readouterr().out
+    for option in ("--num-processes", "--cpu", "--mixed-precision", "--config", "--module"):
+        assert option in shown
+    assert "docs/from-accelerate.md" in shown
+
+
+def test_variables_of_both_layers_share_one_folder() -> None:
+    from loopwright.compat import lightning
+
+    first = child_environment("/mine")["PYTHONPATH"]
+    assert lightning.child_environment(first)["PYTHONPATH"] == first
