@@ -296,11 +296,11 @@ def set_aside(abandoned: Mapping[str, int]) -> list[str]:
             remove(f"{path}.abandoned")
             move(path, f"{path}.abandoned")
             renamed.append(f"{path}.abandoned")
-    for folder in {os.path.dirname(path) for path in abandoned if is_local(path)}:
-        if os.path.isdir(folder):
-            for entry in list(os.scandir(folder)):
-                if entry.is_symlink() and not os.path.exists(entry.path):  # a link to one of them
-                    os.remove(entry.path)
+    gone = {os.path.abspath(path) for path in abandoned if is_local(path) and not os.path.exists(path)}
+    for folder in {os.path.dirname(path) for path in gone}:
+        for entry in list(os.scandir(folder)) if os.path.isdir(folder) else ():
+            if entry.is_symlink() and os.path.normpath(os.path.join(folder, os.readlink(entry.path))) in gone:
+                os.remove(entry.path)
     return renamed
 
 
