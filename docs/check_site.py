@@ -146,7 +146,7 @@ def hidden_code(pages: dict[str, Elements], programs: dict[str, str]) -> list[st
     for name, program in programs.items():
         shown = iter("".join(pages[name].code).splitlines())
         for line in filter(str.strip, program.splitlines()):
-            if line not in shown:  # goes on after the last one that was found
+            if line not in shown:  # `in` continues after the last one that was found
                 problems.append(f"{name}: the examples run with a line that the page does not show: {line}")
                 break
     return problems

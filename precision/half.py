@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
 from ..errors import ArgumentTypeError, ConfigError, nearest
-from ..protocols import Batch
-from .base import DefaultDtype, Precision, PrecisionPolicy, cast_floats, kept_buffers
+from .base import kept_buffers
+from .uniform import UniformPrecision
 
 _DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 
-class HalfPrecision(Precision):
+class HalfPrecision(UniformPrecision):
     """Hold parameters and buffers in 16 bits, cast floating point inputs, and make new tensors in 16 bits.
 
     Args:
@@ -27,9 +26,6 @@ class HalfPrecision(Precision):
     Raises:
         ConfigError: Another name.
     """
-
-    has_forward_context = True
-    converts_input = True
 
     def __init__(self, precision: str = "16-true", *, keep_buffers: Sequence[str] | None = None) -> None:
         dtype = _DTYPES.get(precision)
@@ -43,32 +39,11 @@ class HalfPrecision(Precision):
                 f"Expected keep_buffers to be a list of patterns or None, got {keep_buffers!r}.",
                 fix=f"pass [{keep_buffers!r}].",
             )
+        super().__init__(dtype, torch.float32)
         self.precision = precision
         self.keep_buffers = keep_buffers
-        self.policy = PrecisionPolicy(dtype, dtype, dtype, dtype, torch.float32)
-        self._dtype = dtype
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast floating point parameters and buffers in place, except `keep_buffers`, and return the module."""
         with kept_buffers(module, self.keep_buffers):
             return module.half() if self._dtype is torch.float16 else module.bfloat16()
-
-    def tensor_init_context(self) -> AbstractContextManager[object]:
-        """Make the 16-bit dtype the default one."""
-        return DefaultDtype(self._dtype)
-
-    def module_init_context(self) -> AbstractContextManager[object]:
-        """Make the 16-bit dtype the default one."""
-        return DefaultDtype(self._dtype)
-
-    def forward_context(self) -> AbstractContextManager[object]:
-        """Make the 16-bit dtype the default one."""
-        return DefaultDtype(self._dtype)
-
-    def convert_input(self, data: Batch) -> Batch:
-        """Cast floating point tensors to the 16-bit dtype."""
-        return cast_floats(data, self._dtype)
-
-    def convert_output(self, data: Batch) -> Batch:
-        """Cast floating point tensors to float32."""
-        return cast_floats(data, torch.float32)

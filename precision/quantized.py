@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import ConfigError, MissingDependency, ModuleError, nearest
-from ..protocols import Batch
-from .base import DefaultDtype, Precision, PrecisionPolicy, cast_floats, kept_buffers
+from .base import kept_buffers
+from .uniform import UniformPrecision
 
 # Any in this file: bitsandbytes, which has no types.
 
@@ -25,7 +25,7 @@ _BITSANDBYTES = "bitsandbytes"
 _KERNELS = "kernels"
 
 
-class BitsandbytesPrecision(Precision):
+class BitsandbytesPrecision(UniformPrecision):
     """Replace linear layers by those of bitsandbytes, and hold everything else in a 16-bit dtype or float32.
 
     The weights of replaced layers are frozen, except with "int8-training": train what else there is, such as adapters,
@@ -47,9 +47,6 @@ class BitsandbytesPrecision(Precision):
         MissingDependency: bitsandbytes is not installed.
     """
 
-    has_forward_context = True
-    converts_input = True
-
     def __init__(
         self, mode: str, dtype: torch.dtype | None = None, ignore_modules: Collection[str] | None = None
     ) -> None:
@@ -65,10 +62,9 @@ class BitsandbytesPrecision(Precision):
             )
         if importlib.util.find_spec(_BITSANDBYTES) is None:
             raise MissingDependency(_BITSANDBYTES, needed_for="BitsandbytesPrecision", extra="qlora")
+        super().__init__(dtype, torch.float32)
         self.precision = mode
         self.ignore_modules = frozenset([ignore_modules] if isinstance(ignore_modules, str) else ignore_modules or ())
-        self.policy = PrecisionPolicy(dtype, dtype, dtype, dtype, torch.float32)
-        self._dtype = dtype
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Replace linear layers in place, cast the rest, and return the module; a second call changes nothing.
@@ -133,26 +129,6 @@ class BitsandbytesPrecision(Precision):
         layer.bias = linear.bias
         layer.train(linear.training)
         return layer.to(weight.device)  # type: ignore[no-any-return]  # it packs the weights
-
-    def tensor_init_context(self) -> AbstractContextManager[object]:
-        """Make `dtype` the default one."""
-        return DefaultDtype(self._dtype)
-
-    def module_init_context(self) -> AbstractContextManager[object]:
-        """Make `dtype` the default one."""
-        return DefaultDtype(self._dtype)
-
-    def forward_context(self) -> AbstractContextManager[object]:
-        """Make `dtype` the default one."""
-        return DefaultDtype(self._dtype)
-
-    def convert_input(self, data: Batch) -> Batch:
-        """Cast floating point tensors to `dtype`."""
-        return cast_floats(data, self._dtype)
-
-    def convert_output(self, data: Batch) -> Batch:
-        """Cast floating point tensors to float32."""
-        return cast_floats(data, torch.float32)
 
 
 def _shared_weights(module: nn.Module, found: dict[str, nn.Linear]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Saves states under automatic names, or goes on from the last one: saved_states.py FOLDER save|load."""
+"""Saves states under automatic names, or continues from the last one: saved_states.py FOLDER save|load."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""`Sentinel(on_difference="rollback")`: the run goes on, with the same bits as without the fault."""
+"""`Sentinel(on_difference="rollback")`: the run continues, with the same bits as without the fault."""
 
 from __future__ import annotations
 

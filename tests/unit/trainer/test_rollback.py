@@ -301,28 +301,23 @@ class Waits(Logs):
         return adam(self.net[0].parameters()), adam(self.net[3].parameters())
 
 
-class Once(Logs):
+class _JumpsOnce:
+    has_jumped = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)  # type: ignore[misc]  # of the class beside it
+        if batch_idx == 6 and not self.has_jumped:
+            self.has_jumped = True
+            return loss * 1e6
+        return loss
+
+
+class Once(_JumpsOnce, Logs):
     """Its loss jumps once."""
 
-    has_jumped = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx == 6 and not self.has_jumped:
-            self.has_jumped = True
-            return loss * 1e6
-        return loss
-
-
-class WaitsOnce(Waits):
-    has_jumped = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx == 6 and not self.has_jumped:
-            self.has_jumped = True
-            return loss * 1e6
-        return loss
+class WaitsOnce(_JumpsOnce, Waits):
+    """The same, with gradients that wait."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Several optimizers of one loss in automatic optimization, compared with loops by hand."""
+"""Several optimizers of one loss in automatic optimization, compared with handwritten loops."""
 
 from __future__ import annotations
 
