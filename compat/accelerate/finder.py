@@ -9,43 +9,28 @@ from importlib.util import find_spec, spec_from_loader
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from ...errors import ConfigError, nearest
+from ...errors import nearest
+from .. import absent
 from .names import HOMES, MODULES, REFUSED, VERSION
 
 if TYPE_CHECKING:
     from importlib.abc import Loader
 
-__all__ = ["AccelerateFinder", "NotOnFabric", "refuse"]
+__all__ = ["AccelerateFinder", "refuse"]
 
 
-class NotOnFabric(ConfigError, NotImplementedError):
-    """An unsupported name of Accelerate was used."""
+def refuse(what: str, why: str) -> NoReturn:
+    """Raise the error for the use of an unsupported name of Accelerate; see `absent.refuse`."""
+    absent.refuse(what, why, layer="accelerate")
 
 
-def refuse(what: str, instead: str) -> NoReturn:
-    """Raise the error for the use of an unsupported name.
-
-    Args:
-        what: The name in the user's code.
-        instead: The alternative, as a sentence that begins in lower case.
-    """
-    raise NotOnFabric(
-        f"{what} is not supported by loopwright.compat.accelerate.", fix=f"{instead}; see docs/from-accelerate.md."
-    )
-
-
-class _Refused(type):
-    """The metaclass of placeholders, which can be imported and passed to `isinstance`, but not called."""
-
-    _instead: str
-
-    def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
-        refuse(f"accelerate's {cls.__name__}", cls._instead)
+class _Refused(absent.Absent):
+    """Placeholders whose attributes are refused as well: programs use members of Accelerate's enumerations."""
 
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("_"):  # what isinstance() and inspect look for
             raise AttributeError(name)
-        refuse(f"accelerate's {cls.__name__}.{name}", cls._instead)
+        refuse(f"accelerate's {cls.__name__}.{name}", cls._why)
 
 
 class AccelerateFinder:
@@ -92,9 +77,7 @@ def resolve(place: str, name: str) -> Any:  # Any: whatever the name means
     if name in HOMES:
         return getattr(import_module(f"{__package__}.{HOMES[name]}"), name)
     if name in REFUSED:
-        return _Refused(
-            name, (), {"__module__": place, "_instead": REFUSED[name], "__doc__": f"Not supported: {name}."}
-        )
+        return absent.make_absent(name, place, REFUSED[name], kind=_Refused)
     package = name.removeprefix("is_").removesuffix("_available")
     if name == f"is_{package}_available":
         return lambda *args, **kwargs: find_spec(package) is not None

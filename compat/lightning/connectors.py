@@ -22,8 +22,8 @@ from ...trainer import trainer as core
 from ...trainer.checkpointing import snapshot
 from ...trainer.session import assemble
 from ...trainer.session.optimizers import build_optimizers
+from ..absent import refuse
 from .attached import collect_attached, show_callbacks
-from .imports.absent import refuse
 from .utilities.part_state import state_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ...data.tree import flatten_loaders, is_collection
 from ...trainer.hooks import DATA_BASES, MODULE_BASES, Hook, find_override
 from ...trainer.loop.fit_loop import FitLoop
 from ...trainer.run import FitRun
-from .imports.absent import refuse
+from ..absent import refuse
 from .overrides import find_own
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from ...data import DataModule
 from ...data.hparams import class_only
 from ...data.tree import flatten_loaders, is_collection
 from ...trainer.module import Module
-from .imports.absent import refuse
+from ..absent import refuse
 from .objects import keep_hyperparameters
 from .utilities.hparams import CoreName, accepted, existing, remove_ignored, set_hparams
 

@@ -22,7 +22,7 @@ from ...trainer.loop.optimizers import ManagedOptimizer
 from ...trainer.run import FitRun
 from ...trainer.session import assemble
 from ...trainer.session.optimizers import manage_optimizers
-from .imports.absent import refuse
+from ..absent import refuse
 
 if TYPE_CHECKING:
     from ...protocols import StateDict

@@ -15,8 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...absent import NotServed
 from .. import install, is_installed, uninstall
-from ..imports.absent import NotServed
 from ..imports.finder import ROOTS
 from ..imports.never_called import find_never_called
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from ....lazy import is_core, restore_paths, show_path
 from ....settings.parameters import evaluate_annotations
-from .absent import make_absent
+from ...absent import make_absent
 from .homes import find_home, has_home, shown_paths
 from .metadata import find
 from .paths import PATHS
@@ -190,7 +190,7 @@ def resolve(place: str, name: str) -> object:  # whatever the name means
 def _find(place: str, name: str) -> object:  # whatever the name means
     home = find_home(place, name)
     if home.startswith("!"):
-        return make_absent(name, place, home[1:])
+        return make_absent(name, f"lightning.{place}", home[1:])
     module, _, attribute = home.partition(":")
     package = "loopwright" if module == "" else f".{module}"
     found = getattr(import_module(package if package == _PACKAGE else f"{_PACKAGE}{package}"), attribute or name)

@@ -168,7 +168,7 @@ def test_a_callback_exchanges_the_optimizer_and_its_schedule(tmp_path: Path) -> 
 def test_optimizers_that_cannot_be_exchanged_are_refused(tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import Callback
 
-    from loopwright.compat.lightning.imports.absent import NotServed
+    from loopwright.compat.absent import NotServed
 
     class Exchange(Callback):
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from loopwright.compat.lightning.imports.absent import NotServed
+from loopwright.compat.absent import NotServed
 from loopwright.errors import ConfigError, ModuleError
 from loopwright.yaml_file import parse
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import loopwright as lw
 from loopwright.compat import lightning as compat
-from loopwright.compat.lightning.imports.absent import NotServed
+from loopwright.compat.absent import NotServed
 from loopwright.compat.lightning.imports.finder import VERSION
 from loopwright.compat.lightning.imports.paths import PATHS
 from loopwright.data.tree import is_collection
