@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from ..errors import nearest
 from ..strategies.constructors import inherit_descriptions
 from .class_node import class_node
 from .data.named import named_data
-from .data.settings import DataSettings
+from .data.settings import DataSettings, SourceLike
 from .model.loading import LoraSettings, ModelSettings
 from .module import OptimizerSettings
 
@@ -257,7 +257,7 @@ class PlanFinetuneSettings(FinetuneSettings):
         out: Folder of the run that is planned.
     """
 
-    data: Any = ()
+    data: SourceLike | Sequence[SourceLike] = ()
     out: Path = field(default=Path("runs/planned"), metadata={"is_folder": True})
 
     def model_settings(self) -> ModelSettings:
@@ -274,7 +274,7 @@ class PlanPretrainSettings(PretrainSettings):
         out: Folder of the run that is planned.
     """
 
-    data: Any = ()
+    data: SourceLike | Sequence[SourceLike] = ()
     out: Path = field(default=Path("runs/planned"), metadata={"is_folder": True})
 
 
