@@ -202,6 +202,10 @@ def _of_package(name: str, bases: tuple[type[object], ...]) -> type[object] | No
     package = path.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         raise ClassProblem(f"{name} is {path}, and {package} is not installed: pip install {package}")
+    if package == "bitsandbytes":
+        from ..precision.quantized import import_bitsandbytes
+
+        import_bitsandbytes()  # without code from the hub
     found: type[object] = import_object(path)
     return found
 

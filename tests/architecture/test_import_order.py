@@ -37,6 +37,7 @@ RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 # Imports within a function that go to the side or up: (file or folder, imported part) and why.
 DOCUMENTED = {
     ("compat/lightning/cli", "cli"): "Lightning's command line has the types of the Trainer's arguments",
+    ("settings/names.py", "precision"): "imports bitsandbytes as precision does, without code from the hub",
     ("settings/typed.py", "loggers"): "a logger gets the folder of the run where its own is not set",
     ("checkpoint/hparams.py", "data"): "puts saved hyperparameters into the module that it builds",
     ("callbacks/batch_size_finder.py", "tuner"): "searches when a verb begins",

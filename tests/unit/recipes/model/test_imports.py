@@ -6,18 +6,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import importlib.util, sys
 from loopwright.precision.quantized import import_bitsandbytes
-import_bitsandbytes()
+FIRST
 import bitsandbytes
 print(bitsandbytes.found, importlib.util.find_spec("kernels") is not None)
 import kernels
 import_bitsandbytes()
 assert sys.modules["kernels"] is kernels
 """
+FIRST = ["import_bitsandbytes()", "import loopwright as lw; lw.optim.optimizer_class('adamw8bit')"]
 BITSANDBYTES = """
-import logging
+import logging, sys, types, torch
+optim = sys.modules["bitsandbytes.optim"] = types.ModuleType("bitsandbytes.optim")
+optim.AdamW8bit = type("AdamW8bit", (torch.optim.Optimizer,), {})
 try:
     from kernels import get_kernel
     found = get_kernel("some/kernel")
@@ -27,10 +32,11 @@ except ImportError:
 """
 
 
-def test_bitsandbytes_does_not_fetch_its_kernel(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", FIRST)
+def test_bitsandbytes_does_not_fetch_its_kernel(tmp_path: Path, first: str) -> None:
     (tmp_path / "bitsandbytes.py").write_text(BITSANDBYTES)
     (tmp_path / "kernels.py").write_text("def get_kernel(name):\n    return 'a download'\n")
-    program = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{PROGRAM}"
+    program = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{PROGRAM.replace('FIRST', first)}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
     assert (done.returncode, done.stdout.strip()) == (0, "nothing True"), done.stderr
     assert "Failed" not in done.stderr
