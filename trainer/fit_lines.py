@@ -98,7 +98,7 @@ def _warn_of_no_step(trainer: Trainer) -> None:
 
 def _warn_of_nan(trainer: Trainer) -> None:
     """Warn of metrics that end NaN or infinite, and name the first batch whose loss was. Reads the metrics' device."""
-    last = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+    last = {name: float(value.detach()) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
     bad = [f"{name} = {value}" for name, value in last.items() if not math.isfinite(value)]
     run = trainer.present_run()
     first = None if run is None else run.watch.first_bad

@@ -230,7 +230,7 @@ def test_an_interrupted_run_names_what_last_would_take(
 ) -> None:
     caplog.set_level(logging.INFO)
     place.fit(fails_at, every=every, error=KeyboardInterrupt)
-    assert f"step {fails_at}: {expected}" in caplog.text
+    assert f"after {fails_at} steps: {expected}" in " ".join(caplog.text.split())
 
 
 def test_two_are_refused(place: Place) -> None:

@@ -88,11 +88,14 @@ def test_a_fit_ends_with_three_lines(
     assert max(map(len, "\n".join((why, where, logs)).splitlines())) <= 80
 
 
-def test_the_command_for_a_page_of_curves_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_command_for_a_page_of_curves_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("plotly")
+    monkeypatch.chdir(tmp_path)  # the command is for the folder that the program ran in
     fit(tmp_path, log_every_n_steps=1)
     command = lines(caplog)[-1].partition("page of curves: ")[2]
-    done = subprocess.run(shlex.split(command), cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "report.html").is_file()
 

@@ -120,7 +120,7 @@ def test_a_callback_meets_the_module() -> None:
         quiet(max_epochs=1, limit_val_batches=0, callbacks=[Logs()]).fit(net(Logging, **calls), loader())
 
 
-@pytest.mark.filterwarnings("ignore:trainer.fit continues after epoch")  # with another module
+@pytest.mark.filterwarnings("ignore:trainer.fit continues at epoch")  # with another module
 def test_keys_that_only_look_alike_are_fine_and_a_name_may_be_in_training_and_validation() -> None:
     calls: Any = {
         "training_step": [("a", STEP), ("a_epoch", EPOCH), ("b", BOTH)],
