@@ -329,3 +329,36 @@ def interrupted_at(trainer: FakeTrainer, step: int, error: BaseException) -> Ite
     trainer.batch_hook = raise_there
     with contextlib.suppress(type(error)):
         yield
+
+
+class LoneManager:
+    """A Manager of one group: each step has the answer that comes next."""
+
+    def __init__(self, answers: Iterator[bool]) -> None:
+        self.answers, self.steps, self.refused = answers, 0, 0
+
+    def start_quorum(self) -> None: ...
+    def errored(self) -> None: ...
+    def participating_rank(self) -> int:
+        return 0
+
+    def num_participants(self) -> int:
+        return 1
+
+    def should_commit(self) -> bool:
+        answer = next(self.answers)
+        self.steps, self.refused = self.steps + answer, self.refused + (not answer)
+        return answer
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.steps, "batches_committed": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["step"]
+
+    def shutdown(self, wait: bool = True) -> None: ...
+
+
+def answers(*refused: int) -> Iterator[bool]:
+    """Return what a `LoneManager` says at each vote: False at those that are named."""
+    return (number not in refused for number in range(1000))

@@ -14,7 +14,6 @@ LOGGER_NAMES = {
     "csv": "CSVLogger",
     "json_lines": "JSONLinesLogger",
     "mlflow": "MLFlowLogger",
-    "prometheus": "PrometheusLogger",
     "tensorboard": "TensorBoardLogger",
     "wandb": "WandbLogger",
 }

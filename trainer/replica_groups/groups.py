@@ -27,6 +27,7 @@ from ...strategies.distributed.shards import local
 from ..loop.fit_loop import Rewind
 from ..loop.window import train_window
 from . import healing
+from .rounds import Rounds, RoundWindow
 from .window import GroupsWindow
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class ReplicaGroups:
         rank: Place of this group among those of the quorum.
         size: Number of groups in the quorum.
         is_writer: Whether this group writes checkpoints and logs.
+        name: Of this group.
+        loop: The fit's.
         manager: torchft's; there from the first step on.
         recorded: Calls of `log` in the running micro-batch: hook, name, value, further arguments; None elsewhere.
     """
@@ -88,7 +91,9 @@ class ReplicaGroups:
 
     def __init__(self, options: TorchFT, session: _Session, saving: Saving) -> None:
         self._options, self._session, self._metrics, self._saving = options, session, session.metrics, saving
-        self._id, self._lighthouse = options.resolved_id(), options.resolved_lighthouse()
+        self.name, self._lighthouse = options.resolved_id(), options.resolved_lighthouse()
+        self.loop = session.loop
+        self._rounds: Rounds | None = None  # where groups make separate steps
         self.rank, self.size, self.is_writer = 0, 1, False
         self.recorded: list[tuple[str, str, Any, tuple[Any, ...], dict[str, Any]]] | None = None
         self._received: StateDict | None = None
@@ -121,7 +126,12 @@ class ReplicaGroups:
         """
         run, loop = self.run, self._session.loop
         self._refuse_steps()
-        run.plan.hold, run.plan.looks_ahead = (lambda run: GroupsWindow(run, self)), False
+        rounds: Rounds | None = None
+        if self._options.sync_every is not None:
+            logs = self._session.arguments.log_every_n_steps if self._session.output.loggers else 0
+            rounds = self._rounds = Rounds(self, self._options, logs or 0)
+        run.plan.looks_ahead = False
+        run.plan.hold = lambda run: GroupsWindow(run, self) if rounds is None else RoundWindow(run, self, rounds)
         seams = loop.seams
         loop.seams = replace(seams, train_window=self.train_window)
         self._session.ending.callback(lambda: setattr(loop, "seams", seams))
@@ -133,6 +143,8 @@ class ReplicaGroups:
             if state is not None:
                 self.manager.load_state_dict(state["manager"])
                 self._seed = state["seed"]
+                if rounds is not None:
+                    rounds.load_state_dict(state["rounds"], self.name)
 
     def _connect(self) -> None:
         from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
@@ -158,14 +170,14 @@ class ReplicaGroups:
                 store_addr=host,
                 store_port=port,
                 lighthouse_addr=self._lighthouse,
-                replica_id=self._id,
+                replica_id=self.name,
                 quorum_retries=self._options.quorum_retries,
                 max_retries=self._options.max_retries,
                 **durations,
             )
         except Exception as error:  # of torchft's own kinds
             raise LaunchError(
-                f"replica group {self._id} cannot connect to torchft's lighthouse at {self._lighthouse}: {error}",
+                f"replica group {self.name} cannot connect to torchft's lighthouse at {self._lighthouse}: {error}",
                 fix="start `torchft_lighthouse`, and set TORCHFT_LIGHTHOUSE to the address that it shows.",
             ) from error
 
@@ -193,7 +205,8 @@ class ReplicaGroups:
 
     def state_dict(self) -> StateDict:
         """Return the Manager's counts, and what random numbers of micro-batches depend on."""
-        return {"manager": self.manager.state_dict(), "seed": self._seed}
+        rounds = {} if self._rounds is None else {"rounds": self._rounds.state_dict()}
+        return {"manager": self.manager.state_dict(), "seed": self._seed, **rounds}
 
     def shared_state(self) -> StateDict:
         """Return what all groups know, for one that heals."""
@@ -206,26 +219,46 @@ class ReplicaGroups:
 
     def _send(self) -> StateDict:
         """Return the state of the run, between two windows, for a group that heals; in torchft's thread."""
-        return healing.take(self.run)
+        return healing.take(self.run, lasts=self._rounds is not None)
 
     def _receive(self, state: StateDict) -> None:
         self._received = state
 
     def _heal(self, state: StateDict) -> None:
-        shared = healing.put(self.run, state)
+        self._put(state, "the state of another replica group")
+        self._has_quorum = True
+        log.info("replica group %s continues at step %d", self.name, self.run.progress.steps)
+
+    def go_back(self, state: StateDict) -> None:
+        """Return to the beginning of a round, whose own copy is given, and ask for a quorum again."""
+        self._put(state, "the state at the beginning of the round")
+        log.info("replica group %s trains again from step %d", self.name, self.run.progress.steps)
+
+    def _put(self, state: StateDict, source: str) -> None:
+        shared = healing.put(self.run, state, source)
         self._seed, self._heard = shared["seed"], shared["heard"]
         self.run.progress.samples_before, self.run.progress.tokens_before = shared["before"]
-        self._has_quorum = True
-        log.info("replica group %s continues at step %d", self._id, self.run.progress.steps)
+        if self._rounds is not None:
+            self._rounds.load_state_dict(state["checkpoint"]["torchft"]["rounds"])
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def train_window(self, run: FitRun, size: int) -> bool:
         """Train on the next window, together with the groups that are there; see `window.train_window`."""
-        if not self._has_quorum:
-            self.join()
-        self._has_quorum = False
-        return train_window(run, size)
+        rounds = self._rounds
+        if rounds is None or not rounds.is_open:
+            if not self._has_quorum:
+                self.join()
+            self._has_quorum = False
+        if rounds is None:
+            return train_window(run, size)
+        if not rounds.is_open:
+            rounds.begin()
+        is_trained = train_window(run, size)
+        if rounds.is_open and not is_trained:  # the epoch ends here
+            rounds.end(may_save=True)
+        rounds.hold_stop()
+        return is_trained
 
     def join(self) -> None:
         """Find out which groups take part in the next step.
@@ -257,7 +290,7 @@ class ReplicaGroups:
 
     def _no_quorum(self, reason: str) -> RankFailure:
         return RankFailure(
-            f"replica group {self._id} found no quorum of at least {self._options.min_replicas} groups within "
+            f"replica group {self.name} found no quorum of at least {self._options.min_replicas} groups within "
             f"{self._options.quorum_timeout:g} s at {self._lighthouse}: {reason}",
             fix="check that the lighthouse and enough groups run, or pass a longer quorum_timeout; the run "
             "continues from its last checkpoint with ckpt_path='last'.",
@@ -273,7 +306,7 @@ class ReplicaGroups:
         run = self.run
         self._be_silent(is_silent=not self.is_writer)
         if self.is_writer:
-            log.info("replica group %s writes checkpoints and logs after step %d", self._id, run.progress.steps)
+            log.info("replica group %s writes checkpoints and logs after step %d", self.name, run.progress.steps)
             healing.take_over(run, self._heard, self._logger_states)
             self._session.write_hyperparameters()
 
@@ -334,19 +367,23 @@ class ReplicaGroups:
         """
         if self.size == 1:
             return [own]
-        text = json.dumps(own).encode()
+        texts = self.exchange_bytes(json.dumps(own).encode())
+        return None if texts is None else [json.loads(text) for text in texts]
+
+    def exchange_bytes(self, own: bytes) -> list[bytes] | None:
+        """Return the bytes of each group, in order of ranks; None where one of them does not answer."""
         sizes = torch.zeros(self.size, dtype=torch.int64)
-        sizes[self.rank] = len(text)
+        sizes[self.rank] = len(own)
         if not self._sum(sizes):
             return None
         ends = sizes.cumsum(0).tolist()
         everything = torch.zeros(ends[-1], dtype=torch.uint8)
         begins = [0, *ends[:-1]]
-        everything[begins[self.rank] : ends[self.rank]] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        if not self._sum(everything):
+        everything[begins[self.rank] : ends[self.rank]] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        if not all(self._sum(part) for part in everything.split(_BUCKET_BYTES)):
             return None
-        data = everything.numpy().tobytes()
-        return [json.loads(data[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+        data = everything.numpy()
+        return [data[begin:end].tobytes() for begin, end in zip(begins, ends, strict=True)]
 
     def reduce(self, tensors: list[Tensor]) -> bool:
         """Add tensors up over groups, in place; return whether all groups were there."""

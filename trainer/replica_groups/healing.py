@@ -31,14 +31,17 @@ if TYPE_CHECKING:
 
 # Any in this file: leaves of states.
 
-_SOURCE = "the state of another replica group"
 _SHARD = "loopwright.shard"
 
 
-def take(run: FitRun) -> StateDict:
+def take(run: FitRun, *, lasts: bool = False) -> StateDict:
     """Return the state of a run between two windows, which training does not change before the next step is made.
 
     It does not communicate, and is called in torchft's thread while the main thread waits.
+
+    Args:
+        run: The run.
+        lasts: Whether later steps do not change it either: all tensors are copied to the host.
     """
     was, run.is_after_error = run.is_after_error, True  # then nothing is requested of the group's other ranks
     try:
@@ -46,9 +49,10 @@ def take(run: FitRun) -> StateDict:
     finally:
         run.is_after_error = was
     assert run.groups is not None
-    unchanged = {_local(one).untyped_storage().data_ptr() for one in _stepped(run)}
+    unchanged = set() if lasts else {_local(one).untyped_storage().data_ptr() for one in _stepped(run)}
     state: StateDict = map_leaves(
-        {"checkpoint": checkpoint, "groups": run.groups.shared_state()}, lambda leaf: _fixed(leaf, unchanged)
+        {"checkpoint": checkpoint, "groups": run.groups.shared_state()},
+        lambda leaf: _fixed(leaf, unchanged, lasts=lasts),
     )
     return state
 
@@ -67,25 +71,33 @@ def _local(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
-def _fixed(leaf: Any, unchanged: set[int]) -> Any:
+def _fixed(leaf: Any, unchanged: set[int], *, lasts: bool) -> Any:
     if not isinstance(leaf, Tensor):
         return copy.deepcopy(leaf)
     own = _local(leaf).detach()
-    own = own if own.untyped_storage().data_ptr() in unchanged else own.clone()
+    if lasts:
+        own = own.to("cpu", copy=True)
+    elif own.untyped_storage().data_ptr() not in unchanged:
+        own = own.clone()
     if not is_sharded(leaf):
         return own
     dims = [getattr(placement, "dim", None) for placement in leaf.placements]  # None: each rank has all of it
     return {_SHARD: own, "shape": list(leaf.shape), "stride": list(leaf.stride()), "dims": dims}
 
 
-def put(run: FitRun, state: StateDict) -> StateDict:
-    """Restore the state of another group's run; the position of the data is restored when the epoch is reopened.
+def put(run: FitRun, state: StateDict, source: str) -> StateDict:
+    """Restore a state that was taken; the position of the data is restored when the epoch is reopened.
+
+    Args:
+        run: The run of this group.
+        state: What `take` returned, here or in another group.
+        source: What it is, for messages.
 
     Returns:
         What the groups share.
     """
     checkpoint = _joined(state["checkpoint"], _mesh_of(run))
-    content = contents.read(checkpoint, source=_SOURCE)
+    content = contents.read(checkpoint, source=source)
     content.extra["__checkpoint__"] = checkpoint
     states = content.states
     rng = states.pop("rng")
@@ -95,7 +107,7 @@ def put(run: FitRun, state: StateDict) -> StateDict:
         states["metric_objects"] = [states["metric_objects"]] * num_ranks
     run.trainer.ckpt_path = None
     kept = {one: one.state_dict() for one in run.callbacks if isinstance(one, ModelCheckpoint)}
-    restore(run, content, _SOURCE)
+    restore(run, content, source)
     for callback, own in kept.items():  # of the files that it has written here; else `take_over` brings a state
         callback.load_state_dict(own)
     run.unfinished = {}

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import Literal
+
+import torch
+from torch.optim import Optimizer
 
 from ...errors import ConfigError, MissingDependency
 
@@ -26,6 +32,11 @@ class TorchFT:
         quorum_retries: Number of times a quorum is requested again, as when the lighthouse was restarted.
         max_retries: Number of times in a row that a step may be refused before fit fails; None for no limit.
             Waiting for `min_replicas` groups counts, too, where the lighthouse has a lower minimum.
+        sync_every: Number of optimizer steps that each group makes by itself before the groups take the mean of their
+            weights (LocalSGD); None adds up gradients at each step, and keeps groups equal.
+        outer_optimizer: DiLoCo: steps the weights with the mean change within `sync_every` steps as gradient. A
+            function of the list of weights, such as `functools.partial(torch.optim.SGD, lr=0.7)`; or "nesterov", which
+            is SGD with lr=0.7 and a Nesterov momentum of 0.9, as in DiLoCo's paper. None is LocalSGD.
 
     Raises:
         MissingDependency: torchft is not installed.
@@ -40,6 +51,8 @@ class TorchFT:
     connect_timeout: float = 60.0
     quorum_retries: int = 0
     max_retries: int | None = None
+    sync_every: int | None = None
+    outer_optimizer: Callable[[list[torch.nn.Parameter]], Optimizer] | Literal["nesterov"] | None = None
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("torchft") is None:
@@ -48,6 +61,22 @@ class TorchFT:
             raise ConfigError(
                 f"Expected min_replicas of at least 1, got {self.min_replicas!r}.", fix="pass min_replicas=1 or more."
             )
+        if self.sync_every is not None and self.sync_every < 1:
+            raise ConfigError(f"Expected sync_every of at least 1, got {self.sync_every!r}.", fix="pass 1 or more.")
+        outer = self.outer_optimizer
+        if outer is not None and self.sync_every is None:
+            raise ConfigError("outer_optimizer is for rounds, and sync_every is None.", fix="pass sync_every=500, say.")
+        if outer is not None and outer != "nesterov" and (isinstance(outer, Optimizer) or not callable(outer)):
+            raise ConfigError(
+                f"Expected outer_optimizer='nesterov' or a function of the list of weights, got {outer!r}.",
+                fix="pass functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True), for example.",
+            )
+
+    def outer(self) -> Callable[[list[torch.nn.Parameter]], Optimizer] | None:
+        """Return the function that builds the outer optimizer; None for LocalSGD."""
+        if self.outer_optimizer == "nesterov":
+            return partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+        return self.outer_optimizer
 
     def resolved_id(self) -> str:
         """Return the group's name.

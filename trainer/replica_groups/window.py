@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from ..loop.window import outputs_of
 if TYPE_CHECKING:
     from ...data.sources.base import NoBatch
     from ...protocols import Batch, StepOutput
+    from ..metrics.metrics import Metrics
     from ..run import FitRun
     from .groups import ReplicaGroups
 
@@ -96,28 +98,35 @@ class GroupsWindow:
     def _train_own(self) -> dict[str, Any]:
         """Run forward and backward on this group's share; return what the other groups need to know of it."""
         run, plan, groups, window = self._run, self._plan, self._groups, self._run.window_loss
-        size = len(self._batches)
-        share = [offset for offset in range(size) if offset % groups.size == groups.rank]
-        plan.begin_window(size)
+        share = self._share()
+        plan.begin_window(len(self._batches))
         if plan.zeroes_early or not share:
             plan.zero_grad()
-        self._outcomes = [(None, None)] * size
-        self._logged = {}
-        for offset in share:
-            is_last = offset == share[-1]
-            with _SYNCHRONIZED if is_last or plan.no_sync is None else plan.no_sync():
-                self._train_on(offset, is_first=offset == share[0], is_last=is_last)
+        self._train_on_all(share)
         amount, reference = window.weigh(len(share)) if share else (0.0, None)
         return {
             "amount": amount,
             "reference": reference,
             "is_empty": not share or (not window.is_divided and window.is_empty),
             "is_skipped": bool(share) and run.skips_bad_steps and window.is_to_be_skipped(),
-            "missing": [number for number, one in enumerate(self._trained()) if one.grad is None],
+            "missing": [number for number, one in enumerate(trained(run)) if one.grad is None],
             "losses": {str(offset): _portable(self._outcomes[offset][1]) for offset in share},
-            "logged": {str(offset): [_entry(call) for call in calls] for offset, calls in self._logged.items()},
+            "logged": portable_calls(self._logged),
             **groups.claim(),
         }
+
+    def _share(self) -> list[int]:
+        """Return the offsets of the micro-batches that this group trains on."""
+        return [offset for offset in range(len(self._batches)) if offset % self._groups.size == self._groups.rank]
+
+    def _train_on_all(self, share: list[int]) -> None:
+        plan = self._plan
+        self._outcomes = [(None, None)] * len(self._batches)
+        self._logged = {}
+        for offset in share:
+            is_last = offset == share[-1]
+            with _SYNCHRONIZED if is_last or plan.no_sync is None else plan.no_sync():
+                self._train_on(offset, is_first=offset == share[0], is_last=is_last)
 
     def _train_on(self, offset: int, *, is_first: bool, is_last: bool) -> None:
         run, plan, groups, metrics = self._run, self._plan, self._groups, self._run.metrics
@@ -142,14 +151,11 @@ class GroupsWindow:
             groups.recorded = None
         self._outcomes[offset] = (output, value)
 
-    def _trained(self) -> list[Tensor]:
-        return [one for one in self._run.module.parameters() if one.requires_grad]
-
     def _reduce(self, everyone: list[dict[str, Any]]) -> bool:
         """Add gradients up over groups, and scale them; return whether all groups were there."""
         run, groups, optimizer = self._run, self._groups, self._plan.optimizer
         assert optimizer is not None
-        parameters, strategy = self._trained(), run.fabric.strategy
+        parameters, strategy = trained(run), run.fabric.strategy
         missing = set.intersection(*(set(one["missing"]) for one in everyone))
         present = [one for number, one in enumerate(parameters) if number not in missing]
         for one in present:
@@ -159,25 +165,13 @@ class GroupsWindow:
         own = everyone[groups.rank]["reference"]
         if own is not None and own != references[0]:
             strategy.scale_gradients(optimizer, own / references[0])
-        if not groups.reduce([one.grad for one in present if one.grad is not None]) or not self._share_buffers():
+        if not groups.reduce([one.grad for one in present if one.grad is not None]) or not share_buffers(run, groups):
             return False
         total = sum(one["amount"] for one in everyone)
         factor = strategy.topology.data_size * references[0] / total if total else 0.0
         if factor != 1.0:
             strategy.scale_gradients(optimizer, factor)
         return True
-
-    def _share_buffers(self) -> bool:
-        """Let all groups have the buffers of the first one, such as running statistics."""
-        buffers = [
-            one.view(torch.uint8) if one.dtype is torch.bool else one
-            for one in self._run.module.buffers()
-            if one.numel()
-        ]
-        if self._groups.rank:
-            for one in buffers:
-                one.zero_()
-        return self._groups.reduce(buffers)
 
     # --- after the groups agree --------------------------------------------------------------------------------------
 
@@ -188,17 +182,7 @@ class GroupsWindow:
             there = everyone[offset % len(everyone)]
             own = self._logged.get(offset)
             metrics.select_batch(self._batches[offset], self._sizes[offset])
-            for number, entry in enumerate(there["logged"].get(str(offset), ())):
-                if own is not None:
-                    hook, name, value, args, kwargs = own[number]
-                elif entry is not None:
-                    hook, name, value, args, kwargs = entry
-                    value = _value(value)
-                else:
-                    continue
-                metrics.table = metrics.table_of(hook)
-                metrics.log(name, value, *args, **kwargs)
-            metrics.table = metrics.nowhere
+            log_again(metrics, there["logged"].get(str(offset), ()), own)
             output, loss = self._outcomes[offset]
             if own is None and there["losses"].get(str(offset)) is not None:
                 loss = _value(there["losses"][str(offset)]).to(run.device)
@@ -217,6 +201,46 @@ class GroupsWindow:
             return self._plan.finish_window(run, self._outcomes[-1][1])
         finally:
             run.window_loss = own
+
+
+def trained(run: FitRun) -> list[torch.nn.Parameter]:
+    """Return the parameters that are trained."""
+    return [one for one in run.module.parameters() if one.requires_grad]
+
+
+def share_buffers(run: FitRun, groups: ReplicaGroups) -> bool:
+    """Let all groups have the buffers of the first one, such as running statistics; return whether all were there."""
+    buffers = [one.view(torch.uint8) if one.dtype is torch.bool else one for one in run.module.buffers() if one.numel()]
+    if groups.rank:
+        for one in buffers:
+            one.zero_()
+    return groups.reduce(buffers)
+
+
+def log_again(metrics: Metrics, entries: Iterable[Any], own: list[Any] | None) -> None:
+    """Log what the step of a micro-batch has logged.
+
+    Args:
+        metrics: Where to; the micro-batch is selected.
+        entries: The calls of `log` as plain values; None where a value is not plain.
+        own: The calls, where this group has made them.
+    """
+    for number, entry in enumerate(entries):
+        if own is not None:
+            hook, name, value, args, kwargs = own[number]
+        elif entry is not None:
+            hook, name, value, args, kwargs = entry
+            value = _value(value)
+        else:
+            continue
+        metrics.table = metrics.table_of(hook)
+        metrics.log(name, value, *args, **kwargs)
+    metrics.table = metrics.nowhere
+
+
+def portable_calls(logged: dict[int, list[Any]]) -> dict[str, list[Any]]:
+    """Return calls of `log` by the offsets of their micro-batches, for JSON. Values are read on the host."""
+    return {str(offset): [_entry(call) for call in calls] for offset, calls in logged.items()}
 
 
 def _portable(value: Any) -> Any:

@@ -106,9 +106,12 @@ class Net(lw.Module):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=CONFIG.get("factor", 0.1))
         return [optimizer], [
-            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.95), "interval": "step"},
+            {
+                "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10, CONFIG.get("gamma", 0.95)),
+                "interval": "step",
+            },
             {"scheduler": plateau, "monitor": "loss_epoch", "interval": "epoch"},
         ]
 
@@ -119,7 +122,14 @@ class Watch(lw.Callback):
     def on_train_batch_end(self, trainer: lw.Trainer, *_: object) -> None:
         if not trainer.at_step_boundary:
             return
-        row = {"step": trainer.global_step, "at": time.time(), "loss": float(trainer.callback_metrics["loss_step"])}
+        row = {
+            "step": trainer.global_step,
+            "at": time.time(),
+            "loss": float(trainer.callback_metrics.get("loss_step", 0)),
+        }
+        run = trainer.present_run()
+        if isinstance(run.groups, groups.ReplicaGroups):
+            row |= {"size": run.groups.size, "rank": run.groups.rank, "pid": os.getpid()}
         with open(FOLDER / f"steps-{GROUP}.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         if (FOLDER / "stop").exists():
@@ -136,7 +146,8 @@ if __name__ == "__main__":
     lw.seed_everything(3)
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(96, 8, generator=generator, dtype=torch.float64), torch.arange(96))
-    ema = lw.EMA(decay=0.9)
+    rounds = CONFIG.get("rounds", {})  # the arguments of TorchFT for separate steps
+    averages = [] if rounds else [lw.EMA(decay=0.9)]
     folder = FOLDER / ("files" if not IS_PLAIN else "files-reference")
     checkpoint = lw.ModelCheckpoint(folder, every_n_train_steps=5, save_last=True)
     trainer = lw.Trainer(
@@ -146,13 +157,13 @@ if __name__ == "__main__":
         strategy=CONFIG.get("strategy", "ddp"),
         accumulate_grad_batches=CONFIG.get("micro_batches", 2),
         gradient_clip_val=1.0,
-        callbacks=[Watch(), ema, checkpoint],
+        callbacks=[Watch(), *averages, checkpoint],
         logger=lw.CSVLogger(folder / "logs", flush_logs_every_n_steps=1),
-        log_every_n_steps=1,
+        log_every_n_steps=rounds.get("sync_every", 1),
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        fault_tolerance=None if IS_PLAIN else lw.TorchFT(min_replicas=1, timeout=20, quorum_timeout=60),
+        fault_tolerance=None if IS_PLAIN else lw.TorchFT(min_replicas=1, timeout=20, quorum_timeout=60, **rounds),
     )
     loaders = DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=48)
     trainer.fit(module, *loaders, ckpt_path=None if IS_PLAIN else "last")
@@ -160,7 +171,7 @@ if __name__ == "__main__":
     if trainer.is_global_zero:
         end = {
             "weights": weights,
-            "average": ema.state_dict() if CONFIG.get("strategy") != "fsdp" else None,
+            "average": averages[0].state_dict() if averages and CONFIG.get("strategy") != "fsdp" else None,
             "optimizer": trainer.optimizers[0].state_dict()["state"] if CONFIG.get("strategy") != "fsdp" else None,
             "rate": trainer.optimizers[0].param_groups[0]["lr"],
             "counts": [trainer.global_step, trainer.current_epoch, trainer.progress.samples],

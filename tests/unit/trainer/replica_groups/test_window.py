@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from fakes import LoneManager, answers
 from toys import Net, assert_same, loader, net, quiet, weights
 
 import loopwright as lw
 from loopwright.data.rng import is_same
 from loopwright.errors import ConfigError, MissingDependency, RankFailure
-from loopwright.trainer.replica_groups.groups import ReplicaGroups
-
-
-class LoneManager:
-    """A Manager of one group: each step has the answer that comes next."""
-
-    def __init__(self, answers: Iterator[bool]) -> None:
-        self.answers, self.steps, self.refused = answers, 0, 0
-
-    def start_quorum(self) -> None: ...
-    def errored(self) -> None: ...
-    def participating_rank(self) -> int:
-        return 0
-
-    def num_participants(self) -> int:
-        return 1
-
-    def should_commit(self) -> bool:
-        answer = next(self.answers)
-        self.steps, self.refused = self.steps + answer, self.refused + (not answer)
-        return answer
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.steps, "batches_committed": self.steps}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.steps = state["step"]
-
-    def shutdown(self, wait: bool = True) -> None: ...
 
 
 class Drawing(Net):
@@ -59,21 +30,6 @@ class Drawing(Net):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
-
-
-@pytest.fixture
-def managers(monkeypatch: pytest.MonkeyPatch) -> list[LoneManager]:
-    """The Managers of the next fits, in reverse order."""
-    pytest.importorskip("torchft")
-    monkeypatch.setenv("REPLICA_GROUP_ID", "0")
-    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://nowhere:1")
-    waiting: list[LoneManager] = []
-    monkeypatch.setattr(ReplicaGroups, "_connect", lambda self: setattr(self, "manager", waiting.pop()))
-    return waiting
-
-
-def answers(*refused: int) -> Iterator[bool]:
-    return (number not in refused for number in range(1000))
 
 
 def test_a_refused_step_leaves_no_trace(managers: list[LoneManager]) -> None:
