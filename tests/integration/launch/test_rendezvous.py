@@ -163,14 +163,14 @@ def _some_come(rank: int, size: int, present: list[int]) -> str:
     if rank not in present:
         return ""
     with pytest.raises(LaunchError) as caught:
-        join(rank, size, timedelta(seconds=0.5))
+        join(rank, size, timedelta(seconds=3))
     return str(caught.value)
 
 
 def test_missing_ranks_are_named() -> None:
     first, _, third, _ = run_ranks(_some_come, 4, [0, 2], connect=False)
     for message in (first, third):
-        assert "Expected 4 ranks within 0.5 s, but ranks 1, 3 did not connect" in message
+        assert "Expected 4 ranks within 3 s, but ranks 1, 3 did not connect" in message
         assert socket.gethostname() in message
         assert "timeout=" in message
 
