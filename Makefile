@@ -96,7 +96,7 @@ bench-peers: setup $(PEERS)/installed  ## measure a step beside other trainers, 
 	$(BIN)/python benchmarks/run.py --only peers $(ARGS)
 
 docs docs-test: export NO_MKDOCS_2_WARNING := 1
-docs: setup $(DOCS)/installed  ## write docs/lifecycle.md, and the site: open site/index.html
+docs: $(VENV)/installed $(DOCS)/installed  ## write docs/lifecycle.md, and the site: open site/index.html
 	$(BIN)/python -m loopwright lifecycle > docs/lifecycle.md
 	$(DOCS)/bin/mkdocs build --quiet
 
