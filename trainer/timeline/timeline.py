@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ...strategies import Strategy
     from ..lifecycle import Lifecycle
     from ..run import FitRun, StepPlan
+    from ..state import Progress
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -129,8 +130,8 @@ class Timeline:
         self._waited_ns = 0
         self._shortest_ns = 0
         self._opened_ns = 0
-        self._begin_steps = 0
-        self._end_steps = 0
+        self._begin_steps = self._end_steps = 0
+        self._progress: Progress | None = None  # while the fit is under way, also after an error in it
         self._marks: list[tuple[str, torch.Event]] | None = None
         self._pending: deque[tuple[int, float, list[tuple[str, torch.Event]]]] = deque(maxlen=64)
         self._num_idle = 0
@@ -169,7 +170,8 @@ class Timeline:
         self._device = run.device
         if self._make_event is None and run.device.type == "cuda" and not self.synchronize:
             self._make_event = lambda: torch.cuda.Event(enable_timing=True)
-        self._begin_steps = self._end_steps = run.progress.steps
+        self._begin_steps = run.progress.steps
+        self._progress = run.progress
         self.due = run.progress.total_batches
         self._began_ns = self._since = self._clock()
 
@@ -186,7 +188,7 @@ class Timeline:
         self._bare = self._timed = self._plan = None
         if run is None:
             return
-        self._end_steps = run.progress.steps
+        self._end_steps, self._progress = run.progress.steps, None
         if self._pending:
             self._pending[-1][2][-1][1].synchronize()  # the fit is over: waiting costs nothing
             self._read_events()
@@ -480,7 +482,8 @@ class Timeline:
     @property
     def num_steps(self) -> int:
         """Optimizer steps of the fit, measured or not."""
-        return self._end_steps - self._begin_steps
+        end = self._end_steps if self._progress is None else self._progress.steps
+        return end - self._begin_steps
 
     @property
     def num_measured(self) -> int:

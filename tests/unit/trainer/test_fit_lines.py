@@ -199,6 +199,7 @@ def test_an_interruption_keeps_the_timeline(tmp_path: Path) -> None:
         fit(tmp_path, Interrupted(), logger=lw.CSVLogger(tmp_path, name=None, version=""))
     saved = json.loads((tmp_path / "timeline.json").read_text())
     assert saved["seconds"]["forward"] > 0
+    assert saved["num_steps"] == 1
     assert (tmp_path / "environment.json").is_file()
 
 
