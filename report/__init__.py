@@ -11,6 +11,7 @@ from ..lazy import attach
 
 if TYPE_CHECKING:
     from .environment import describe_environment, write_environment
+    from .evaluations import add_evaluated
     from .page import render_page, write_report
     from .runs import CheckpointFile, LoggedRun, Series, read_runs
     from .terminal import render_terminal, watch
@@ -19,6 +20,7 @@ __all__ = [
     "CheckpointFile",
     "LoggedRun",
     "Series",
+    "add_evaluated",
     "describe_environment",
     "read_runs",
     "render_page",
@@ -34,6 +36,7 @@ __getattr__, __dir__ = attach(
         "CheckpointFile": "runs",
         "LoggedRun": "runs",
         "Series": "runs",
+        "add_evaluated": "evaluations",
         "describe_environment": "environment",
         "read_runs": "runs",
         "render_page": "page",

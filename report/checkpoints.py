@@ -63,7 +63,7 @@ class CheckpointReader:
         """Assign checkpoints to the runs found below a directory."""
         by_run: dict[int, list[Path]] = {}
         for path in find_checkpoints(root):
-            owner = _owner(path, runs)
+            owner = owner_of(path, runs)
             if owner is not None:
                 by_run.setdefault(owner, []).append(path)
         for number, paths in by_run.items():
@@ -118,12 +118,22 @@ def find_checkpoints(root: Path) -> list[Path]:
     return found
 
 
-def _owner(path: Path, runs: Sequence[LoggedRun]) -> int | None:
-    """Return the number of the run in whose folder a checkpoint is; with one run only it is that one."""
-    if len(runs) == 1:
+def owner_of(path: Path, runs: Sequence[LoggedRun], *, is_of_one: bool = True) -> int | None:
+    """Return the number of the run in whose folder a checkpoint is, None if it is in that of none.
+
+    Args:
+        path: The checkpoint.
+        runs: The runs.
+        is_of_one: Whether, with one run only, the checkpoint is that run's wherever it is.
+    """
+    if len(runs) == 1 and is_of_one:
         return 0
+    above = {Path(os.path.abspath(parent)) for parent in path.parents}
     depth = {
-        number: len(folder.parts) for number, run in enumerate(runs) for folder in run.folders if folder in path.parents
+        number: len(folder.parts)
+        for number, run in enumerate(runs)
+        for folder in (Path(os.path.abspath(one)) for one in run.folders)
+        if folder in above
     }
     return max(depth, key=lambda number: depth[number], default=None)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from ..remote import is_url
 from ..yaml_file import parse
 from .checkpoints import CheckpointFile, CheckpointReader
 from .environment import ENVIRONMENT_FILE
+from .evaluations import EVALUATION_FILE, join_evaluations
 from .media import Media
 from .names import natural
 from .sources import CSV_FILE, EVENT_FILES, JSON_LINES_FILE, NumberSource, find_sources
@@ -35,8 +37,18 @@ _NOT_CURVES = ("wall_s", *AXES)
 _TIMELINE_FILE = "timeline.json"
 _TIMELINE_FACTS = {"optimizer steps": "num_steps", "bottleneck": "bottleneck", "bound by": "bound"}
 _CONFIG_FILES = ("hparams.yaml", "config.yaml")
-_READ_FILES = (CSV_FILE, JSON_LINES_FILE, EVENT_FILES, *_CONFIG_FILES, ENVIRONMENT_FILE, _TIMELINE_FILE, "media")
+_READ_FILES = (
+    CSV_FILE,
+    JSON_LINES_FILE,
+    EVENT_FILES,
+    *_CONFIG_FILES,
+    ENVIRONMENT_FILE,
+    EVALUATION_FILE,
+    _TIMELINE_FILE,
+    "media",
+)
 _NO_METRIC = ("hp_metric", -1.0)  # what TensorBoardLogger writes so that its HPARAMS page has a metric
+_VERSION = re.compile(r"version_\d+")
 _SAME = 1e-5  # relative: TensorBoard keeps 24 bits of a number
 
 
@@ -73,6 +85,7 @@ class LoggedRun:
         media: Logged images, texts and histograms that are in event files; those in folders are read for the page.
         problems: What could not be read.
         places: The URLs of `folders`; empty for runs on this machine.
+        evaluated: The checkpoints that a run has evaluated which has not trained; relative to its folder, or URLs.
     """
 
     name: str
@@ -88,6 +101,7 @@ class LoggedRun:
     problems: list[str] = field(default_factory=list)
     media: list[Media] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
+    evaluated: list[str] = field(default_factory=list)
 
     @property
     def last_step(self) -> int:
@@ -177,12 +191,16 @@ class RunReader:
             for run in found:
                 run.name = name if len(found) == 1 and name else _label(run, root, name, is_alone=len(found) == 1)
                 _read_beside(run, root, is_alone=len(found) == 1)
+                if not name:  # what was named is to be seen under its name
+                    _read_evaluated(run)
                 if remote is not None:
                     run.places = [remote.shown(str(folder)) for folder in run.folders]
                     run.problems = [remote.shown(problem) for problem in run.problems]
+            found = join_evaluations(found, root)
             if self._checkpoints is not None:
                 self._checkpoints.assign(root, found)
             runs += found
+        runs = join_evaluations(runs)
         _make_names_differ(runs)
         return runs
 
@@ -296,7 +314,9 @@ def _add_axis(run: LoggedRun, name: str, positions: Mapping[int, float]) -> None
 
 def _label(run: LoggedRun, root: Path, name: str, *, is_alone: bool) -> str:
     if is_alone:
-        return root.resolve().name
+        whole = root.resolve()
+        # "version_0" alone says nothing.
+        return f"{whole.parent.name}/{whole.name}" if _VERSION.fullmatch(whole.name) else whole.name
     parts = run.folders[0].relative_to(root).parts
     return "/".join((name or root.resolve().name, *parts))
 
@@ -326,6 +346,14 @@ def _read_beside(run: LoggedRun, root: Path, *, is_alone: bool) -> None:
             run.config.update(_flat(_load(folder / name, run.problems)))
         run.environment.update(_flat(_load(folder / ENVIRONMENT_FILE, run.problems)))
         _read_timeline(run, _load(folder / _TIMELINE_FILE, run.problems))
+
+
+def _read_evaluated(run: LoggedRun) -> None:
+    if any((folder / ENVIRONMENT_FILE).is_file() for folder in run.folders):
+        return  # it has trained
+    for folder in run.folders:
+        names = _load(folder / EVALUATION_FILE, run.problems).get("checkpoints")
+        run.evaluated += [str(name) for name in names] if isinstance(names, list) else []
 
 
 def _load(path: Path, problems: list[str]) -> Mapping[Hashable, Tree]:

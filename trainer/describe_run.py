@@ -1,4 +1,4 @@
-"""Files beside the logs of a fit that describe it. Imported when a fit ends."""
+"""Files beside the logs that describe a fit or an evaluation. Imported when one ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ..files import only_describes, replace_file
-from ..report import write_environment
+from ..report import add_evaluated, write_environment
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
 def describe_run(trainer: Trainer) -> None:
     """Write the time by phase and the environment of a fit beside its logs, for reports."""
-    if not trainer.is_global_zero or trainer.fast_dev_run:
-        return
-    folder = trainer._lw_output.files_dir(cast("str | None", getattr(trainer.logger, "log_dir", None)))
-    if not folder or not os.path.isdir(folder):
+    folder = _folder(trainer)
+    if folder is None:
         return
     with only_describes(f"What the run ran on, and where its time went, in {folder},"):
         write_environment(folder)
@@ -27,3 +25,20 @@ def describe_run(trainer: Trainer) -> None:
             replace_file(Path(folder, "strategy.json"), json.dumps(trainer._lw_settled, indent=2) + "\n")
         if trainer.timeline.is_enabled:
             trainer.timeline.save(os.path.join(folder, "timeline.json"))
+
+
+def describe_evaluation(trainer: Trainer, checkpoint: str) -> None:
+    """Write which checkpoint was evaluated, so that reports show the metrics with those of its run."""
+    folder = _folder(trainer)
+    if folder is None:
+        return
+    with only_describes(f"Which checkpoint was evaluated, in {folder},"):
+        add_evaluated(folder, checkpoint)
+
+
+def _folder(trainer: Trainer) -> str | None:
+    """Return the directory of files beside the logs; None on other ranks, and if nothing is written."""
+    if not trainer.is_global_zero or trainer.fast_dev_run:
+        return None
+    folder = trainer._lw_output.files_dir(cast("str | None", getattr(trainer.logger, "log_dir", None)))
+    return folder if folder and os.path.isdir(folder) else None

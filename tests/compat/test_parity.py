@@ -230,8 +230,8 @@ WHOLE = [
 ]
 _NAMES = ("forecasting", "series", "self_supervised", "tables", "neural", "finetuning", "folds")
 LIBRARIES = [pytest.param(PROGRAMS / f"{name}.py", marks=pytest.mark.libraries, id=name) for name in _NAMES]
-# What Loopwright leaves beside the logs of a fit.
-OWN_FILES = ("environment.json", "timeline.json")
+# What Loopwright leaves beside logs.
+OWN_FILES = ("environment.json", "evaluation.json", "timeline.json")
 
 
 def printed(side: str, program: Path, folder: Path) -> Any:

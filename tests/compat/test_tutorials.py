@@ -17,8 +17,8 @@ import pytest
 PROGRAMS = Path(__file__).with_name("programs")
 PYTHON = os.environ.get("LIGHTNING_PYTHON", "")
 SIDES = {"theirs": [PYTHON], "ours": [PYTHON, "-m", "loopwright", "run-lightning"]}
-# What Loopwright leaves beside the logs of a fit.
-OWN_FILES = ("environment.json", "timeline.json")
+# What Loopwright leaves beside logs.
+OWN_FILES = ("environment.json", "evaluation.json", "timeline.json")
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="LIGHTNING_PYTHON names no interpreter with Lightning")
 

@@ -34,9 +34,11 @@ class EvaluationSession(Session):
 
     Attributes:
         data: The loaders, once `start` has opened them.
+        evaluated: The checkpoint whose weights are evaluated; None for the module as it is.
     """
 
     data: EvalLoader
+    evaluated: str | None = None
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class EvaluationSession(Session):
         module = module_of_evaluation(self.verb, self.model, trainer.lightning_module)
         path = locate(trainer, self.ckpt_path, self.verb, has_model=self.model is not None)
         self.begin(module)
+        self.evaluated = path
         steps, epochs = self.progress.steps, self.progress.epochs
         if path is not None:
             counts = self.load_weights(path, is_trusted=self.is_trusted).states.get("progress", {})
@@ -116,6 +119,14 @@ class EvaluationSession(Session):
             "on_validation_end": self._end_validation,
             "on_test_epoch_end": lambda: self.finish_evaluation("test"),
         }
+
+    def report(self) -> None:
+        """Write beside the logs which checkpoint was evaluated."""
+        if self.evaluated is not None and self.verb != "predict":
+            from ..describe_run import describe_evaluation
+
+            describe_evaluation(self.trainer, self.evaluated)
+        super().report()
 
     def _end_validation(self) -> None:
         self.progress.validation_ending = False

@@ -62,6 +62,8 @@ def test_names_are_given_or_made_different(tmp_path: Path) -> None:
     two = write_csv(tmp_path / "two" / "run", {"loss": [2.0]})
     assert [run.name for run in read_runs([one, two])] == ["run (one/run)", "run (two/run)"]
     assert [run.name for run in read_runs([f"base={one}", two])] == ["base", "run"]
+    alone = write_csv(tmp_path / "logs" / "version_3", {"loss": [1.0]})
+    assert [run.name for run in read_runs([alone])] == ["logs/version_3"]
 
 
 def test_a_directory_that_is_given_twice_is_one_run(tmp_path: Path) -> None:
