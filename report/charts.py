@@ -33,6 +33,7 @@ _HEADINGS = (
 _ORDER = (METRICS, RATES, SPEED, GRADIENTS, MACHINE)
 _BEFORE = re.compile(r"^(train|training|val|valid|validation|eval|test)[/_.-](?=.)")
 _AFTER = re.compile(r"(?<=.)[/_.-](train|val|valid|validation|eval|test)$")
+_TEST = re.compile(r"^test[/_.-]|[/_.-]test$")
 _LEVEL = re.compile(r"(?<=.)_(step|epoch)$")
 _LOADER = re.compile(r"/dataloader_idx_\d+$")
 _MOST_POINTS = 1000
@@ -97,6 +98,8 @@ def make_charts(runs: Iterable[LoggedRun]) -> list[Chart]:
                 title = next((word for word in ("momentum", "weight_decay") if name.endswith(f"-{word}")), title)
         chart = charts.setdefault((_ORDER.index(heading), title), Chart(title, heading, []))
         chart.names.append(name)
+    for chart in charts.values():  # training, validation, then tests
+        chart.names.sort(key=lambda name: bool(_TEST.search(name)))
     # The loss first: it is what people look at.
     ordered = sorted(charts, key=lambda key: (key[0], "loss" not in key[1].split("/")[-1], natural(key[1])))
     return _grouped([charts[key] for key in ordered])

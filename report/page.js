@@ -72,7 +72,7 @@
     const weight = Number(controls.smoothing.value);
     const list = [];
     const inRuns = new Set(chart.curves.map((curve) => curve.run));
-    const names = [...new Set(chart.curves.map((curve) => curve.name))];
+    const names = chart.names;
     chart.curves.forEach((curve) => {
       const run = data.runs[curve.run];
       if (hidden.has(curve.run)) return;
@@ -96,7 +96,7 @@
           hoverinfo: "skip", showlegend: false });
       }
       list.push({ ...common, name: plain(label), y: isSmooth ? smooth(curve.values, weight) : curve.values,
-        mode: few ? "lines+markers" : "lines", line: { color, width: 2, dash }, marker: { size: 5, color },
+        mode: few ? "lines+markers" : "lines", line: { color, width: 2, dash }, marker: curve.values.length === 1 ? { size: 10, color, symbol: "diamond" } : { size: 5, color },
         showlegend: single, connectgaps: false, hovertemplate: "%{y:.6g}" });
     });
     // Colors are runs, named once at the top of the page; a chart's own legend says what its dashes are.
@@ -106,11 +106,13 @@
     return list;
   }
 
-  function marks() {
+  // Checkpoints of the runs in a chart: others would stretch its axis.
+  function marks(chart) {
     if (!controls.marks || !controls.marks.checked) return [];
     const { dim } = style();
+    const inChart = new Set(chart.curves.map((curve) => curve.run));
     return data.runs.flatMap((run, number) => {
-      const x = hidden.has(number) ? null : places(run, run.checkpoints);
+      const x = hidden.has(number) || !inChart.has(number) ? null : places(run, run.checkpoints);
       const color = data.runs.length === 1 ? dim : data.colors[number % data.colors.length];
       return (x || []).map((at) => ({ type: "line", xref: "x", yref: "paper", x0: at, x1: at, y0: 0, y1: 1,
         layer: "below", line: { color, width: 1, dash: "dot" } }));
@@ -134,7 +136,7 @@
     return {
       margin: { l: 56, r: 12, t: 8, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: ink, size: 12, family: "system-ui, sans-serif" }, hovermode: "x unified",
-      hoverlabel: { bgcolor: card }, modebar: { bgcolor: "rgba(0,0,0,0)", color: dim, activecolor: ink }, shapes: marks(), uirevision: axis,
+      hoverlabel: { bgcolor: card }, modebar: { bgcolor: "rgba(0,0,0,0)", color: dim, activecolor: ink }, shapes: marks(chart), uirevision: axis,
       legend: { orientation: "h", yanchor: "top", y: -0.2, x: 0, font: { size: 11 } }, showlegend: true,
       xaxis: { ...frame, ...(zoomed ? { range: [...zoomed] } : {}), title: { text: axis === "time" ? data.time.title : axisTitles[axis], font: { size: 11 } } },
       yaxis: { ...frame, ...flat(list), type: controls.log.checked ? "log" : "linear", exponentformat: "e", hoverformat: ".6g" },
@@ -166,19 +168,20 @@
   function drawPhases() {
     const node = document.getElementById("timeline");
     if (!node) return;
-    const names = [...new Set(data.runs.flatMap((run) => run.phases.map((phase) => phase[0])))];
+    const runs = data.runs.filter((run) => run.phases.length);
+    const names = [...new Set(runs.flatMap((run) => run.phases.map((phase) => phase[0])))];
     const { ink, dim, line } = style();
     const bars = names.map((name, number) => ({
-      type: "bar", orientation: "h", name: plain(name), y: data.runs.map((run) => plain(run.name)),
-      x: data.runs.map((run) => 100 * (run.phases.find((phase) => phase[0] === name) || [name, 0])[1]),
+      type: "bar", orientation: "h", name: plain(name), y: runs.map((run) => plain(run.name)),
+      x: runs.map((run) => 100 * (run.phases.find((phase) => phase[0] === name) || [name, 0])[1]),
       marker: { color: data.colors[number % data.colors.length] }, hovertemplate: "%{x:.1f} %",
     }));
     Plotly.react(node, bars, {
-      barmode: "stack", height: 110 + 36 * data.runs.length, margin: { l: 56, r: 12, t: 8, b: 40 },
+      barmode: "stack", height: 110 + 36 * runs.length, margin: { l: 56, r: 24, t: 8, b: 56 },
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink, size: 12 },
-      legend: { orientation: "h", traceorder: "normal" }, showlegend: true,
+      legend: { orientation: "h", traceorder: "normal", yref: "container", y: 0, yanchor: "bottom", x: 0 }, showlegend: true,
       modebar: { bgcolor: "rgba(0,0,0,0)", color: dim, activecolor: ink },
-      xaxis: { gridcolor: line, title: { text: "% of the fit" }, range: [0, 100] }, yaxis: { automargin: true },
+      xaxis: { gridcolor: line, ticksuffix: " %", range: [0, 100] }, yaxis: { automargin: true, autorange: "reversed" },
     }, config);
   }
 

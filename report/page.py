@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, MissingDependency
 from ..files import replace_file
+from ..messages import counted
 from ..protocols import Tree
 from .charts import GRADIENTS, METRICS, MOST_TOGETHER, Chart, extremes, make_charts, not_finite, thin, with_speed
 from .names import natural, short_names
@@ -44,7 +45,14 @@ _MOST_MARKS = 40  # checkpoints drawn as lines
 _MOST_OPEN = 30  # charts in groups that are open at first
 # The page may not request anything from any address.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-_UNITS = (("s", 1.0, 180.0), ("min", 60.0, 10800.0), ("h", 3600.0, 259200.0), ("days", 86400.0, math.inf))
+_UNITS = (
+    ("\u00b5s", 1e-6, 1e-3),
+    ("ms", 1e-3, 0.1),
+    ("s", 1.0, 180.0),
+    ("min", 60.0, 10800.0),
+    ("h", 3600.0, 259200.0),
+    ("days", 86400.0, math.inf),
+)
 
 
 def write_report(
@@ -82,6 +90,10 @@ def _title(names: Sequence[str]) -> str:
     return ", ".join(short[:4]) + (f" and {len(short) - 4} more" if len(short) > 4 else "")
 
 
+def _has_metrics(run: LoggedRun) -> bool:
+    return bool(run.series or run.media or any((folder / "media").is_dir() for folder in run.folders))
+
+
 def render_page(runs: Sequence[LoggedRun], *, title: str | None = None, smoothing: float = 0.6) -> str:
     """Return the page's text; arguments as in `write_report`."""
     if not 0 <= smoothing < 1:
@@ -91,15 +103,19 @@ def render_page(runs: Sequence[LoggedRun], *, title: str | None = None, smoothin
     library = _packed_plotly()
     for run in runs:
         with_speed(run)
+    with_metrics = [run.name for run in runs if _has_metrics(run)]
+    shown_title = title or _title(with_metrics or [run.name for run in runs])
+    every = [replace(run, name=name) for run, name in zip(runs, short_names([run.name for run in runs]), strict=True)]
+    # Runs that failed before their first metric would fill legends and tables; they are listed, folded.
+    bare = [run for run in every if with_metrics and not _has_metrics(run)]
+    runs = [run for run in every if run not in bare]
     charts = make_charts(runs)
-    shown_title = title or _title([run.name for run in runs])
-    runs = [replace(run, name=name) for run, name in zip(runs, short_names([run.name for run in runs]), strict=True)]
     here = Path(__file__).parent
     body = [
-        _header(runs, shown_title),
+        _header(runs, bare, shown_title),
         _controls(runs, smoothing),
         "<main>",
-        _problems(runs),
+        _problems(every),
         _chart_sections(charts),
         render_media(runs, [_key(number, runs) for number in range(len(runs))]),
         _timeline(runs),
@@ -160,7 +176,7 @@ def _data(runs: Sequence[LoggedRun], charts: Sequence[Chart]) -> dict[str, objec
                     curve = thin(run.series[name], most)
                     band = {"low": curve.low, "high": curve.high} if curve.is_thinned else {}
                     curves.append({"run": number, "name": name, "steps": curve.steps, "values": curve.values, **band})
-        drawn.append({"smooth": chart.heading in (METRICS, GRADIENTS), "curves": curves})
+        drawn.append({"smooth": chart.heading in (METRICS, GRADIENTS), "names": chart.names, "curves": curves})
     bars = _bars(runs)
     unit, seconds, _ = _unit(max((run.seconds or 0.0 for run in runs), default=0.0))
     return {
@@ -220,23 +236,36 @@ def _json(value: Tree) -> str:
 # --- what can be read without scripts -------------------------------------------------------------------------------
 
 
-def _header(runs: Sequence[LoggedRun], title: str) -> str:
+def _header(runs: Sequence[LoggedRun], bare: Sequence[LoggedRun], title: str) -> str:
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     rows = []
     for number, run in enumerate(runs):
-        folders = "<br>".join(f"<code>{html.escape(str(place))}</code>" for place in run.places or run.folders)
+        steps = max([run.last_step + 1, *(file.step or 0 for file in run.checkpoints)])
         rows.append(
             [
                 _key(number, runs) + html.escape(run.name),
-                f"{run.last_step + 1:,}" if run.last_step >= 0 else _NONE,
-                duration(run.seconds),
-                str(len(run.checkpoints)),
+                f"{steps:,}" if steps else _NONE,
+                _NONE if run.seconds is None else duration(run.seconds),
+                str(len(run.checkpoints) or _NONE),
                 html.escape(", ".join(dict.fromkeys(run.kinds))),
-                folders,
+                _folders(run),
             ]
         )
     table = _table(["run", "steps", "training time", "checkpoints", "read from", "folders"], rows, numbers=(1, 2, 3))
-    return f'<header><h1>{html.escape(title)}</h1><div class="dim">Loopwright report, made {now}</div>{table}</header>'
+    made = f'<div class="dim">Loopwright report, made {now}</div>'
+    return f"<header><h1>{html.escape(title)}</h1>{made}{table}{_without_metrics(bare)}</header>"
+
+
+def _without_metrics(runs: Sequence[LoggedRun]) -> str:
+    if not runs:
+        return ""
+    rows = [[html.escape(run.name), str(len(run.checkpoints) or _NONE), _folders(run)] for run in runs]
+    table = _table(["run", "checkpoints", "folders"], rows, numbers=(1,))
+    return f'<details id="bare"><summary>{counted(len(runs), "run")} without metrics</summary>{table}</details>'
+
+
+def _folders(run: LoggedRun) -> str:
+    return "<br>".join(f"<code>{html.escape(str(place))}</code>" for place in run.places or run.folders)
 
 
 def _controls(runs: Sequence[LoggedRun], smoothing: float) -> str:
@@ -319,10 +348,13 @@ def _timeline(runs: Sequence[LoggedRun]) -> str:
             cells.append(_NONE if fraction_of is None else f"{duration(run.timeline[name])}, {fraction_of:.1%}")
         rows.append([html.escape(name), *cells])
     table = _table(["phase", *(html.escape(run.name) for run in runs)], rows, numbers=range(1, len(runs) + 1))
+    about: dict[str, list[str]] = {}  # what several runs have in common is said once
+    for number, run in enumerate(runs):
+        for note in run.timeline_notes:
+            name = f"<span>{_key(number, runs)}{html.escape(run.name)}</span>" if len(runs) > 1 else ""
+            about.setdefault(note, []).append(name)
     notes = "".join(
-        f"<li>{html.escape(f'{run.name}: ' if len(runs) > 1 else '')}{html.escape(note)}</li>"
-        for run in runs
-        for note in run.timeline_notes
+        f'<li>{html.escape(note)} <span class="dim">{" ".join(names)}</span></li>' for note, names in about.items()
     )
     return (
         f'<h2>Where the time went</h2><div class="chart"><div class="plot bars" id="timeline"></div></div>'
@@ -394,13 +426,16 @@ def _compared(heading: str, name: str, columns: Sequence[Mapping[str, str]], run
 def _table(
     head: Iterable[str], rows: Iterable[Sequence[str]], *, numbers: Iterable[int] = (), marked: Iterable[int] = ()
 ) -> str:
-    """Return a table; heads and cells are HTML already."""
+    """Return a table without its empty columns; heads and cells are HTML already."""
     right, differing = set(numbers), set(marked)
     lines = []
+    head, rows = list(head), list(rows)
+    filled = [column for column in range(len(head)) if any(row[column] not in ("", _NONE) for row in rows)]
+    head = [head[column] for column in filled]
     for number, row in enumerate(rows):
         cells = "".join(
-            f'<td class="number">{cell}</td>' if column in right else f"<td>{cell}</td>"
-            for column, cell in enumerate(row)
+            f'<td class="number">{row[column]}</td>' if column in right else f"<td>{row[column]}</td>"
+            for column in filled
         )
         lines.append(f'<tr class="differs">{cells}</tr>' if number in differing else f"<tr>{cells}</tr>")
     heads = "".join(f"<th>{name}</th>" for name in head)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import math
 from collections.abc import Sequence
 
 from .media import HISTOGRAM, IMAGE, TEXT, Bin, Media, chosen, kind_of_image, read_media_folder
@@ -11,7 +12,8 @@ from .runs import LoggedRun
 
 _MOST_BYTES = 8_000_000  # of pictures in one page
 _HEADINGS = {IMAGE: "Images", TEXT: "Texts", HISTOGRAM: "Histograms"}
-_WIDTH, _HEIGHT, _SHIFT = 300.0, 60.0, 16.0
+_WIDTH, _HEIGHT, _SHIFT = 320.0, 60.0, 16.0
+_MARGIN, _STEPS = 20.0, 50.0  # beside the lines: half a number of the axis, the numbers of the steps
 
 
 def render_media(runs: Sequence[LoggedRun], keys: Sequence[str]) -> str:
@@ -70,7 +72,7 @@ def _text(item: Media) -> str:
 
 
 def _ridges(items: Sequence[Media]) -> str:
-    """Return histograms as lines one above the other, the newest in front."""
+    """Return histograms as lines one above the other, the newest in front, over an axis of the values."""
     bins: list[tuple[int, tuple[Bin, ...]]] = [
         (item.step, item.content) for item in items if isinstance(item.content, tuple) and item.content
     ]
@@ -79,8 +81,9 @@ def _ridges(items: Sequence[Media]) -> str:
     low = min(one[0] for _, content in bins for one in content)
     high = max(one[1] for _, content in bins for one in content)
     span = (high - low) or 1.0
-    height = _HEIGHT + _SHIFT * (len(bins) - 1)
-    lines = []
+    bottom = _HEIGHT + _SHIFT * (len(bins) - 1)
+    ticks = _ticks(low, high)
+    drawn = [f'<path class="grid-line" d="M{_x(tick, low, span)},0V{bottom:.0f}"/>' for tick in ticks]
     for number, (step, content) in enumerate(bins):
         base = _HEIGHT + _SHIFT * number
         # A bin's height is its density: bins differ in width.
@@ -91,13 +94,27 @@ def _ridges(items: Sequence[Media]) -> str:
             y = base - (_HEIGHT - 4) * density / top
             points += [f"{_x(lower, low, span)},{y:.1f}", f"{_x(upper, low, span)},{y:.1f}"]
         points.append(f"{_x(content[-1][1], low, span)},{base:.1f}")
-        lines.append(f'<polyline points="{" ".join(points)}"><title>step {step:,}</title></polyline>')
-    steps = f"step {bins[0][0]:,}" + (f" (back) to {bins[-1][0]:,} (front)" if len(bins) > 1 else "")
+        drawn.append(f'<polyline points="{" ".join(points)}"><title>step {step:,}</title></polyline>')
+        drawn.append(f'<text x="{_WIDTH + _MARGIN + 6:.0f}" y="{base:.1f}">{step:,}</text>')
+    drawn += [f'<text class="tick" x="{_x(tick, low, span)}" y="{bottom + 14:.0f}">{tick:.4g}</text>' for tick in ticks]
+    drawn.append(f'<path class="axis" d="M{_MARGIN:.0f},{bottom:.0f}H{_MARGIN + _WIDTH:.0f}"/>')
+    drawn.append(f'<text x="{_WIDTH + _MARGIN + 6:.0f}" y="{_HEIGHT - 16:.0f}">step</text>')
     return (
-        f'<figure><svg class="ridges" viewBox="0 0 {_WIDTH:.0f} {height + 2:.0f}" role="img">{"".join(lines)}</svg>'
-        f"<figcaption>{low:.4g} to {high:.4g}; {steps}</figcaption></figure>"
+        f'<figure class="ridges"><svg viewBox="0 0 {_MARGIN + _WIDTH + _STEPS:.0f} {bottom + 20:.0f}" role="img">'
+        f"{''.join(drawn)}</svg><figcaption>{low:.4g} to {high:.4g}; each step scaled to its highest bin</figcaption>"
+        "</figure>"
     )
 
 
+def _ticks(low: float, high: float) -> list[float]:
+    """Return at most five round numbers within a range; its only value if it has one."""
+    span = high - low
+    if not 0 < span < math.inf:
+        return [low]
+    unit = 10.0 ** math.floor(math.log10(span / 4))
+    size = unit * next(factor for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if unit * factor >= span / 4 * (1 - 1e-9))
+    return [number * size for number in range(math.ceil(low / size), math.floor(high / size) + 1)]
+
+
 def _x(value: float, low: float, span: float) -> str:
-    return f"{_WIDTH * (value - low) / span:.1f}"
+    return f"{_MARGIN + _WIDTH * (value - low) / span:.1f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,19 @@ def test_what_is_not_a_picture_is_not_shown() -> None:
 
 def test_a_run_without_media_has_no_section() -> None:
     assert render_media([LoggedRun("run")], [""]) == ""
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (-0.0455, 0.053, ["-0.025", "0", "0.025", "0.05"]),
+        (0.0, 1.0, ["0", "0.25", "0.5", "0.75", "1"]),
+        (1200.0, 9000.0, ["2000", "4000", "6000", "8000"]),
+        (3.0, 3.0, ["3"]),
+    ],
+)
+def test_histograms_have_an_axis_of_round_values_and_the_steps(low: float, high: float, ticks: list[str]) -> None:
+    items = [Media(HISTOGRAM, "weights", step, ((low, high, 5.0),)) for step in (1000, 2000)]
+    html = render_media([LoggedRun("run", media=items)], [""])
+    assert re.findall(r'class="tick"[^>]*>([^<]*)<', html) == ticks
+    assert re.findall(r"<text x[^>]*>([^<]*)<", html) == ["1,000", "2,000", "step"]

@@ -151,6 +151,53 @@ def test_the_heading_names_what_runs_share_and_their_number() -> None:
     assert ("td", "logs/a/version_11") not in page.texts
 
 
+def test_runs_without_metrics_are_listed_and_fill_nothing_else() -> None:
+    failed = [LoggedRun(f"logs/version_{number}", [Path(f"logs/version_{number}")], ["CSV"]) for number in range(13)]
+    failed[3].timeline, failed[3].problems = {"forward": 1.0}, ["x.yaml cannot be read"]
+    good = two_runs()
+    for number, run in enumerate(good):
+        run.name = f"logs/version_{20 + number}"
+    page = Reader(render_page([*failed[:7], *good, *failed[7:]]))
+    assert [run["name"] for run in page.data["runs"]] == ["version_20", "version_21"]
+    assert ("h1", "logs: 2 runs") in page.texts
+    assert ("summary", "13 runs without metrics") in page.texts
+    text = page.all_text()
+    assert [text.count(f"version_{number}\n") for number in (3, 12)] == [2, 2]  # name and folder, in the list
+    assert "version_3: x.yaml cannot be read" in text
+    assert "Where the time went" not in text
+    assert page.data["colors"][:2] == ["#0072b2", "#d55e00"]
+
+
+def test_runs_that_all_lack_metrics_are_shown() -> None:
+    run = LoggedRun("run", [Path("run")], ["CSV"], timeline={"forward": 1.0})
+    text = Reader(render_page([run])).all_text()
+    assert "without metrics" not in text
+    assert "Where the time went" in text
+
+
+def test_tables_have_no_empty_columns() -> None:
+    runs = two_runs()
+    heads = [text for tag, text in Reader(render_page(runs)).texts if tag == "th"]
+    assert "checkpoints" not in heads
+    assert "training time" not in heads
+    runs[0].axes["time"] = ([0, 5], [0.0, 0.002])
+    runs[1].checkpoints = [CheckpointFile(Path("logs/two/a.ckpt"), 7, None, 10, 0.0)]
+    runs[1].timeline = {"forward": 3.0}
+    page = Reader(render_page(runs))
+    heads = [text for tag, text in page.texts if tag == "th"]
+    assert {"checkpoints", "training time", "size"} <= set(heads)
+    assert not {"is", "score"} & set(heads)
+    assert heads[heads.index("phase") + 1 : heads.index("metric")] == ["two"]
+    assert ("td", "2 ms") in page.texts
+    assert ("td", "7") in page.texts  # steps of the checkpoint, beyond what was logged
+
+
+def test_tests_come_after_training_and_validation_in_their_chart() -> None:
+    names = ["test_loss", "train_loss", "val_loss"]
+    run = LoggedRun("run", [Path("x")], ["CSV"], {name: Series(name, [1], [1.0]) for name in names})
+    assert Reader(render_page([run])).data["charts"][0]["names"] == ["train_loss", "val_loss", "test_loss"]
+
+
 def test_twenty_runs_have_twenty_colors() -> None:
     runs = [LoggedRun(f"run{number}", [Path("x")], ["CSV"], two_runs()[0].series) for number in range(20)]
     page = Reader(render_page(runs))
@@ -177,6 +224,16 @@ def test_the_timeline_is_shown_as_fractions_of_the_total() -> None:
     assert page.data["runs"][1]["phases"] == []
     assert "3 s, 75.0%" in page.all_text()
     assert "bound by: compute" in page.all_text()
+
+
+def test_advice_for_several_runs_is_given_once() -> None:
+    runs = two_runs()
+    for run in runs:
+        run.timeline, run.timeline_notes = {"forward": 3.0}, ["bound by: compute"]
+    page = Reader(render_page(runs))
+    assert page.all_text().count("bound by: compute") == 1
+    after = [text for _, text in page.texts[page.texts.index(("li", "bound by: compute ")) :]]
+    assert [text for text in after if text.strip()][1:3] == ["one", "two"]
 
 
 def test_small_phases_share_a_color_so_that_each_color_is_one_thing() -> None:
