@@ -101,6 +101,7 @@ if TYPE_CHECKING:
     from .loggers import JSONLinesLogger as JSONLinesLogger
     from .loggers import Logger as Logger
     from .loggers import MLFlowLogger as MLFlowLogger
+    from .loggers import PrometheusLogger as PrometheusLogger
     from .loggers import TensorBoardLogger as TensorBoardLogger
     from .loggers import WandbLogger as WandbLogger
     from .loggers import rank_zero_experiment as rank_zero_experiment
@@ -223,6 +224,7 @@ _HOME = {
     "Preemption": "callbacks",
     "Profiler": "profilers",
     "ProgressBar": "callbacks",
+    "PrometheusLogger": "loggers",
     "PyTorchProfiler": "profilers",
     "RankFailure": "errors",
     "RichModelSummary": "callbacks",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .dummy import DummyLogger
     from .json_lines import JSONLinesLogger, read_json_lines
     from .mlflow_logger import MLFlowLogger
+    from .prometheus_logger import PrometheusLogger
     from .tensorboard import TensorBoardLogger
     from .wandb_logger import WandbLogger
     from .write_behind import WriteBehind
@@ -25,6 +26,7 @@ __all__ = [
     "JSONLinesLogger",
     "Logger",
     "MLFlowLogger",
+    "PrometheusLogger",
     "TensorBoardLogger",
     "WandbLogger",
     "WriteBehind",
@@ -41,6 +43,7 @@ __getattr__, __dir__ = attach(
         "DummyLogger": "dummy",
         "JSONLinesLogger": "json_lines",
         "MLFlowLogger": "mlflow_logger",
+        "PrometheusLogger": "prometheus_logger",
         "TensorBoardLogger": "tensorboard",
         "WandbLogger": "wandb_logger",
         "WriteBehind": "write_behind",

@@ -248,6 +248,14 @@ class RunLogger(Logger):
         """Leave the end of this process out."""
         return {**self.__dict__, "_lw_at_end": None}
 
+    def check_target(self) -> None:
+        """Raise an error if nothing can be recorded, on rank zero before fit trains; by default nothing is checked.
+
+        Raises:
+            ConfigError: A folder cannot be written to, or a port is in use, say.
+        """
+        return
+
     def _lw_opened(self, open_experiment: Callable[[], E]) -> E:
         """Return the experiment, opened at the first call; above rank zero, one whose every call does nothing."""
         if self.is_silent:

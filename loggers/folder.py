@@ -117,7 +117,7 @@ class FolderLogger(RunLogger):
         self._lw_is_resumed = self._lw_owns_hparams_file = False
         self._lw_step = -1
 
-    def check_folder(self) -> None:
+    def check_target(self) -> None:
         """Raise an error for a folder that cannot be created or written to, before training starts.
 
         Raises:

@@ -21,6 +21,7 @@ from torch import nn
 from ...checkpoint.to_plain import resolve_omegaconf
 from ...errors import ConfigError, MissingDependency
 from ...loggers import Logger, share_version
+from ...loggers.base import RunLogger
 from ...loggers.folder import FolderLogger
 from ...messages import counted, current_rank, warn
 from ...protocols import StateDict, Tree
@@ -132,7 +133,7 @@ class LogOutput:
         self._clock_s = time.monotonic()
         if strategy.world_size == 1:
             if checks:
-                self._check_folders()
+                self._check_targets()
             return
         from ...callbacks.rank_zero import decided_on_rank_zero
 
@@ -140,14 +141,14 @@ class LogOutput:
         if self.is_silent:
             self.join_versions(versions)
 
-    def _check_folders(self) -> None:
+    def _check_targets(self) -> None:
         for logger in self._loggers:
-            if isinstance(logger, FolderLogger):
-                logger.check_folder()
+            if isinstance(logger, RunLogger):
+                logger.check_target()
 
     def _take_folders(self, *, checks: bool) -> list[int | str | None]:
         if checks:
-            self._check_folders()
+            self._check_targets()
         for logger in self._loggers:
             self.tell(logger, lambda logger=logger: logger.version)  # type: ignore[misc]
         return self.versions()

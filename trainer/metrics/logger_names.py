@@ -14,6 +14,7 @@ LOGGER_NAMES = {
     "csv": "CSVLogger",
     "json_lines": "JSONLinesLogger",
     "mlflow": "MLFlowLogger",
+    "prometheus": "PrometheusLogger",
     "tensorboard": "TensorBoardLogger",
     "wandb": "WandbLogger",
 }

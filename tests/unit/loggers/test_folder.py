@@ -225,10 +225,10 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_training(
 def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="no permission"):
-        CSVLogger(tmp_path / "logs").check_folder()
+        CSVLogger(tmp_path / "logs").check_target()
 
 
 def test_a_check_makes_no_folder(tmp_path: Path) -> None:
-    CSVLogger(tmp_path / "a" / "b").check_folder()
-    CSVLogger("memory://a/b").check_folder()
+    CSVLogger(tmp_path / "a" / "b").check_target()
+    CSVLogger("memory://a/b").check_target()
     assert not list(tmp_path.iterdir())

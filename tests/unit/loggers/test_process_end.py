@@ -165,7 +165,7 @@ def test_two_processes_do_not_log_into_one_folder(start: Callable[..., Any], tmp
         for kind in KINDS:
             logger = kind(tmp_path, name=kind.__name__, version=0)
             with pytest.raises(ConfigError, match="another process is logging to"):
-                logger.check_folder()
+                logger.check_target()
             with pytest.raises(ConfigError, match="another process is logging to"):
                 logger.log_metrics({"loss": 1.0}, 0)
             free = kind(tmp_path, name=kind.__name__)
@@ -176,7 +176,7 @@ def test_two_processes_do_not_log_into_one_folder(start: Callable[..., Any], tmp
         other.kill()
         other.communicate()
     for kind in KINDS:
-        kind(tmp_path, name=kind.__name__, version=0).check_folder()
+        kind(tmp_path, name=kind.__name__, version=0).check_target()
 
 
 def test_a_run_is_not_resumed_under_the_process_that_writes_it(start: Callable[..., Any], tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_process_that_was_started_with_a_logger_continues_its_folder(
     logger.save()
     data = pickle.dumps(logger)
     program = (
-        "import pickle, sys; logger = pickle.loads(sys.stdin.buffer.read()); logger.check_folder(); "
+        "import pickle, sys; logger = pickle.loads(sys.stdin.buffer.read()); logger.check_target(); "
         "logger.log_metrics({'loss': 2.0}, 1); logger.finalize('success')"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], input=data, check=True, timeout=60)
