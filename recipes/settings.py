@@ -40,7 +40,7 @@ class TrainSettings(DataSettings):
     """Settings of a training.
 
     Args:
-        model: Hugging Face folder.
+        model: Hugging Face folder, or a folder that LitGPT wrote.
         out: Folder of the run. The same settings again continue the run in it.
         tokenizer: Folder of the tokenizer; None for that of the model.
         epochs: Times that the data are read; 1 if none of epochs, steps and tokens is given.
@@ -232,7 +232,7 @@ class PretrainSettings(TrainSettings):
     """Settings of `pretrain`.
 
     Args:
-        model: config.json or a folder with one; random initial values are drawn by `seed`.
+        model: config.json or a folder with one, or a model_config.yaml of LitGPT; `seed` draws the initial values.
         from_scratch: Whether initial values are random; false continues with the weights in the folder.
         weight_decay: Weight decay of matrices; vectors have none.
         betas: Of AdamW.

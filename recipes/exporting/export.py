@@ -47,7 +47,7 @@ class ExportSettings:
     """Settings of `export`.
 
     Args:
-        run: Folder of a run; or an adapter folder, a Hugging Face folder, or a checkpoint.
+        run: Folder of a run; or an adapter folder, a Hugging Face or LitGPT folder, or a checkpoint.
         to: Folder to write; it must not exist.
         merge: Whether an adapter is merged into its base. False exports an adapter as an adapter.
         checkpoint: Of a run: "last", "best", or a name in `checkpoints/`. None for the newest one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ... import __version__
-from ..inference.model import InferenceSettings, OpenedModel
+from ..inference.model import InferenceSettings, OpenedModel, open_base
 from ..inference.prompts import end_tokens
 from ..model.fingerprint import fingerprint_of_folder
 from ..model.imports import import_peft
+from ..model.litgpt import config_file
 from .location import RECIPE_JSON, ModelLocation
 from .merge import last_hidden
 from .model_card import public_name, write_model_card
@@ -119,7 +121,10 @@ def reload_hidden(
     if base is None:
         model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype="auto", **options)
     else:
-        model = AutoModelForCausalLM.from_pretrained(str(base), dtype=like, **options)
+        if config_file(base) is None:
+            model = AutoModelForCausalLM.from_pretrained(str(base), dtype=like, **options)
+        else:
+            model = open_base(base, replace(settings, dtype=str(like).removeprefix("torch.")))
         model = import_peft("adapters").PeftModel.from_pretrained(model, str(folder))
     return last_hidden(model.to(device).eval(), ids, with_logits=with_logits)
 

@@ -13,6 +13,7 @@ from ...checkpoint.formats import find_format
 from ...errors import CheckpointError, ConfigError
 from ...messages import warn
 from ...yaml_file import read
+from ..model.litgpt import config_file
 
 # Any in this file: what JSON and YAML files and checkpoints hold.
 
@@ -20,8 +21,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 RECIPE_JSON = "recipe.json"  # beside exported weights: the base's fingerprint, and how prompts are written
 RUN_FILE = "recipe.yaml"
 _FIX = (
-    "pass a folder with config.json and weights, a folder with adapter_config.json, the folder of a run, or a "
-    "checkpoint."
+    "pass a folder with config.json and weights, a LitGPT folder, a folder with adapter_config.json, the folder of a "
+    "run, or a checkpoint."
 )
 
 
@@ -30,7 +31,7 @@ class ModelLocation:
     """Where a model is, before anything large is read.
 
     Attributes:
-        kind: "folder" (Hugging Face), "adapter" (peft), or "checkpoint".
+        kind: "folder" (Hugging Face or LitGPT), "adapter" (peft), or "checkpoint".
         path: The folder or the checkpoint.
         tokenizer: Folder of the tokenizer.
         recipe: What recipe.json or the checkpoint records about the training; empty for folders of other programs.
@@ -81,7 +82,7 @@ def find_model(path: str | Path, checkpoint: str | None = None, *, allow_downloa
     A run's `model/` is preferred to its checkpoints, unless `checkpoint` names one of these.
 
     Args:
-        path: Hugging Face folder, adapter folder, folder of a run, or checkpoint.
+        path: Hugging Face folder, LitGPT folder, adapter folder, folder of a run, or checkpoint.
         checkpoint: Of a run: "last", "best", or a file or folder in `checkpoints/`. None for its result.
         allow_download: Whether a path that does not exist may be the name of a model on the hub.
 
@@ -126,7 +127,7 @@ def _folder(folder: Path, run: Path | None = None) -> ModelLocation | None:
     if not folder.is_dir():
         return None
     kind = "adapter" if (folder / ADAPTER_CONFIG).is_file() else "folder"
-    if kind == "folder" and not (folder / "config.json").is_file():
+    if kind == "folder" and config_file(folder) is None and not (folder / "config.json").is_file():
         return None
     recipe = read_json(folder / RECIPE_JSON) if (folder / RECIPE_JSON).is_file() else {}
     location = ModelLocation(kind, folder, folder, recipe, run, _run_settings(run))

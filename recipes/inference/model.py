@@ -1,4 +1,4 @@
-"""Opening a trained model: a Hugging Face folder, an adapter, a run, or a checkpoint of any strategy.
+"""Opening a trained model: a Hugging Face or LitGPT folder, an adapter, a run, or a checkpoint of any strategy.
 
 Weights are read as tensors and plain values only; nothing in a file is executed.
 """
@@ -40,7 +40,7 @@ class InferenceSettings:
     """Which model, and how it is opened.
 
     Args:
-        model: Hugging Face folder, adapter folder, folder of a run, or a checkpoint.
+        model: Hugging Face folder, LitGPT folder, adapter folder, folder of a run, or a checkpoint.
         checkpoint: Of a run: "last", "best", or a name in `checkpoints/`. None for its result.
         base: Base model of an adapter, if it is not where the adapter was trained.
         tokenizer: Folder of another tokenizer than the model's.

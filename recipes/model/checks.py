@@ -17,6 +17,7 @@ from ...errors import ConfigError, MissingDependency, nearest
 from ..loss import find_router_loss
 from .adapters import add_adapters
 from .fingerprint import check_weight_files
+from .litgpt import config_file, read_litgpt_config
 from .settings import CONFIGS, DTYPES, QUANTIZATIONS, LoraSettings, ModelSettings, shipped_names
 
 if TYPE_CHECKING:
@@ -64,7 +65,10 @@ def read_config(settings: ModelSettings) -> PretrainedConfig:
         raise MissingDependency("transformers", needed_for="recipes", extra="recipes") from error
     problems = list(_path_problems(settings))
     if problems:
-        raise ConfigError("\n".join(problems), fix="pass a Hugging Face folder as model=.")
+        raise ConfigError("\n".join(problems), fix="pass a Hugging Face folder or a LitGPT folder as model=.")
+    litgpt = config_file(settings.path)
+    if litgpt is not None:
+        return read_litgpt_config(litgpt)
     try:
         return cast(
             "PretrainedConfig",
@@ -112,7 +116,8 @@ def _path_problems(settings: ModelSettings) -> Iterator[str]:
             near = nearest(str(settings.model), shipped_names())
             yield f"model: Expected an existing path, got {settings.model}{near}; allow_download is false."
         return
-    config = path if path.is_file() else path / "config.json"
+    litgpt = config_file(path)
+    config = litgpt or (path if path.is_file() else path / "config.json")
     reads_weights = settings.needs_weights and not settings.from_scratch
     if path.parent == CONFIGS and reads_weights:
         yield f"model: Expected a folder with weights, got the name {settings.model}, a configuration without weights."
@@ -121,7 +126,8 @@ def _path_problems(settings: ModelSettings) -> Iterator[str]:
     elif not config.is_file():
         yield f"model: Expected a folder with config.json, got {path}{_instead(path)}."
     else:
-        yield from _config_problems(settings, config)
+        if litgpt is None:
+            yield from _config_problems(settings, config)
         if reads_weights:
             try:
                 check_weight_files(path)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...errors import ConfigError
+from .litgpt import WEIGHTS, config_file
 
 _CONFIG = "config.json"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -22,15 +23,15 @@ _SHOWN = 3
 
 
 def fingerprint_of_folder(path: str | Path) -> dict[str, object]:
-    """Return what identifies a Hugging Face folder: plain values that fit into a checkpoint and into JSON.
+    """Return what identifies a model's folder: plain values that fit into a checkpoint and into JSON.
 
     Of large files only headers and a few bytes of each tensor are read, so that they take milliseconds.
 
     Returns:
-        `config`: sha256 of config.json. `files`: size of each file with weights. `shapes`: of each tensor, empty for
-        files that are not safetensors. `samples`: sha256 of the sampled bytes, by which two trainings of one
-        architecture differ. `tensors`: of each tensor the first digits of a sha256: of all of its bytes in small files,
-        else of sampled ones; a training may have changed few tensors.
+        `config`: sha256 of config.json or model_config.yaml. `files`: size of each file with weights. `shapes`: of each
+        tensor, empty for files that are not safetensors. `samples`: sha256 of the sampled bytes, by which two trainings
+        of one architecture differ. `tensors`: of each tensor the first digits of a sha256: of all of its bytes in small
+        files, else of sampled ones; a training may have changed few tensors.
 
     Raises:
         ConfigError: The folder has no config.json or no weights, or a header is damaged.
@@ -49,7 +50,7 @@ def fingerprint_of_folder(path: str | Path) -> dict[str, object]:
             for piece in _sampled(stream, file.stat().st_size):
                 samples.update(piece)
     return {
-        "config": hashlib.sha256((folder / _CONFIG).read_bytes()).hexdigest(),
+        "config": hashlib.sha256((config_file(folder) or folder / _CONFIG).read_bytes()).hexdigest(),
         "files": {file.name: file.stat().st_size for file in files},
         "shapes": dict(sorted(shapes.items())),
         "samples": samples.hexdigest(),
@@ -80,11 +81,17 @@ def fingerprint_problems(stored: Mapping[str, object], path: str | Path) -> list
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with the weights of a Hugging Face folder, in the order in which transformers looks for them.
+    """Return the files with the weights of a folder, of Hugging Face in the order in which transformers looks for them.
 
     Raises:
         ConfigError: It is not a folder, or has no config.json, no weights, or not all files of its index.
     """
+    if config_file(folder) is not None:
+        if (folder / WEIGHTS).is_file():
+            return [folder / WEIGHTS]
+        is_adapter = (folder / f"{WEIGHTS}.lora").is_file()
+        found = f"{WEIGHTS}.lora; `litgpt merge_lora` merges it with its base" if is_adapter else "none"
+        raise _unusable(f"{WEIGHTS} in the LitGPT folder {folder}, got {found}")
     if not (folder / _CONFIG).is_file():
         raise _unusable(f"a folder of a model with config.json, got {folder}")
     for single, index in zip(_SINGLE, _INDEXES, strict=True):

@@ -17,6 +17,7 @@ from ...errors import ConfigError, MissingDependency
 from ...precision.quantized import import_bitsandbytes
 from .adapters import add_adapters
 from .checks import model_problems, read_config, skeleton, unreadable
+from .litgpt import config_file, read_litgpt_weights
 from .settings import LoraSettings, ModelSettings
 
 if TYPE_CHECKING:
@@ -110,18 +111,22 @@ def _from_config(config: PretrainedConfig, settings: ModelSettings) -> PreTraine
 
 
 def _from_folder(config: PretrainedConfig, settings: ModelSettings) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     dtype = base_dtype(config, settings)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        settings.location,
-        config=config,
-        dtype=dtype,
-        trust_remote_code=settings.trust_remote_code,
-        local_files_only=not settings.allow_download,
-        output_loading_info=True,
-        **_quantization(settings, dtype),
-    )
+    options: dict[str, Any] = {"config": config, "dtype": dtype, **_quantization(settings, dtype)}
+    if config_file(settings.path) is not None:
+        made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        state = read_litgpt_weights(settings.path)
+        loaded: Any = made.from_pretrained(None, state_dict=state, output_loading_info=True, **options)
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            settings.location,
+            trust_remote_code=settings.trust_remote_code,
+            local_files_only=not settings.allow_download,
+            output_loading_info=True,
+            **options,
+        )
     model, info = loaded
     lost = sorted([*info["missing_keys"], *(str(one) for one in info["mismatched_keys"])])
     if lost:

@@ -36,8 +36,8 @@ class ModelSettings:
     """What model a recipe trains.
 
     Args:
-        model: Hugging Face folder with weights; with `from_scratch`, a config.json, a folder with one, or one of
-            `shipped_names`.
+        model: Hugging Face or LitGPT folder with weights; with `from_scratch`, a config.json, a folder with one, or one
+            of `shipped_names`.
         from_scratch: Whether initial values are random, drawn by `seed`.
         lora: Settings of adapters; None trains all parameters.
         quantize: "nf4" for a base of 4 bits; None for none.
