@@ -52,6 +52,7 @@ class WriteQueue(ABC):
     """
 
     _lw_caught: type[BaseException] = Exception
+    _lw_is_hanging = False
 
     def __init__(
         self,
@@ -96,6 +97,20 @@ class WriteQueue(ABC):
     @abstractmethod
     def settle(self) -> bool:
         """Return whether all is written; False where the first write fails or hangs."""
+
+    def insist(self, pauses_s: Sequence[float] = _LAST_PAUSES_S) -> bool:
+        """Return whether all is written, after some more tries of a write that fails.
+
+        Args:
+            pauses_s: Between these tries.
+        """
+        is_written = self.settle()
+        for pause_s in pauses_s:
+            if is_written or self._lw_is_hanging:
+                break
+            time.sleep(pause_s)
+            is_written = self.settle()
+        return is_written
 
     @abstractmethod
     def close(self, pauses_s: Sequence[float] = _LAST_PAUSES_S) -> list[Write]:
@@ -266,12 +281,7 @@ class WriteBehind(WriteQueue):
         with self._lw_here():
             if self._lw_is_hanging:  # once more the patience for one write: then it may be over
                 self._lw_is_hanging, self._lw_busy_since = False, time.monotonic()
-        is_written = self.settle()
-        for pause_s in pauses_s:
-            if is_written or self._lw_is_hanging:
-                break
-            time.sleep(pause_s)
-            is_written = self.settle()
+        self.insist(pauses_s)
         return self.abandon()
 
     def abandon(self) -> list[Write]:
@@ -353,10 +363,5 @@ class WriteInPlace(WriteQueue):
 
     def close(self, pauses_s: Sequence[float] = _LAST_PAUSES_S) -> list[Write]:
         """Try some last times, and return what could not be written; see `WriteQueue.close`."""
-        is_written = self.settle()
-        for pause_s in pauses_s:
-            if is_written:
-                break
-            time.sleep(pause_s)
-            is_written = self.settle()
+        self.insist(pauses_s)
         return self._lw_take_undone()

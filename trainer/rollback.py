@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from time import time_ns
 from typing import TYPE_CHECKING, NoReturn
 
 from ..callbacks import ModelCheckpoint, Snapshot
@@ -23,10 +24,10 @@ from ..callbacks.model_checkpoint.files import (
     step_in,
 )
 from ..data.rng import capture_rng, restore_rng
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..files import replace_file
 from .checkpointing import snapshot
-from .checkpointing.locate import newer_in_memory, newest_intact, rollbacks_file
+from .checkpointing.locate import newer_in_memory, newest_intact, read_rollbacks, rollbacks_file
 from .loop.fit_loop import Rewind
 from .loop.schedule import step_due_schedules
 from .replica_groups.healing import restore
@@ -55,9 +56,8 @@ class LeftOutBatches:
     def __init__(self, trainer: Trainer, run: FitRun) -> None:
         self.path = rollbacks_file(trainer)
         self.reading = _reading(run)
-        # A run that begins at its first batch is another training, perhaps of other data.
-        self._continues = trainer.ckpt_path is not None or run.progress.total_batches > 0
-        self.entries: list[StateDict] = from_rank_zero(trainer, self._read) if self._continues else []
+        self.entries: list[StateDict] = from_rank_zero(trainer, lambda: self._read(trainer, run))
+        self._is_of_training = bool(self.entries)
         self._before = from_rank_zero(trainer, lambda: {path: modified_ns(path) for path in _all_files(trainer)})
         self.listeners: list[tuple[str, Callable[[StateDict], None]]] = []
         for one in self._ahead(run):
@@ -71,8 +71,20 @@ class LeftOutBatches:
         if any(self._ahead(run)) and trainer.is_global_zero:
             log.info("%s: %d ranges of batches are left out; remove it for other data", self.path, len(self.entries))
 
-    def _read(self) -> list[StateDict]:
-        return json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else []
+    def _read(self, trainer: Trainer, run: FitRun) -> list[StateDict]:
+        """Return the entries of the file if they are of this training: it has made them, or resumes from before them.
+
+        Another training, perhaps of other data, may have begun in the same folder since.
+        """
+        entries, resumed = read_rollbacks(self.path), trainer.ckpt_path
+        if not entries or run.progress.rollbacks or trainer._lw_saving.is_elsewhere:  # of a replay
+            return entries
+        if resumed is None:
+            return []
+        if not exists(resumed) or modified_ns(resumed) <= entries[0]["time_ns"]:
+            return entries
+        log.warning("%s is not read: %s has been written after it, by a training without rollbacks", self.path, resumed)
+        return []
 
     def _ahead(self, run: FitRun) -> list[StateDict]:
         here = (run.progress.epochs, run.progress.batches_in_epoch)
@@ -88,14 +100,19 @@ class LeftOutBatches:
         if last is not None and last["to_step"] == step:
             then(last)
 
-    def abandoned(self, trainer: Trainer, path: str, step: int) -> dict[str, int]:
-        """Return checkpoints of this run after the one to return to, and their modification times. On rank 0."""
-        target = (step, modified_ns(path))
+    def of_files(self, trainer: Trainer, path: str, step: int) -> StateDict:
+        """Return the part of an entry about files. On rank 0.
+
+        They are the checkpoints of this run after the one to return to, with their modification times, and the time up
+        to which checkpoints are older than the return: by the clock of their file system, or by that of this process.
+        """
+        modified = modified_ns(path)
         found = {one: modified_ns(one) for one in _all_files(trainer) if self.is_of_run(one)}
         is_copy = path not in found  # in memory: what has its step may stay
         after = {one: time for one, time in found.items()
-                 if (_step(one) > step if is_copy else (_step(one), time) > target)}  # fmt: skip
-        return {one: time for one, time in after.items() if not same_file(one, path)}
+                 if (_step(one) > step if is_copy else (_step(one), time) > (step, modified))}  # fmt: skip
+        abandoned = {one: time for one, time in after.items() if not same_file(one, path)}
+        return {"abandoned": abandoned, "time_ns": max(time_ns(), modified)}
 
     def is_of_run(self, path: str) -> bool:
         """Whether this run has written the file. On rank 0."""
@@ -106,7 +123,7 @@ class LeftOutBatches:
         self.entries.append(entry)
         if writes:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if not self._continues and len(self.entries) == 1 and self.path.exists():
+            if not self._is_of_training and len(self.entries) == 1 and self.path.exists():
                 earlier = self.path.with_name("rollbacks-earlier.json")
                 self.path.replace(earlier)
                 log.warning("%s is of an earlier training, and is now %s", self.path, earlier)
@@ -222,7 +239,7 @@ def request(
         "checkpoint": path,
         "reason": reason,
         "reading": left_out.reading,
-        "abandoned": from_rank_zero(trainer, lambda: left_out.abandoned(trainer, path, step)),
+        **from_rank_zero(trainer, lambda: left_out.of_files(trainer, path, step)),
         **(details or {}),
     }
     left_out.add(entry, writes=trainer.is_global_zero)
@@ -246,8 +263,10 @@ def _go_back(trainer: Trainer, run: FitRun, left_out: LeftOutBatches, entry: Sta
     run.after_epoch.clear()
     run.validated, run.is_epoch_over, trainer.fit_loop.is_used_up = None, False, False
     content = snapshot.read(run.fabric, path, is_trusted=run.session.is_trusted)
-    run.output.settle()  # rows of abandoned steps would be written after the return
-    snapshot.put_back_loggers(run.output, content.states.get("loggers", {}))
+    loggers = content.states.get("loggers", {})
+    problem = from_rank_zero(trainer, lambda: _problem_of_loggers(run, loggers))
+    if problem is None:
+        snapshot.put_back_loggers(run.output, loggers)
     put_back = restore(run, content, path)
     trainer._lw_saving.return_to(entry["to_step"], path)
     for callback in trainer.checkpoint_callbacks:
@@ -256,8 +275,29 @@ def _go_back(trainer: Trainer, run: FitRun, left_out: LeftOutBatches, entry: Sta
     for name, then in left_out.listeners:
         left_out.call(name, then, run.progress.steps)
     for restart in run.after_rollback:
+    run.progress.rollbacks = len(left_out.entries)
         restart()
-    return put_back
+
+    def stop() -> NoReturn:  # last: what is saved at an error has the state of the checkpoint
+        if put_back is not None:
+            put_back()
+        raise CheckpointError(
+            f"{entry['reason']}: the run cannot return to step {entry['to_step']} ({path}), because {problem}.",
+            fix="make the logger work and resume with ckpt_path='last', which continues as after the return.",
+        )
+
+    return put_back if problem is None else stop
+
+
+def _problem_of_loggers(run: FitRun, states: StateDict) -> str | None:
+    """Return why rows of abandoned steps would stay, or be written after the return; None without. On rank 0."""
+    failing = run.output.unwritten()
+    if failing:
+        return f"{type(failing[0]).__name__} fails or hangs, and would write rows of abandoned steps later"
+    without = snapshot.logger_states(run.output).keys() - states.keys()
+    if without:
+        return f"it was saved while a logger failed, and does not know where that was ({', '.join(sorted(without))})"
+    return None
 
 
 def _leave_out(run: FitRun, count: int) -> None:

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 
 from ...callbacks import Checkpoint, ModelCheckpoint
 from ...callbacks.base import find_state, from_rank_zero
-from ...callbacks.model_checkpoint.files import exists, is_local, newest_first, set_aside, step_in
+from ...callbacks.model_checkpoint.files import (
+    default_dirpaths,
+    exists,
+    find_checkpoints,
+    is_inside,
+    is_local,
+    newest_first,
+    set_aside,
+    step_in,
+)
 from ...checkpoint import storage
 from ...console import ONLY_LOGS
 from ...errors import CheckpointError, ConfigError
@@ -20,11 +29,14 @@ from ...messages import warn
 from ...remote import local_dir
 
 if TYPE_CHECKING:
+    from ...protocols import StateDict
     from ..trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 _MOST_OTHERS = 3  # that are named
+_ENTRY: dict[str, type] = {"callback": str, "epoch": int, "batches": list, "left_out": bool, "to_step": int,
+                           "reading": str, "time_ns": int, "abandoned": dict}  # fmt: skip
 
 
 def can_be_requeued(trainer: Trainer) -> bool:
@@ -139,12 +151,44 @@ def rollbacks_file(trainer: Trainer) -> Path:
     return Path(local_dir(trainer.default_root_dir)) / "rollbacks.json"
 
 
+def read_rollbacks(path: Path) -> list[StateDict]:
+    """Return what the file lists, the oldest first; nothing if it does not exist.
+
+    Raises:
+        ConfigError: It was changed, or is another program's.
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    except ValueError:
+        entries = None
+    if not isinstance(entries, list) or any(
+        not isinstance(one, dict) or any(not isinstance(one.get(key), kind) for key, kind in _ENTRY.items())
+        for one in entries
+    ):
+        raise ConfigError(
+            f"Expected a list of rollbacks, as a training writes it, in {path}, got something else.",
+            fix="restore the file; without it a run trains on the samples that were left out.",
+        )
+    return entries
+
+
 def _finish_rollback(trainer: Trainer) -> None:
-    """Set checkpoints aside that a rollback has abandoned, if it was killed before it could. On rank 0."""
-    path = rollbacks_file(trainer)
-    if path.exists():
-        for entry in json.loads(path.read_text(encoding="utf-8")):
-            set_aside(entry.get("abandoned", {}))
+    """Set checkpoints aside that a rollback has abandoned, if it was killed before it could. On rank 0.
+
+    They have the names and times of the file, and lie in the folders of the callbacks: nothing else is renamed,
+    wherever the file says that they lie, and a folder may have been moved.
+    """
+    entries = read_rollbacks(rollbacks_file(trainer))
+    callbacks = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)] if entries else []
+    for callback in callbacks:
+        extension, given = callback.FILE_EXTENSION, callback.given_dirpath
+        folders = [given] if given else default_dirpaths(trainer)
+        found = [one for one in find_checkpoints(folders, extension)
+                 if not is_local(one) or any(is_inside(one, folder) for folder in folders)]  # fmt: skip
+        for folder in {*folders, *map(os.path.dirname, found)}:
+            for entry in entries:
+                named = ((os.path.basename(path), time) for path, time in entry["abandoned"].items())
+                set_aside({os.path.join(folder, name): time for name, time in named if name.endswith(extension)})
 
 
 def newest_intact(trainer: Trainer, find: Callable[[], list[str]]) -> str | Path | None:

@@ -191,12 +191,14 @@ class LogOutput:
             warn(f"{type(logger).__name__} failed: {type(failure).__name__}: {failure}")
         self._say(logger, queue)
 
-    def settle(self) -> None:
-        """Wait until all rows are written, except of loggers that fail or hang. On every rank."""
+    def unwritten(self) -> list[Logger]:
+        """Wait until all rows are written, with some more tries, and return the loggers that fail or hang."""
+        found = []
         for logger, queue in [(one, self._queues.get(id(one))) for one in self.loggers]:
             if queue is not None:
-                queue.settle()
+                found += [] if queue.insist() else [logger]
                 self._say(logger, queue)
+        return found
 
     def _say(self, logger: Logger, queue: WriteQueue) -> None:
         for is_failure, text in queue.news():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from toys import Net, adam, assert_same, net, quiet
 
 import loopwright as lw
-from loopwright.callbacks import EMAWeightAveraging, SpikeDetection, TrainingSpikeException
-from loopwright.errors import ConfigError
+from loopwright.callbacks import BackboneFinetuning, EMAWeightAveraging, SpikeDetection, TrainingSpikeException
+from loopwright.errors import CheckpointError, ConfigError
 from loopwright.loggers import CSVLogger
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -97,9 +99,8 @@ def fit(
 ) -> tuple[Net, lw.Trainer]:
     saves = saves or lw.ModelCheckpoint(root / "checkpoints", every_n_train_steps=2, save_top_k=-1)
     arguments: dict[str, Any] = {"max_epochs": 1, "log_every_n_steps": 2, "enable_checkpointing": True, **kwargs}
-    trainer = quiet(
-        default_root_dir=root, callbacks=[*callbacks, saves], logger=CSVLogger(root, name="log"), **arguments
-    )
+    arguments.setdefault("logger", CSVLogger(root, name="log"))
+    trainer = quiet(default_root_dir=root, callbacks=[*callbacks, saves], **arguments)
     module: Net = net(kind)
     trainer.fit(module, data, batches(count=2), ckpt_path=ckpt_path)
     return module, trainer
@@ -251,6 +252,111 @@ def test_another_training_in_the_folder_does_not_leave_out_these_samples(tmp_pat
     assert [one["batches"] for one in entries(tmp_path)] == [[7, 7]]
     earlier = json.loads((tmp_path / "rollbacks-earlier.json").read_text())
     assert [one["batches"] for one in earlier] == [[5, 5]]
+
+
+def test_a_later_training_that_resumes_in_the_folder_does_not_leave_out_these_samples(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(tmp_path, batches(5), spikes())
+    fit(tmp_path, batches(), spikes(), max_steps=4)
+    newest = max((tmp_path / "checkpoints").iterdir(), key=lambda one: one.stat().st_mtime_ns)
+    module, trainer = fit(tmp_path, batches(), spikes(), ckpt_path=str(newest))
+    assert "by a training without rollbacks" in caplog.text
+    reference, _ = fit(tmp_path / "reference", batches())
+    assert_same(module, reference)
+    assert trainer.global_step == 12
+
+
+class Fails(CSVLogger):
+    """Fails, or hangs, once the first rows are written."""
+
+    fails_from = 4
+    barrier: threading.Event | None = None
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if step is not None and step >= self.fails_from:
+            if self.barrier is None:
+                raise OSError("the share is gone")
+            assert self.queue is not None
+            self.queue.patience_s = 0.05
+            self.barrier.wait()
+        super().log_metrics(metrics, step)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_run_whose_logger_would_write_abandoned_rows_later_stops_and_can_be_resumed(
+    hangs: bool, tmp_path: Path
+) -> None:
+    failing = Fails(tmp_path / "a", name="log", version=0)
+    failing.barrier = threading.Event() if hangs else None
+    text = r"failed|did not accept|has not ended"
+    with pytest.warns(UserWarning, match=text), pytest.raises(CheckpointError) as caught:
+        fit(tmp_path / "a", batches(5), spikes(check_every_n_steps=2), logger=failing, log_every_n_steps=1)
+    assert "Fails fails or hangs, and would write rows of abandoned steps later" in str(caught.value)
+    assert "step=4.ckpt" in caught.value.what
+    if failing.barrier is not None:
+        failing.barrier.set()
+    failing.fails_from = 99
+    again = spikes(check_every_n_steps=2)
+    module, _ = fit(tmp_path / "a", batches(5), again, logger=failing, log_every_n_steps=1, ckpt_path="last")
+    kept = batches(5)
+    reference, _ = fit(tmp_path / "b", kept[:5] + kept[6:], log_every_n_steps=1)
+    assert_same(module, reference)
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+
+
+def test_a_checkpoint_that_does_not_know_where_a_logger_was_stops_the_run(tmp_path: Path) -> None:
+    class Recovers(CSVLogger):
+        def state_dict(self) -> Any:
+            if self._lw_step < 5:
+                raise OSError("the share is gone")
+            return super().state_dict()
+
+    with pytest.warns(UserWarning, match="the share is gone"), pytest.raises(CheckpointError) as caught:
+        fit(tmp_path, batches(7), spikes(), logger=Recovers(tmp_path, name="log"), saves=lw.ModelCheckpoint(
+            tmp_path / "checkpoints", every_n_train_steps=4))  # fmt: skip
+    assert "does not know where that was (0-Recovers)" in str(caught.value)
+
+
+@pytest.mark.parametrize("written", ["..", "../../outside/a.ckpt", "/{root}/outside/a.ckpt", "link/a.ckpt", "a.txt"])
+def test_only_checkpoints_of_the_run_are_set_aside_whatever_the_file_names(written: str, tmp_path: Path) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    outside.mkdir()
+    fit(run, batches(), max_steps=2)
+    (run / "checkpoints" / "link").symlink_to(outside)
+    for path in (outside / "a.ckpt", run / "checkpoints" / "a.txt", outside / "a.ckpt.abandoned"):
+        path.write_text("mine")
+    path = (run / "checkpoints").joinpath(written.format(root=str(tmp_path).strip("/")))
+    entry = {"callback": "Sentinel", "epoch": 0, "batches": [0, 0], "left_out": False, "to_step": 0, "reading": "",
+             "time_ns": 0, "abandoned": {str(path): path.stat().st_mtime_ns}}  # fmt: skip
+    (run / "rollbacks.json").write_text(json.dumps([entry]))
+    before = {str(one) for one in tmp_path.rglob("*")}
+    fit(run, batches(), ckpt_path="last", max_steps=2)
+    assert {str(one) for one in tmp_path.rglob("*")} >= before
+    assert (outside / "a.ckpt.abandoned").read_text() == "mine"
+
+
+def test_a_rollback_that_was_killed_is_finished_where_the_folder_has_moved_to(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "a", batches(7), spikes(), Stops(tmp_path / "a"))
+    newest = tmp_path / "b" / "checkpoints" / "epoch=0-step=6.ckpt"
+    (tmp_path / "a").rename(tmp_path / "b")
+    shutil.copy2(
+        newest, tmp_path / "b" / "checkpoints" / "epoch=0-step=8.ckpt"
+    )  # as if it had been saved, and abandoned
+    (entry,) = entries(tmp_path / "b")
+    entry["abandoned"] = {str(tmp_path / "a" / "checkpoints" / "epoch=0-step=8.ckpt"): newest.stat().st_mtime_ns}
+    (tmp_path / "b" / "rollbacks.json").write_text(json.dumps([entry]))
+    fit(tmp_path / "b", batches(7), spikes(), ckpt_path="last", max_steps=7)
+    assert (tmp_path / "b" / "checkpoints" / "epoch=0-step=8.ckpt.abandoned").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[1]", '[{"epoch": 1}]'])
+def test_a_file_that_no_training_has_written_is_refused(text: str, tmp_path: Path) -> None:
+    fit(tmp_path, batches(), max_steps=2)
+    (tmp_path / "rollbacks.json").write_text(text)
+    with pytest.raises(ConfigError, match="Expected a list of rollbacks"):
+        fit(tmp_path, batches(), spikes(), ckpt_path="last")
 
 
 def test_steps_that_the_policy_skips_are_no_spikes(tmp_path: Path) -> None:
