@@ -218,7 +218,7 @@ class BaseFinetuning(Callback):
         }
 
     def restore_param_groups(self, trainer: Trainer, pl_module: AnyModule) -> None:
-        """Add the groups of the checkpoint that `configure_optimizers` did not create."""
+        """Give optimizers the groups of the checkpoint: more than `configure_optimizers` made, or fewer than now."""
         known = dict(pl_module.named_parameters())
         for index, optimizer in enumerate(trainer.optimizers):
             saved = self._internal_optimizer_metadata.get(index, [])
@@ -395,7 +395,7 @@ class BackboneFinetuning(BaseFinetuning):
 
 
 def _restore_groups(optimizer: Optimizer, groups: list[ParamGroup]) -> None:
-    """Give an optimizer the groups of a checkpoint: those it has not yet, or all where it has others."""
+    """Give an optimizer the groups of a checkpoint: those it does not have yet, or all where it has others."""
     have = [{id(one) for one in group["params"]} for group in optimizer.param_groups]
     saved = [{id(one) for one in group["params"]} for group in groups]
     if saved[: len(have)] == have:

@@ -508,6 +508,9 @@ def restore_training(run: FitRun, content: Content, path: str) -> Callable[[], N
                 f"{path} has {len(saved)} {what}, and configure_optimizers made {len(have)}.",
                 fix="resume with the optimizers and schedules of the run that saved it.",
             )
+    for callback in run.callbacks:
+        if hasattr(callback, "restore_param_groups"):
+            callback.restore_param_groups(run.trainer, run.module)
     run.progress.load_state_dict(states["progress"])
     logger.info("Resuming at epoch %d, step %d from %s.", run.progress.epochs, run.progress.steps, path)
     record = states.get("optimizer_record", {})

@@ -351,9 +351,6 @@ class FitSession(Session):
         """
         put_back = None
         if content is not None:
-            for callback in self.run.callbacks:
-                if hasattr(callback, "restore_param_groups"):
-                    callback.restore_param_groups(self.trainer, self.module)
             put_back = snapshot.restore_training(self.run, content, str(path))
         elif before is not None:
             continue_training(self.trainer, self.run, before)

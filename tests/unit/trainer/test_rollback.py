@@ -422,6 +422,46 @@ class Once(_JumpsOnce, Logs):
     """Its loss jumps once."""
 
 
+class Tuned(Logs):
+    """Has a backbone, which its optimizer does not have at first."""
+
+    jumps_at = -1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.net[0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_step == self.jumps_at:
+            self.jumps_at = -1
+            return loss * 1e6
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = adam([one for one in self.parameters() if one.requires_grad])
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Faulty(Tuned):
+    jumps_at = 14
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_run_returns_to_before_its_backbone_was_unfrozen(first: int, tmp_path: Path) -> None:
+    modules = []
+    for name, kind in zip("ab", (Faulty, Tuned), strict=True):
+        saves = lw.ModelCheckpoint(tmp_path / name / "checkpoints", every_n_train_steps=10)
+        tuning = BackboneFinetuning(unfreeze_backbone_at_epoch=first, verbose=False)
+        module, trainer = fit(tmp_path / name, batches(), tuning, *([spikes(skip=None)] if name == "a" else []),
+                              kind=kind, saves=saves, max_epochs=3, log_every_n_steps=1)  # fmt: skip
+        assert [len(group["params"]) for group in trainer.optimizers[0].param_groups] == [2, 2]
+        modules.append(module)
+    assert [one["to_step"] for one in entries(tmp_path / "a")] == [10]
+    assert_same(*modules)
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+
+
 class WaitsOnce(_JumpsOnce, Waits):
     """The same, with gradients that wait."""
 
