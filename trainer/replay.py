@@ -35,9 +35,10 @@ from ..data.move import move_to_device
 from ..errors import ConfigError, ReplayEnd
 from ..files import replace_file
 from ..loggers import DummyLogger
+from .checkpointing.locate import read_rollbacks, rollbacks_file
 
 if TYPE_CHECKING:
-    from ..protocols import AnyBatch, AnyOutput, Indices, Owner
+    from ..protocols import AnyBatch, AnyOutput, Indices, Owner, StateDict
     from .hooks import Hook
     from .session.fit import FitSession
     from .trainer import Trainer
@@ -65,6 +66,7 @@ class ReplayRequest:
         debug: Rank whose debugger stops in `training_step` of the step; None for none.
         terminal: Process whose standard input the debugger reads; None: the rank's.
         anomaly: Whether autograd's anomaly detection is on in the step.
+        since_ns: Time from which on the run may have been rolled back, in nanoseconds; None if it has no checkpoint.
     """
 
     step: int
@@ -76,6 +78,7 @@ class ReplayRequest:
     debug: int | None = None
     terminal: int | None = None
     anomaly: bool = False
+    since_ns: int | None = None
 
     def to_variable(self) -> dict[str, str]:
         """Return the environment variable that asks for the replay."""
@@ -115,7 +118,10 @@ def replay_in(session: FitSession) -> None:
             "either, the run cannot be made again.",
             fix="replay a step after the run's first checkpoint.",
         )
+    rollbacks = _rollbacks_before(trainer, request)
     trainer.default_root_dir = request.folder
+    if rollbacks:
+        replace_file(rollbacks_file(trainer), json.dumps(rollbacks))
     trainer.loggers = [DummyLogger() for _ in trainer.loggers]
     trainer._lw_saving.is_elsewhere = True
     base = session.lifecycle_type
@@ -131,6 +137,13 @@ def replay_in(session: FitSession) -> None:
     trainer.callbacks.insert(0, Replay(request))
     if request.debug is not None:
         _debug_step(session.model, trainer, request)
+
+
+def _rollbacks_before(trainer: Trainer, request: ReplayRequest) -> list[StateDict]:
+    """Return the rollbacks of the run behind which the step lies."""
+    found = read_rollbacks(rollbacks_file(trainer))
+    is_of_run = bool(found) and request.since_ns is not None and request.since_ns <= found[0]["time_ns"]
+    return [one for one in found if one["to_step"] <= request.step] if is_of_run else []
 
 
 def _is_seeded() -> bool:

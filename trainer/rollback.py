@@ -166,6 +166,13 @@ def prepare(trainer: Trainer, callback: str, then: Callable[[StateDict], None] |
         run.left_out = LeftOutBatches(trainer, run)
     _, left_out = _prepared(trainer)
     if then is not None:
+        later = [one["to_step"] for one in left_out.of(callback) if one["to_step"] > run.progress.steps]
+        if later and trainer._lw_saving.is_elsewhere:
+            raise ConfigError(
+                f"Expected a checkpoint of step {later[-1]}, to which the run has returned and where {callback} has "
+                f"changed something, got a replay from step {run.progress.steps}.",
+                fix=f"replay a step before {later[-1]}, or one after a later checkpoint.",
+            )
         left_out.listeners = [one for one in left_out.listeners if one[0] != callback] + [(callback, then)]
         left_out.call(callback, then, run.progress.steps)
     return left_out
@@ -268,6 +275,7 @@ def _go_back(trainer: Trainer, run: FitRun, left_out: LeftOutBatches, entry: Sta
     if problem is None:
         snapshot.put_back_loggers(run.output, loggers)
     put_back = restore(run, content, path)
+    run.progress.rollbacks = len(left_out.entries)
     trainer._lw_saving.return_to(entry["to_step"], path)
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
@@ -275,7 +283,6 @@ def _go_back(trainer: Trainer, run: FitRun, left_out: LeftOutBatches, entry: Sta
     for name, then in left_out.listeners:
         left_out.call(name, then, run.progress.steps)
     for restart in run.after_rollback:
-    run.progress.rollbacks = len(left_out.entries)
         restart()
 
     def stop() -> NoReturn:  # last: what is saved at an error has the state of the checkpoint

@@ -219,7 +219,9 @@ class SpikeDetection(Callback):
     def _lw_prepare(self, trainer: Trainer, pl_module: AnyModule) -> None:
         from ...trainer.rollback import prepare
 
-        prepare(trainer, "SpikeDetection", then=lambda entry: self.after_rollback(trainer, pl_module, entry))
+        is_changed = type(self).after_rollback is not SpikeDetection.after_rollback
+        then = (lambda entry: self.after_rollback(trainer, pl_module, entry)) if is_changed else None
+        prepare(trainer, "SpikeDetection", then)
         run = trainer.present_run()
         assert run is not None, "it is called in fit"
         if run.skips_bad_steps:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ...callbacks.model_checkpoint.files import modified_ns
 from ...checkpoint.content import OWN_KEY
 from ...checkpoint.tools.diff import Tolerance, compare
 from ...checkpoint.tools.formats import Reading, open_checkpoint
@@ -42,12 +43,16 @@ checkpoint at or before the step. No file of the run is written: loggers and che
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A full checkpoint of a run: where it is, the steps made before it, its number of ranks, and the program."""
+    """A full checkpoint of a run: where it is, the steps made before it, its number of ranks, and the program.
+
+    `since_ns` is its time, or 0 if the run has been rolled back before.
+    """
 
     path: Path
     steps: int
     world_size: int | None
     program: StateDict | None
+    since_ns: int
 
 
 def replay(arguments: Sequence[str]) -> int:
@@ -151,7 +156,8 @@ class _Run:
         known = start or (self.checkpoints[0] if self.checkpoints else None)
         size = known.world_size if known is not None else None
         request = replace(
-            request, checkpoint=None if start is None else str(start.path.absolute()), world_size=size
+            request, checkpoint=None if start is None else str(start.path.absolute()), world_size=size,
+            since_ns=min((one.since_ns for one in self.checkpoints), default=None),
         )  # fmt: skip
         command, folder, variables = self._command(known)
         environment = {**os.environ, "WANDB_MODE": "disabled", **variables, **request.to_variable()}
@@ -241,7 +247,8 @@ def _read(path: Path) -> _Checkpoint | None:
     own = tree.get(OWN_KEY)
     if not isinstance(own, dict) or "rng" not in own:  # weights only, or of another library
         return None
-    return _Checkpoint(path, own["progress"]["steps"], own.get("world_size"), own.get("program"))
+    since_ns = 0 if own["progress"].get("rollbacks") else modified_ns(str(path))
+    return _Checkpoint(path, own["progress"]["steps"], own.get("world_size"), own.get("program"), since_ns)
 
 
 def _revision(words: list[str], folder: str) -> str | None:

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, Subset
 from toys import Net, net, pairs
 
 import loopwright as lw
+from loopwright.callbacks import SpikeDetection
+from loopwright.cli.commands.replay import _read as read
 from loopwright.cli.commands.replay import replay as replay_command
 from loopwright.errors import ReplayEnd
 from loopwright.trainer.checkpointing import program as program_module
@@ -56,12 +58,26 @@ class OwnSteps(Observed):
         optimizer.step()
 
 
-def fit(module: Any, folder: Path, **arguments: Any) -> lw.Trainer:
+class Jumps(Observed):
+    """Its loss jumps at one batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1e6 if (self.current_epoch, batch_idx) == (0, 9) else 1)
+
+
+class Lowers(SpikeDetection):
+    """Changes something after a rollback."""
+
+    def after_rollback(self, trainer: Any, pl_module: Any, entry: Any) -> None:
+        trainer.optimizers[0].param_groups[0]["lr"] = 1e-3
+
+
+def fit(module: Any, folder: Path, *callbacks: Any, **arguments: Any) -> lw.Trainer:
     lw.seed_everything(3)
     trainer = lw.Trainer(
         accelerator="cpu", devices=1, max_epochs=2, default_root_dir=folder, logger="csv", log_every_n_steps=1,
         enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[lw.ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)], **arguments,
+        callbacks=[*callbacks, lw.ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)], **arguments,
     )  # fmt: skip
     trainer.fit(module, DataLoader(Subset(pairs(28), list(range(27, -1, -1))), batch_size=2, shuffle=True))
     return trainer
@@ -71,10 +87,12 @@ def listing(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(one): (one.stat().st_mtime_ns, one.read_bytes()) for one in folder.rglob("*") if one.is_file()}
 
 
-def replay(monkeypatch: pytest.MonkeyPatch, module: Any, request: ReplayRequest, run: Path, **arguments: Any) -> Any:
+def replay(
+    monkeypatch: pytest.MonkeyPatch, module: Any, request: ReplayRequest, run: Path, *callbacks: Any, **arguments: Any
+) -> Any:
     monkeypatch.setenv("LOOPWRIGHT_REPLAY", request.to_variable()["LOOPWRIGHT_REPLAY"])
     with pytest.raises(ReplayEnd):
-        fit(module, run, **arguments)
+        fit(module, run, *callbacks, **arguments)
     monkeypatch.delenv("LOOPWRIGHT_REPLAY")
     return json.loads(request.record_of(0).read_text())
 
@@ -184,6 +202,37 @@ def test_a_debugger_whose_input_ends_does_not_let_a_step_count(monkeypatch: pyte
             fit(net(Observed), tmp_path)
         user.kill()
     assert not request.record_of(0).exists()
+
+
+@pytest.mark.parametrize("begin", [0, 4, 8])
+def test_a_replay_leaves_out_what_the_run_has_left_out(
+    begin: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def spikes() -> Any:
+        return SpikeDetection(on_spike="rollback", warmup=2, rtol=20.0)
+
+    original, run = net(Jumps), tmp_path / "run"
+    fit(original, run, spikes())
+    (tmp_path / "replay").mkdir()
+    checkpoint = str(next(run.rglob(f"*step={begin}.ckpt"))) if begin else None
+    found = read(next(run.rglob("*step=12.ckpt")))
+    assert found is not None
+    request = ReplayRequest(9, str(tmp_path / "replay"), checkpoint, since_ns=found.since_ns)
+    record = replay(monkeypatch, net(Jumps), request, run, spikes())
+    assert [(one["batch_idx"], one["loss"]) for one in record["micro_batches"]] == [(10, original.steps[11][0][0])]
+    assert record["gradients"][0]["norm"] == original.steps[11][1]  # after 10 steps, and two of them again
+
+
+def test_a_replay_that_would_miss_what_followed_a_rollback_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spikes = Lowers(on_spike="rollback", warmup=2, rtol=20.0)
+    fit(net(Jumps), tmp_path / "run", spikes)
+    checkpoint = str(next((tmp_path / "run").rglob("*step=4.ckpt")))
+    request = ReplayRequest(9, str(tmp_path), checkpoint, since_ns=0)
+    monkeypatch.setenv("LOOPWRIGHT_REPLAY", request.to_variable()["LOOPWRIGHT_REPLAY"])
+    with pytest.raises(lw.ConfigError, match="step 8, to which the run has returned and where SpikeDetection"):
+        fit(net(Jumps), tmp_path / "run", spikes)
 
 
 def test_a_replay_from_the_beginning_needs_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
