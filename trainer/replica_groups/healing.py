@@ -125,6 +125,10 @@ def restore(run: FitRun, content: Content, source: str) -> Callable[[], None] | 
     states = content.states
     for accumulator in run.metrics.accumulators("train"):
         accumulator.reset()
+    if run.metrics.ranks is not None:
+        run.metrics.ranks.discard_epoch(
+            "train"
+        )  # of an epoch's end that is left: the same values would not be sent again
     for accumulator in run.metrics.step_accumulators:
         accumulator.window = -1  # of an abandoned window, which has the number of one to come
     run.plan.zero_grad()

@@ -20,7 +20,7 @@ from loopwright.loggers import CSVLogger
 
 
 class Net(lw.Module):
-    """Flips a bit of a weight on one rank before some steps, or computes a wrong gradient in one."""
+    """Flips a bit of a weight on one rank before some steps, of a gradient in negative ones, or computes it wrongly."""
 
     def __init__(self, flips: tuple[int, ...] = (), wrong: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -29,10 +29,16 @@ class Net(lw.Module):
         self.flips, self.wrong = [*flips], [*wrong]
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        if self.global_step in self.flips:
-            self.flips.remove(self.global_step)
+        self.flip(self.global_step, self.model[0].weight.detach())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.flip(-self.global_step, self.model[0].weight.grad)
+
+    def flip(self, step: int, tensor: Any) -> None:
+        if step in self.flips:
+            self.flips.remove(step)
             if self.global_rank == self.trainer.world_size - 1:
-                self.model[0].weight.detach().view(torch.int32).reshape(-1)[-1] ^= 1 << 12
+                tensor.view(torch.int32).reshape(-1)[-1] ^= 1 << 12
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.model(batch).square().mean()
@@ -92,7 +98,7 @@ def both(rank: int, size: int, root: Path, strategy: str, flips: tuple[int, ...]
     return plain, train(root / "flipped", size, Net(flips), sentinel, strategy=strategy)
 
 
-@pytest.mark.parametrize("flips", [(4,), (19,), (5, 13)], ids=["once", "last step", "twice"])
+@pytest.mark.parametrize("flips", [(4,), (19,), (-9,), (-19,), (5, 13)])
 def test_replicas_go_back_to_a_checkpoint_that_was_compared(flips: tuple[int, ...], tmp_path: Path) -> None:
     for plain, flipped in run_ranks(both, 2, tmp_path, "ddp", flips, connect=False):
         assert flipped == plain
