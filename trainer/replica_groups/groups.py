@@ -144,7 +144,7 @@ class ReplicaGroups:
                 self.manager.load_state_dict(state["manager"])
                 self._seed = state["seed"]
                 if rounds is not None:
-                    rounds.load_state_dict(state["rounds"], self.name)
+                    rounds.load_state_dict(state.get("rounds", {}), self.name)
 
     def _connect(self) -> None:
         from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
@@ -247,6 +247,8 @@ class ReplicaGroups:
         """Train on the next window, together with the groups that are there; see `window.train_window`."""
         rounds = self._rounds
         if rounds is None or not rounds.is_open:
+            if rounds is not None:
+                rounds.inner = {}  # a group that heals does not need them
             if not self._has_quorum:
                 self.join()
             self._has_quorum = False

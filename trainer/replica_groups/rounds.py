@@ -158,7 +158,7 @@ class Rounds:
                     fix="freeze parameters before fit, or use LocalSGD: leave outer_optimizer out.",
                 )
             _copy(parameters, to=self._anchors)
-        self._logged, self.inner = [], {}
+        self._logged = []
         self._before = healing.take(self._run, lasts=True)
         self.is_open = True
 
