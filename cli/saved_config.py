@@ -14,6 +14,7 @@ from ..errors import ConfigError
 from ..files import only_describes, replace_file
 from ..messages import warn
 from ..remote import is_url
+from ..remote.store import make_folder
 from ..settings.tree import SettingsTree
 from ..yaml_file import parse
 
@@ -66,7 +67,7 @@ class SaveConfig(Callback):
 
     def _lw_write(self, folder: str) -> None:
         files, path = fsspec.core.url_to_fs(folder)
-        files.makedirs(path, exist_ok=True)
+        make_folder(files, path)
         target = f"{path.rstrip('/')}/{self.filename}"
         if files.exists(target):
             with files.open(target, "rb") as there:

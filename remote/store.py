@@ -52,6 +52,20 @@ def check_protocol(url: str, argument: str) -> None:
         ) from error
 
 
+def make_folder(files: AbstractFileSystem, folder: str) -> None:
+    """Make a folder and those above it, in a store that has folders.
+
+    Object stores need none. Their file systems would make the bucket: one whose name is mistyped, for all to pay.
+    """
+    if not _is_whole(files):
+        files.makedirs(folder, exist_ok=True)
+
+
+def _is_whole(files: AbstractFileSystem) -> bool:
+    protocols = (files.protocol,) if isinstance(files.protocol, str) else files.protocol
+    return not _WHOLE.isdisjoint(protocols)
+
+
 def package_of(protocol: str) -> str:
     """Return the package that fsspec needs for a protocol, as pip calls it."""
     path = known_implementations.get(protocol, {}).get("class", protocol)
@@ -145,9 +159,9 @@ class RemoteStore:
         path = _join(key, name)
         folder, last = posixpath.split(path)
         if folder not in self._made:
-            files.makedirs(folder, exist_ok=True)
+            make_folder(files, folder)
             self._made.add(folder)
-        if self._is_whole(files):
+        if _is_whole(files):
             _put(files, path, source, begin, end)
             return
         beside = posixpath.join(folder, f".{last}.tmp-{os.urandom(4).hex()}")
@@ -167,7 +181,7 @@ class RemoteStore:
         """Put a small file there."""
         files, key = self._connect()
         path = _join(key, name)
-        files.makedirs(posixpath.dirname(path), exist_ok=True)
+        make_folder(files, posixpath.dirname(path))
         files.pipe_file(path, b"\n")
 
     def remove(self, name: str) -> None:
@@ -185,10 +199,6 @@ class RemoteStore:
         with contextlib.suppress(OSError, NotImplementedError):  # not empty, or no real folder
             if not self.names(folder) and files.isdir(path):
                 files.rmdir(path)
-
-    def _is_whole(self, files: AbstractFileSystem) -> bool:
-        protocols = (files.protocol,) if isinstance(files.protocol, str) else files.protocol
-        return not _WHOLE.isdisjoint(protocols)
 
     def _connect(self) -> tuple[AbstractFileSystem, str]:
         if self._connection is None or self._process != os.getpid():  # clients with threads do not survive a fork

@@ -390,8 +390,10 @@ def write_trial(dirpath: str) -> None:
 def _write_remote_trial(dirpath: str, path: str) -> None:
     from fsspec.core import url_to_fs
 
+    from ...remote.store import make_folder
+
     filesystem, name = url_to_fs(path)
-    filesystem.makedirs(url_to_fs(dirpath)[1], exist_ok=True)
+    make_folder(filesystem, url_to_fs(dirpath)[1])
     with filesystem.open(name, "wb") as file:
         file.write(b"0")
     with contextlib.suppress(Exception):  # a store may allow writing and forbid removing

@@ -6,6 +6,7 @@ folder (TMPDIR), uploaded under a temporary key, compared, and moved.
 
 from __future__ import annotations
 
+import logging
 import os
 import posixpath
 from pathlib import Path
@@ -14,6 +15,8 @@ from urllib.parse import unquote
 
 from ...errors import CheckpointError, MissingDependency
 from ...protocols import StorageOptions
+
+logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 4096
 _LOCAL_SCHEMES = ("file://", "local://")
@@ -75,9 +78,12 @@ class Remote:
         Raises:
             OSError: What arrived is not what was sent; what was there before may be gone if the move failed.
         """
+        from ...remote.store import make_folder
+
         folder, name = posixpath.split(self._key)
-        temporary = posixpath.join(folder, f".{name}.tmp-{os.urandom(4).hex()}")
-        self._store.makedirs(folder, exist_ok=True)
+        start = f".{name}.tmp-"
+        temporary = posixpath.join(folder, start + os.urandom(4).hex())
+        make_folder(self._store, folder)
         try:
             self._store.put_file(str(source), temporary)
             self._compare(source, temporary)
@@ -87,6 +93,7 @@ class Remote:
                 self._store.rm_file(temporary)
             raise
         self._compare(source, self._key)
+        self._remove_left(folder, start)
 
     def fetch(self, target: Path) -> None:
         """Copy the file to a local one."""
@@ -102,6 +109,15 @@ class Remote:
     def remove(self) -> None:
         """Remove the file."""
         self._store.rm_file(self._key)
+
+    def _remove_left(self, folder: str, start: str) -> None:
+        """Remove what killed saves to this address have left; only one program at a time saves to an address."""
+        try:
+            for name in self.neighbours():
+                if name.startswith(start):
+                    self._store.rm_file(posixpath.join(folder, name))
+        except OSError as error:  # not allowed to list, say; the checkpoint itself has arrived
+            logger.warning("cannot remove what an interrupted save has left beside %s: %s", self.url, error)
 
     def _compare(self, source: Path, key: str) -> None:
         # The last bytes hold the digest of all headers and of every record's CRC.

@@ -149,7 +149,7 @@ class RemoteBackend:
     @contextmanager
     def create(self, name: str) -> Iterator[Sink]:
         """Open a new file for writing; it has arrived when this ends, or is gone if that fails."""
-        self._store.makedirs(self._key, exist_ok=True)
+        self._make()
         try:
             with self._store.open(self._path(name), "wb") as file:
                 yield file
@@ -163,7 +163,7 @@ class RemoteBackend:
         Raises:
             OSError: Something else arrived.
         """
-        self._store.makedirs(self._key, exist_ok=True)
+        self._make()
         self._store.pipe_file(self._path(name), content)
         self._store.invalidate_cache()
         if self.read(name) != content:
@@ -179,6 +179,11 @@ class RemoteBackend:
         self._remove(MANIFEST)
         if self._store.exists(self._key):
             self._store.rm(self._key, recursive=True)
+
+    def _make(self) -> None:
+        from ...remote.store import make_folder
+
+        make_folder(self._store, self._key)
 
     def _path(self, name: str) -> str:
         return f"{self._key}/{name}"

@@ -7,10 +7,12 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from object_store import ObjectStore
 
-from loopwright.checkpoint import load, newest_valid, remove, save, storage, verify
+from loopwright.checkpoint import load, newest_valid, remove, save, sharded, storage, verify
 from loopwright.checkpoint.file.remote import as_local
 from loopwright.errors import CheckpointError, MissingDependency
+from loopwright.remote.store import RemoteStore
 
 
 @pytest.fixture
@@ -104,7 +106,7 @@ def test_stages_are_reached(url: str, checkpoint: dict[str, Any], monkeypatch: p
 
 def test_a_protocol_without_its_package_is_explained(checkpoint: dict[str, Any]) -> None:
     with pytest.raises(MissingDependency, match="pip install"):
-        save(checkpoint, "s3://bucket/a.ckpt")
+        save(checkpoint, "oss://bucket/a.ckpt")
 
 
 def test_an_unknown_protocol_is_explained(checkpoint: dict[str, Any]) -> None:
@@ -118,3 +120,35 @@ def test_paths_and_urls_are_distinguished() -> None:
     assert as_local("file:///a/b.ckpt") == Path("/a/b.ckpt")
     assert as_local("s3://a/b.ckpt") is None
     assert as_local("simplecache::s3://a") is None
+
+
+def test_a_save_removes_what_a_killed_save_to_its_address_has_left(url: str, checkpoint: dict[str, Any]) -> None:
+    store = fsspec.filesystem("memory")
+    folder = url.rpartition("/")[0]
+    for left in (".a.ckpt.tmp-0badcafe", ".b.ckpt.tmp-0badcafe"):  # the other one may be in use
+        store.pipe_file(f"{folder}/{left}", b"half")
+    save(checkpoint, url)
+    assert sorted(names(url)) == [".b.ckpt.tmp-0badcafe", "a.ckpt"]
+
+
+class Buckets(ObjectStore):
+    """Makes the bucket of a folder, as s3fs does."""
+
+    protocol = "r2"
+
+    def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
+        self.pipe_file(rpath, Path(lpath).read_bytes())
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        raise AssertionError(f"the bucket of {path} is made")
+
+
+def test_no_bucket_is_made_in_an_object_store(checkpoint: dict[str, Any]) -> None:
+    Buckets.start()
+    fsspec.register_implementation("r2", Buckets, clobber=True)
+    save(checkpoint, "r2://bucket/a.ckpt")
+    sharded.save(checkpoint, "r2://bucket/folder")
+    store = RemoteStore("r2://bucket")
+    store.mark("x/.claim")
+    store.write("y/remote.py", __file__, 0, 10)
+    assert store.names() == {"a.ckpt", "folder", "x", "y"}
