@@ -37,8 +37,26 @@ def load_module(
 ) -> ModuleT:
     """Return a `cls` with the weights of the checkpoint; see `Module.load_from_checkpoint`."""
     checkpoint = _load(source, map_location, weights_only=weights_only is not False)
-    states = content.read(checkpoint, source=str(source))
-    module = _build(cls, checkpoint, "", hparams_file, trusted_classes, overrides, source=str(source))
+    return rebuild(
+        cls, checkpoint, str(source), map_location, hparams_file, strict=strict, trusted_classes=trusted_classes,
+        overrides=overrides,
+    )  # fmt: skip
+
+
+def rebuild(
+    cls: type[ModuleT],
+    checkpoint: StateDict,
+    source: str,
+    map_location: MapLocation,
+    hparams_file: str | Path | None,
+    *,
+    strict: bool | None,
+    trusted_classes: TrustedClasses,
+    overrides: StateDict,
+) -> ModuleT:
+    """Return a `cls` with the weights of a checkpoint that was read; `source` names it in messages."""
+    states = content.read(checkpoint, source=source)
+    module = _build(cls, checkpoint, "", hparams_file, trusted_classes, overrides, source=source)
     configure = getattr(module, "configure_model", None)
     if configure is not None:
         configure()

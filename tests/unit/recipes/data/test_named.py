@@ -2,60 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import http.server
 import io
-import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from hub_server import Hub, serve_hub
 from recipe_runs import make_inputs
 
 from loopwright.recipes.data.named import NAMED, named_data
 
 pytest.importorskip("pyarrow")
-
-SHA = "0123456789" * 4
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """One revision of each data set: a list of its files, and the files."""
-
-    files: dict[str, dict[str, bytes]]
-    asked: list[str]
-
-    def do_GET(self) -> None:
-        kind, _, rest = self.path.partition("?")[0].lstrip("/").partition("/")
-        if kind == "api":
-            owner, name, verb = [*rest.removeprefix("datasets/").split("/"), "", ""][:3]
-            files = self.files.get(f"{owner}/{name}", {})
-            tree = [{"type": "file", "path": name, "size": len(body), "oid": SHA} for name, body in files.items()]
-            found: Any = {"id": f"{owner}/{name}", "sha": SHA, "siblings": []} if verb == "revision" else tree
-            self._send(json.dumps(found).encode(), 200 if files else 404)
-        else:
-            repository, _, name = rest.partition(f"/resolve/{SHA}/")
-            self._send(self.files[repository][name], 200)
-
-    do_HEAD = do_GET
-
-    def _send(self, body: bytes, status: int) -> None:
-        self.asked.append(f"{self.command} {self.path}")
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
-        self.send_header("X-Repo-Commit", SHA)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
 
 
 @pytest.fixture
@@ -67,12 +27,8 @@ def hub() -> Iterator[tuple[str, type[Hub]]]:
     file = io.BytesIO()
     parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     files = {"data/train-00000-of-00001.parquet": file.getvalue(), "README.md": b"# Alpaca"}
-    handler = type("OneHub", (Hub,), {"files": {"tatsu-lab/alpaca": files}, "asked": []})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", handler
-    server.shutdown()
-    server.server_close()
+    with serve_hub({"tatsu-lab/alpaca": files}) as served:
+        yield served
 
 
 def recipe(endpoint: str, folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
