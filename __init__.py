@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from .loggers import MLFlowLogger as MLFlowLogger
     from .loggers import PrometheusLogger as PrometheusLogger
     from .loggers import TensorBoardLogger as TensorBoardLogger
+    from .loggers import TrackioLogger as TrackioLogger
     from .loggers import WandbLogger as WandbLogger
     from .loggers import rank_zero_experiment as rank_zero_experiment
     from .planning.planner import plan as plan
@@ -259,6 +260,7 @@ _HOME = {
     "TorchElasticEnvironment": "fabric",
     "TorchFT": "trainer.replica_groups",
     "TorchSyncBatchNorm": "strategies",
+    "TrackioLogger": "loggers",
     "Trainer": "trainer.trainer",
     "TrainingEfficiency": "callbacks",
     "TrainingSpikeException": "callbacks",

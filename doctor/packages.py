@@ -45,6 +45,7 @@ _OPTIONAL = (
     Optional("wandb", "WandbLogger", "pip install 'loopwright[wandb]'"),
     Optional("mlflow", "MLFlowLogger", "pip install 'loopwright[mlflow]'"),
     Optional("comet-ml", "CometLogger", "pip install 'loopwright[comet]'", is_slow=True),
+    Optional("trackio", "TrackioLogger", "pip install 'loopwright[trackio]'", is_slow=True),
     Optional("prometheus_client", "PrometheusLogger", "pip install 'loopwright[prometheus]'"),
     Optional("torchmetrics", "metrics in self.log", "pip install 'loopwright[metrics]'"),
     Optional("torchdata", "StatefulDataLoader", "pip install torchdata"),

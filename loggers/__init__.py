@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .mlflow_logger import MLFlowLogger
     from .prometheus_logger import PrometheusLogger
     from .tensorboard import TensorBoardLogger
+    from .trackio_logger import TrackioLogger
     from .wandb_logger import WandbLogger
     from .write_behind import WriteBehind
 
@@ -28,6 +29,7 @@ __all__ = [
     "MLFlowLogger",
     "PrometheusLogger",
     "TensorBoardLogger",
+    "TrackioLogger",
     "WandbLogger",
     "WriteBehind",
     "rank_zero_experiment",
@@ -45,6 +47,7 @@ __getattr__, __dir__ = attach(
         "MLFlowLogger": "mlflow_logger",
         "PrometheusLogger": "prometheus_logger",
         "TensorBoardLogger": "tensorboard",
+        "TrackioLogger": "trackio_logger",
         "WandbLogger": "wandb_logger",
         "WriteBehind": "write_behind",
         "read_json_lines": "json_lines",

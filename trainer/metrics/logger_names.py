@@ -16,9 +16,10 @@ LOGGER_NAMES = {
     "mlflow": "MLFlowLogger",
     "prometheus": "PrometheusLogger",
     "tensorboard": "TensorBoardLogger",
+    "trackio": "TrackioLogger",
     "wandb": "WandbLogger",
 }
-_IN_FOLDERS = ("csv", "json_lines", "tensorboard", "wandb")  # they write below the Trainer's folder
+_IN_FOLDERS = ("csv", "json_lines", "tensorboard", "trackio", "wandb")  # they write below the Trainer's folder
 
 
 def logger_named(name: str) -> Callable[[str], Logger]:
