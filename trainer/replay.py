@@ -66,7 +66,8 @@ class ReplayRequest:
         debug: Rank whose debugger stops in `training_step` of the step; None for none.
         terminal: Process whose standard input the debugger reads; None: the rank's.
         anomaly: Whether autograd's anomaly detection is on in the step.
-        since_ns: Time from which on the run may have been rolled back, in nanoseconds; None if it has no checkpoint.
+        since_ns: Time of the run's first checkpoint, in nanoseconds; None without one.
+        rolled_back_ns: Time of the run's first rollback; 0 if no checkpoint was written after it.
     """
 
     step: int
@@ -79,6 +80,7 @@ class ReplayRequest:
     terminal: int | None = None
     anomaly: bool = False
     since_ns: int | None = None
+    rolled_back_ns: int = 0
 
     def to_variable(self) -> dict[str, str]:
         """Return the environment variable that asks for the replay."""
@@ -142,7 +144,10 @@ def replay_in(session: FitSession) -> None:
 def _rollbacks_before(trainer: Trainer, request: ReplayRequest) -> list[StateDict]:
     """Return the rollbacks of the run behind which the step lies."""
     found = read_rollbacks(rollbacks_file(trainer))
-    is_of_run = bool(found) and request.since_ns is not None and request.since_ns <= found[0]["time_ns"]
+    if not found or request.since_ns is None:
+        return []
+    first = found[0]["time_ns"]
+    is_of_run = request.rolled_back_ns == first if request.rolled_back_ns else request.since_ns <= first
     return [one for one in found if one["to_step"] <= request.step] if is_of_run else []
 
 

@@ -26,6 +26,7 @@ from ..callbacks.model_checkpoint.files import (
 from ..data.rng import capture_rng, restore_rng
 from ..errors import CheckpointError, ConfigError
 from ..files import replace_file
+from ..messages import counted
 from .checkpointing import snapshot
 from .checkpointing.locate import newer_in_memory, newest_intact, read_rollbacks, rollbacks_file
 from .loop.fit_loop import Rewind
@@ -57,7 +58,6 @@ class LeftOutBatches:
         self.path = rollbacks_file(trainer)
         self.reading = _reading(run)
         self.entries: list[StateDict] = from_rank_zero(trainer, lambda: self._read(trainer, run))
-        self._is_of_training = bool(self.entries)
         self._before = from_rank_zero(trainer, lambda: {path: modified_ns(path) for path in _all_files(trainer)})
         self.listeners: list[tuple[str, Callable[[StateDict], None]]] = []
         for one in self._ahead(run):
@@ -77,7 +77,16 @@ class LeftOutBatches:
         Another training, perhaps of other data, may have begun in the same folder since.
         """
         entries, resumed = read_rollbacks(self.path), trainer.ckpt_path
-        if not entries or run.progress.rollbacks or trainer._lw_saving.is_elsewhere:  # of a replay
+        if not entries or trainer._lw_saving.is_elsewhere:  # of a replay
+            return entries
+        known = run.progress.rolled_back_ns
+        if known and known != entries[0]["time_ns"]:
+            raise ConfigError(
+                f"Expected in {self.path} the rollbacks of this training, got those of another one.",
+                fix="restore the file (another training may have renamed it to rollbacks-earlier.json), and give each "
+                "training its own default_root_dir.",
+            )
+        if known:
             return entries
         if resumed is None:
             return []
@@ -118,16 +127,28 @@ class LeftOutBatches:
         """Whether this run has written the file. On rank 0."""
         return self._before.get(path) != modified_ns(path)
 
-    def add(self, entry: StateDict, *, writes: bool) -> None:
-        """Keep what the run is rolled back for, before it is: a run that is killed meanwhile leaves it out, too."""
+    def add(self, entry: StateDict, trainer: Trainer) -> None:
+        """Keep what the run is rolled back for, before it is: a run that is killed meanwhile leaves it out, too.
+
+        Raises:
+            ConfigError: Another run writes this file.
+        """
         self.entries.append(entry)
-        if writes:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if not self._is_of_training and len(self.entries) == 1 and self.path.exists():
-                earlier = self.path.with_name("rollbacks-earlier.json")
-                self.path.replace(earlier)
-                log.warning("%s is of an earlier training, and is now %s", self.path, earlier)
-            replace_file(self.path, json.dumps(self.entries, indent=1))
+        from_rank_zero(trainer, self._write)
+
+    def _write(self) -> None:
+        earlier = self.entries[:-1]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if earlier and read_rollbacks(self.path) != json.loads(json.dumps(earlier)):
+            raise ConfigError(
+                f"Expected in {self.path} the {counted(len(earlier), 'rollback')} of this training, got another list.",
+                fix="give each of the trainings that run at the same time its own default_root_dir.",
+            )
+        if not earlier and self.path.exists():
+            renamed = self.path.with_name("rollbacks-earlier.json")
+            self.path.replace(renamed)
+            log.warning("%s is of another training, and is now %s", self.path, renamed)
+        replace_file(self.path, json.dumps(self.entries, indent=1))
 
     def around(self, train_window: Callable[[FitRun, int], bool]) -> Callable[[FitRun, int], bool]:
         """Return a function that trains on the next window, or reads it and leaves it out."""
@@ -249,7 +270,7 @@ def request(
         **from_rank_zero(trainer, lambda: left_out.of_files(trainer, path, step)),
         **(details or {}),
     }
-    left_out.add(entry, writes=trainer.is_global_zero)
+    left_out.add(entry, trainer)
     raise Rewind(lambda: _go_back(trainer, run, left_out, entry))
 
 
@@ -275,7 +296,7 @@ def _go_back(trainer: Trainer, run: FitRun, left_out: LeftOutBatches, entry: Sta
     if problem is None:
         snapshot.put_back_loggers(run.output, loggers)
     put_back = restore(run, content, path)
-    run.progress.rollbacks = len(left_out.entries)
+    run.progress.rolled_back_ns = left_out.entries[0]["time_ns"]
     trainer._lw_saving.return_to(entry["to_step"], path)
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):

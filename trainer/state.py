@@ -61,7 +61,7 @@ class Progress:
             due.
         eval_batches: Evaluation batches seen in total: the x value of step values that are logged there.
         parts_per_batch: Number of parts of each batch since `on_oom="shrink"` split batches; 1 before.
-        rollbacks: Returns to a checkpoint within a fit since the start of training.
+        rolled_back_ns: Time of the training's first rollback, by which it knows its list of them; 0 before.
     """
 
     epochs: int = 0
@@ -84,7 +84,7 @@ class Progress:
     samples_before: int = 0
     tokens_before: int = 0
     parts_per_batch: int = 1
-    rollbacks: int = 0
+    rolled_back_ns: int = 0
 
     @property
     def global_step(self) -> int:
@@ -121,14 +121,14 @@ class Progress:
         del counts["samples_before"], counts["tokens_before"]
         if self.parts_per_batch == 1:
             del counts["parts_per_batch"]
-        if not self.rollbacks:
-            del counts["rollbacks"]
+        if not self.rolled_back_ns:
+            del counts["rolled_back_ns"]
         return counts
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Set the counts; a count that is missing in the state keeps its value."""
         known = {field.name for field in fields(self)}
-        self.rollbacks = 0
+        self.rolled_back_ns = 0
         for name, value in state_dict.items():
             if name in known:
                 setattr(self, name, value)

@@ -45,7 +45,7 @@ checkpoint at or before the step. No file of the run is written: loggers and che
 class _Checkpoint:
     """A full checkpoint of a run: where it is, the steps made before it, its number of ranks, and the program.
 
-    `since_ns` is its time, or 0 if the run has been rolled back before.
+    `since_ns` is its time, `rolled_back_ns` that of the run's first rollback, or 0.
     """
 
     path: Path
@@ -53,6 +53,7 @@ class _Checkpoint:
     world_size: int | None
     program: StateDict | None
     since_ns: int
+    rolled_back_ns: int
 
 
 def replay(arguments: Sequence[str]) -> int:
@@ -158,6 +159,7 @@ class _Run:
         request = replace(
             request, checkpoint=None if start is None else str(start.path.absolute()), world_size=size,
             since_ns=min((one.since_ns for one in self.checkpoints), default=None),
+            rolled_back_ns=max((one.rolled_back_ns for one in self.checkpoints), default=0),
         )  # fmt: skip
         command, folder, variables = self._command(known)
         environment = {**os.environ, "WANDB_MODE": "disabled", **variables, **request.to_variable()}
@@ -247,8 +249,11 @@ def _read(path: Path) -> _Checkpoint | None:
     own = tree.get(OWN_KEY)
     if not isinstance(own, dict) or "rng" not in own:  # weights only, or of another library
         return None
-    since_ns = 0 if own["progress"].get("rollbacks") else modified_ns(str(path))
-    return _Checkpoint(path, own["progress"]["steps"], own.get("world_size"), own.get("program"), since_ns)
+    rolled_back_ns = own["progress"].get("rolled_back_ns", 0)
+    program = own.get("program")
+    return _Checkpoint(
+        path, own["progress"]["steps"], own.get("world_size"), program, modified_ns(str(path)), rolled_back_ns
+    )
 
 
 def _revision(words: list[str], folder: str) -> str | None:

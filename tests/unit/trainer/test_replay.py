@@ -217,7 +217,8 @@ def test_a_replay_leaves_out_what_the_run_has_left_out(
     checkpoint = str(next(run.rglob(f"*step={begin}.ckpt"))) if begin else None
     found = read(next(run.rglob("*step=12.ckpt")))
     assert found is not None
-    request = ReplayRequest(9, str(tmp_path / "replay"), checkpoint, since_ns=found.since_ns)
+    times = {"since_ns": found.since_ns, "rolled_back_ns": found.rolled_back_ns}
+    request = ReplayRequest(9, str(tmp_path / "replay"), checkpoint, **times)
     record = replay(monkeypatch, net(Jumps), request, run, spikes())
     assert [(one["batch_idx"], one["loss"]) for one in record["micro_batches"]] == [(10, original.steps[11][0][0])]
     assert record["gradients"][0]["norm"] == original.steps[11][1]  # after 10 steps, and two of them again

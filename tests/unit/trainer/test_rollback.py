@@ -267,6 +267,41 @@ def test_a_later_training_that_resumes_in_the_folder_does_not_leave_out_these_sa
     assert trainer.global_step == 12
 
 
+class JumpsTwice(Logs):
+    """Its loss jumps once at two batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jumps = [5, 8]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx not in self.jumps:
+            return loss
+        self.jumps.remove(batch_idx)
+        return loss * 1e6
+
+
+class Alters(lw.Callback):
+    """Lets another run write the list of rollbacks after the first one."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        file = self.root / "rollbacks.json"
+        if file.exists() and batch_idx == 6:
+            file.write_text(json.dumps([{**entries(self.root)[0], "time_ns": 1}]))
+
+
+def test_runs_that_write_one_list_of_rollbacks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the 1 rollback of this training, got another list"):
+        fit(tmp_path, batches(), spikes(skip=None), Alters(tmp_path), kind=JumpsTwice)
+    fit(tmp_path / "b", batches(5), spikes(), Alters(tmp_path / "b"))
+    with pytest.raises(ConfigError, match="the rollbacks of this training, got those of another one"):
+        fit(tmp_path / "b", batches(5), spikes(), ckpt_path="last", max_epochs=2)
+
+
 class Fails(CSVLogger):
     """Fails, or hangs, once the first rows are written."""
 
