@@ -415,7 +415,19 @@ class Trainer(TrainerAttributes):
         datamodule: DataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[Mapping[str, float]]:
-        """Evaluate on the test loaders; arguments and result as in `validate`."""
+        """Evaluate on the test loaders.
+
+        Args:
+            model: The module; None as in `validate`.
+            dataloaders: A loader, a collection of loaders, or a DataModule. None calls the module's hook.
+            ckpt_path: Checkpoint whose weights are loaded: a path, "best" or "last".
+            verbose: Whether the metrics are printed as a table.
+            datamodule: DataModule that provides the loaders instead.
+            weights_only: False also unpickles objects that were marked as trusted in the checkpoint.
+
+        Returns:
+            As `validate`.
+        """
         return self._lw_evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
     def predict(
@@ -430,12 +442,12 @@ class Trainer(TrainerAttributes):
         """Run `predict_step` on each batch of the loaders.
 
         Args:
-            model: See `validate`.
-            dataloaders: See `validate`.
-            datamodule: See `validate`.
+            model: The module; None as in `validate`.
+            dataloaders: A loader, a collection of loaders, or a DataModule. None calls the module's hook.
+            datamodule: DataModule that provides the loaders instead.
             return_predictions: Whether to collect and return the predictions; None is True. False keeps none in memory.
-            ckpt_path: See `validate`.
-            weights_only: See `validate`.
+            ckpt_path: Checkpoint whose weights are loaded: a path, "best" or "last".
+            weights_only: False also unpickles objects that were marked as trusted in the checkpoint.
 
         Returns:
             The output of `predict_step` for each batch, on the CPU, in the order of the data; a list of such lists for

@@ -49,7 +49,7 @@ def completion(arguments: Sequence[str], commands: Mapping[str, str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("shell", choices=list(_HOW))
+    parser.add_argument("shell", choices=list(_HOW), help="shell for which the script is printed")
     script = {"bash": _bash, "zsh": _zsh, "fish": _fish}[parser.parse_args(arguments).shell]
     sys.stdout.write(script(commands))
     return 0
