@@ -9,8 +9,9 @@ from typing import Any
 from ..errors import ConfigError
 from ..settings.parameters import EMPTY, Parameter
 from ..settings.tree import WRONG, SettingsTree
+from .sources import PREFIX, SHORT_PREFIX
 
-TYPED = ("command line", "LW__")
+TYPED = ("command line", PREFIX, SHORT_PREFIX)
 """Prefixes of sources that apply to this run only."""
 
 # Any in this file: values of settings and the user's classes.

@@ -15,18 +15,23 @@ _SHARED = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "LSB_JOBID", 
 def draw_seed(num_nodes: int = 1, variables: Mapping[str, str] | None = None) -> int:
     """Return a 32-bit seed.
 
-    A process that another rank has started finds its seed in the environment. Where a launcher (torchrun, SLURM, MPI)
-    has started several, each derives the seed from variables that the job has in common: a drawn seed could not reach
-    them.
+    A process that another rank has started finds its seed in the environment, where LOOPWRIGHT_SEED may give one, too.
+    Where a launcher (torchrun, SLURM, MPI) has started several, each derives the seed from variables that the job has
+    in common: a drawn seed could not reach them.
 
     Args:
         num_nodes: Machines of the run: each of them starts its own process.
         variables: Environment variables; None is this process's variables.
     """
     variables = os.environ if variables is None else variables
-    inherited = variables.get("PL_GLOBAL_SEED", "")
+    from ..fabric.seed import known_seed, wanted_seed  # it imports torch
+
+    inherited = known_seed(variables) or ""
     if inherited.isdigit():
         return int(inherited)
+    wanted = wanted_seed(variables)
+    if wanted is not None:
+        return wanted
     counts = [int(size) for name in _SIZES if (size := variables.get(name, "")).isdigit()]
     if max([num_nodes, *counts]) == 1:
         return random.SystemRandom().randrange(2**32)

@@ -20,11 +20,13 @@ from ..yaml_file import parse_scalar, read_with_lines
 
 # Any in this file: values of settings.
 
-PREFIX = "LW__"
-"""Prefix of environment variables that are settings: LW__TRAINER__MAX_EPOCHS is trainer.max_epochs."""
+PREFIX = "LOOPWRIGHT__"
+"""Prefix of environment variables that are settings: LOOPWRIGHT__TRAINER__MAX_EPOCHS is trainer.max_epochs."""
 
-CONFIG_VARIABLE = "LW_CONFIG"
+CONFIG_VARIABLE = "LOOPWRIGHT_CONFIG"
 """Environment variable with configuration files, separated by os.pathsep; they precede those of --config."""
+
+SHORT_PREFIX, _SHORT_CONFIG = "LW__", "LW_CONFIG"  # accepted as well; the long names have priority
 
 _ASSIGNMENT = re.compile(r"^(--)?(~?[A-Za-z_][\w.-]*)(\+?=)(.*)$", re.DOTALL)
 _OPTION = re.compile(r"^--([A-Za-z_][\w.-]*)(\+?)$")
@@ -154,7 +156,7 @@ def gather(
         settings.lay(*checkpoint, Trust())
     for path, value in defaults.items():
         settings.assign(path, value, "default of the program")
-    given = [one for one in variables.get(CONFIG_VARIABLE, "").split(os.pathsep) if one] + line.files
+    given = [one for one in _files_of_environment(variables).split(os.pathsep) if one] + line.files
     files = []
     for text in given:
         inline = _inline(text)
@@ -203,9 +205,14 @@ def noted(settings: Settings) -> Iterator[None]:
 
 
 def _of_environment(variables: Mapping[str, str]) -> Iterator[tuple[Assignment, str]]:
-    for name in sorted(variables):
-        if name.startswith(PREFIX) and len(name) > len(PREFIX):
-            yield Assignment(name[len(PREFIX) :].lower().replace("__", "."), variables[name]), name
+    for prefix in (SHORT_PREFIX, PREFIX):
+        for name in sorted(variables):
+            if name.startswith(prefix) and len(name) > len(prefix):
+                yield Assignment(name[len(prefix) :].lower().replace("__", "."), variables[name]), name
+
+
+def _files_of_environment(variables: Mapping[str, str]) -> str:
+    return variables.get(CONFIG_VARIABLE) or variables.get(_SHORT_CONFIG, "")
 
 
 def _inline(text: str) -> SettingsTree | None:

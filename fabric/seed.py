@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..protocols import StateDict
 
 log = logging.getLogger(__name__)
 
+# Lightning's names, by which its libraries and its programs hand a seed on; LOOPWRIGHT_SEED is what a user sets.
 _SEED = "PL_GLOBAL_SEED"
 _OWN_SEED = "LOOPWRIGHT_SEED"
 _WORKERS = "PL_SEED_WORKERS"
@@ -65,9 +66,31 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     return chosen
 
 
+def known_seed(variables: Mapping[str, str] | None = None) -> str | None:
+    """Return the seed of the last `seed_everything`, here or in the process that started this one; None without one.
+
+    Args:
+        variables: Environment variables; None is this process's variables.
+    """
+    return (os.environ if variables is None else variables).get(_SEED)
+
+
+def wanted_seed(variables: Mapping[str, str] | None = None) -> int | None:
+    """Return the seed in LOOPWRIGHT_SEED; None without one.
+
+    Args:
+        variables: Environment variables; None is this process's variables.
+
+    Raises:
+        ConfigError: It is not an integer.
+    """
+    text = (os.environ if variables is None else variables).get(_OWN_SEED)
+    return None if text is None else _to_integer(text, f"the environment variable {_OWN_SEED}")
+
+
 def reset_seed() -> None:
     """Seed again with PL_GLOBAL_SEED, as the last `seed_everything` did; do nothing without one."""
-    seed = os.environ.get(_SEED)
+    seed = known_seed()
     if seed is None:
         return
     seed_everything(int(seed), workers=os.environ.get(_WORKERS, "0") == "1", verbose=False)
@@ -206,10 +229,11 @@ def _replace_states(value: Any, replace: Callable[[str, Any], Any], path: str = 
 
 
 def _seed_from_environment(*, warns: bool) -> int:
-    name = next((one for one in (_SEED, _OWN_SEED) if one in os.environ), None)
-    if name is None and warns:
+    known = known_seed()
+    seed = wanted_seed() if known is None else _to_integer(known, f"the environment variable {_SEED}")
+    if seed is None and warns:
         warn("seed_everything() was called without a seed; it uses 0.")
-    return 0 if name is None else _to_integer(os.environ[name], f"the environment variable {name}")
+    return seed or 0
 
 
 def _to_integer(value: Any, name: str) -> int:  # Any: the user's value

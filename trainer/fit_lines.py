@@ -19,6 +19,7 @@ import torch
 from ..callbacks import ModelCheckpoint
 from ..console import LINES, is_configured
 from ..errors import RankFailure, StopBySignal
+from ..fabric.seed import known_seed
 from ..messages import counted
 from ..remote import is_url
 from ..tracebacks import end_in_silence, end_with_line
@@ -38,7 +39,7 @@ def tell_beginning(trainer: Trainer) -> None:
         return
     ranks = counted(trainer.world_size, "rank")
     nodes = f" on {trainer.num_nodes} nodes" if trainer.num_nodes > 1 else ""
-    seed = os.environ.get("PL_GLOBAL_SEED")
+    seed = known_seed()
     logger.info(
         "Training on %s, %s%s, %s, precision %s, %s.",
         _device(trainer),

@@ -33,6 +33,7 @@ from ..checkpoint.to_plain import to_plain
 from ..data.distributed.fingerprint import strided_parts
 from ..data.move import move_to_device
 from ..errors import ConfigError, ReplayEnd
+from ..fabric.seed import known_seed
 from ..files import replace_file
 from ..loggers import DummyLogger
 from .checkpointing.locate import read_rollbacks, rollbacks_file
@@ -153,7 +154,7 @@ def _rollbacks_before(trainer: Trainer, request: ReplayRequest) -> list[StateDic
 
 def _is_seeded() -> bool:
     # Without a seed, torch draws one of 53 bits.
-    return "PL_GLOBAL_SEED" in os.environ or torch.initial_seed() < 2**32
+    return known_seed() is not None or torch.initial_seed() < 2**32
 
 
 def _debug_step(module: nn.Module, trainer: Trainer, request: ReplayRequest) -> None:

@@ -20,7 +20,7 @@ from ...errors import ConfigError
 Config = dict[str, Any]  # Any: values of a JSON document
 Row = tuple[str, object, object]
 
-ENVIRONMENT_VARIABLES = ("LT_DEEPSPEED_CONFIG_PATH", "PL_DEEPSPEED_CONFIG_PATH")
+ENVIRONMENT_VARIABLES = ("LOOPWRIGHT_DEEPSPEED_CONFIG_PATH", "LT_DEEPSPEED_CONFIG_PATH", "PL_DEEPSPEED_CONFIG_PATH")
 """Variables that may hold a file's path; the first one that is set counts."""
 ABSENT: object = object()
 

@@ -83,7 +83,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         logging_batch_size_per_gpu: Samples in one micro-batch of one process, for DeepSpeed's log. "auto" and None are
             the training loader's batch size, else 1.
         config: DeepSpeed's configuration: a dict, or the path of a JSON file. None is the file in
-            LT_DEEPSPEED_CONFIG_PATH or PL_DEEPSPEED_CONFIG_PATH, else the arguments above.
+            LOOPWRIGHT_DEEPSPEED_CONFIG_PATH, else the arguments above.
         logging_level: Level of DeepSpeed's logger.
         loss_scale: Loss scale of float16; 0 is dynamic.
         initial_scale_power: Base-2 logarithm of the first dynamic loss scale.

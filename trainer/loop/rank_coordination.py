@@ -34,6 +34,7 @@ from ...data.distributed.shard import Shard, merge_states
 from ...data.rng import capture_rng
 from ...data.sharded_iterable import ShardedIterable
 from ...errors import CheckpointError, ConfigError, DataError, ModuleError
+from ...fabric.seed import known_seed
 from ...messages import show_ranks
 from ...protocols import AnyLoaders, Batch, StateDict, StepOutput, Tree
 from ...strategies.distributed.rendezvous import store
@@ -71,7 +72,7 @@ def facts_of(fabric: Fabric, verb: str, module: nn.Module, arguments: Mapping[st
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "entry point": entry,
-        "seed": os.environ.get("PL_GLOBAL_SEED", "not set"),
+        "seed": known_seed() or "not set",
         "strategy": type(fabric.strategy).__name__,
         "precision": str(fabric.precision.precision),
         "module": f"{type(module).__name__} with {count} parameters (names and shapes {_digest(parameters)})",

@@ -125,7 +125,7 @@ def test_the_later_source_wins(tmp_path_factory: pytest.TempPathFactory, given_b
         defaults={path: order.index("default") for path, sources in given_by.items() if "default" in sources},
         checkpoint=(nested("checkpoint"), "a checkpoint"),
         variables={
-            f"LW__{path.upper().replace('.', '__')}": str(order.index("variable"))
+            f"LOOPWRIGHT__{path.upper().replace('.', '__')}": str(order.index("variable"))
             for path, sources in given_by.items()
             if "variable" in sources
         },
@@ -135,6 +135,19 @@ def test_the_later_source_wins(tmp_path_factory: pytest.TempPathFactory, given_b
         for part in path.split("."):
             node = node[part]
         assert node == max(order.index(source) for source in sources)
+
+
+def test_short_names_of_variables_are_accepted_and_long_ones_have_priority(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("a: 1\nb: 1\n")
+    (tmp_path / "b.yaml").write_text("b: 2\n")
+    variables = {"LW_CONFIG": str(tmp_path / "a.yaml"), "LW__C": "3", "LW__D__E": "3", "LOOPWRIGHT__D__E": "4"}
+
+    def read(**more: str) -> Any:
+        line, variables_now = parse_command_line([]), {**variables, **more}
+        return gather(line, command="fit", commands=("fit",), defaults={}, variables=variables_now).tree
+
+    assert read() == {"a": 1, "b": 1, "c": 3, "d": {"e": 4}}
+    assert read(LOOPWRIGHT_CONFIG=str(tmp_path / "b.yaml")) == {"b": 2, "c": 3, "d": {"e": 4}}
 
 
 def test_every_form_of_the_command_line() -> None:
@@ -735,4 +748,8 @@ def test_ranks_that_a_launcher_started_draw_the_same_seed() -> None:
     assert draw_seed(1, job) != draw_seed(1, {**job, "MASTER_PORT": "1235"})
     assert draw_seed(2, {"MASTER_PORT": "1"}) == draw_seed(2, {"MASTER_PORT": "1", "NODE_RANK": "1"})
     assert draw_seed(1, {}) != draw_seed(1, {})
+    assert draw_seed(2, {"LOOPWRIGHT_SEED": "5"}) == 5
+    assert draw_seed(1, {"LOOPWRIGHT_SEED": "5", "PL_GLOBAL_SEED": "6"}) == 6  # of the process that started this one
+    with pytest.raises(ConfigError, match="LOOPWRIGHT_SEED"):
+        draw_seed(1, {"LOOPWRIGHT_SEED": "five"})
     assert draw_seed(1, {**job, "PL_GLOBAL_SEED": "5"}) == 5

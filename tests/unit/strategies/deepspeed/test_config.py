@@ -167,6 +167,7 @@ def test_a_configuration_is_a_dict_a_file_or_in_the_environment(tmp_path: Path) 
     assert read(CHAPTER)[0] == CHAPTER
     assert read(str(file)) == (CHAPTER, f"config={str(file)!r}")
     assert read(None, {"PL_DEEPSPEED_CONFIG_PATH": str(file)})[0] == CHAPTER
+    assert read(None, {"LOOPWRIGHT_DEEPSPEED_CONFIG_PATH": str(file), "LT_DEEPSPEED_CONFIG_PATH": "x"})[0] == CHAPTER
     assert read(None, {"LT_DEEPSPEED_CONFIG_PATH": str(file), "PL_DEEPSPEED_CONFIG_PATH": "x"})[0] == CHAPTER
     assert read(None, {}) == (None, "")
     for wrong, what in ((tmp_path / "none.json", "No such file"), (3, "Expected config to be a dict or a path, got 3")):
