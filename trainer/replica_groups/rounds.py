@@ -275,7 +275,11 @@ def _copy(values: Sequence[Tensor], *, to: Sequence[Tensor]) -> None:
 
 
 def _saves_at(callback: object, step: int) -> bool:
-    every = callback._every_n_train_steps if isinstance(callback, ModelCheckpoint) else 0
+    every = 0
+    if isinstance(callback, ModelCheckpoint):
+        every = callback._every_n_train_steps
+    elif isinstance(callback, Snapshot):  # groups on one node may continue from each other's copies
+        every = callback.every
     return bool(every) and step % every == 0
 
 
