@@ -124,7 +124,8 @@ class RecipeModule(Module):
     @override
     def configure_optimizers(self) -> Any:
         settings, optimizers = self.optimizer_settings, make_optimizers(self.optimizer_settings, self)
-        schedules = [make_schedule(settings, one, self.num_steps) for one in optimizers]
+        ranks = 1 if self._lw_trainer is None else self._lw_trainer.strategy.topology.data_size
+        schedules = [make_schedule(settings, one, self.num_steps, data_ranks=ranks) for one in optimizers]
         return optimizers, [{"scheduler": one, "interval": "step"} for one in schedules]
 
     # -- steps ---------------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ class OptimizerSettings:
         schedule: "cosine", "linear", "polynomial", "constant" or "wsd" (constant, and a decay in the last tenth), after
             the warm-up. See `lw.schedules`.
         min_lr: Last learning rate, as a share of the largest.
+        scale_lr: Whether all learning rates are multiplied by the number of data ranks; `planning.scaled_lr`.
         optimizer: Another optimizer: `{"class_path": ..., "init_args": {...}}`. It gets the groups of parameters, and
             `learning_rate` where its arguments have no `lr`. Muon gets the matrices, and AdamW the rest.
         lr_scheduler: Another schedule, in the same form, stepped after each optimizer step.
@@ -53,6 +54,7 @@ class OptimizerSettings:
     warmup: int | float = 0.03
     schedule: str = "cosine"
     min_lr: float = 0.0
+    scale_lr: bool = False
     optimizer: Mapping[str, Any] | None = None
     lr_scheduler: Mapping[str, Any] | None = None
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -83,6 +85,8 @@ class OptimizerSettings:
                 yield from _class_problems(name, node, base)
         for kind, options in self.groups.items():
             yield from _group_problems(kind, options)
+        if self.scale_lr and self.lr_scheduler is not None and not _is_own_schedule(self.lr_scheduler):
+            yield "scale_lr: Expected a schedule of lw.schedules beside it, got lr_scheduler, whose rates it may set."
 
 
 def _class_problems(name: str, node: Any, base: type[Any]) -> Iterator[str]:
@@ -229,14 +233,32 @@ def _decays(name: str, parameter: nn.Parameter) -> bool:
     return _dims(parameter) > 1 and not name.endswith("bias")
 
 
-def make_schedule(settings: OptimizerSettings, optimizer: Optimizer, num_steps: int) -> LRScheduler:
-    """Return the schedule of the learning rate, to be stepped after each optimizer step."""
+def _is_own_schedule(node: Any) -> bool:
+    """Return whether a node is one of `lw.schedules`; a wrong one is named elsewhere."""
+    try:
+        return is_core(find_maker(str(node["class_path"]), LRScheduler))
+    except (ClassProblem, TypeError, KeyError):
+        return True
+
+
+def make_schedule(
+    settings: OptimizerSettings, optimizer: Optimizer, num_steps: int, *, data_ranks: int = 1
+) -> LRScheduler:
+    """Return the schedule of the learning rate, to be stepped after each optimizer step.
+
+    Args:
+        settings: The settings.
+        optimizer: The optimizer.
+        num_steps: Optimizer steps of the entire run.
+        data_ranks: Number of ranks with different rows, for `scale_lr`.
+    """
+    scale = {"devices": data_ranks} if settings.scale_lr else {}
     if settings.lr_scheduler is None:
         minimum = {} if settings.schedule == "constant" else {"min_lr_ratio": settings.min_lr}
-        return SCHEDULES[settings.schedule](optimizer, num_steps, warmup=settings.warmup, **minimum)
+        return SCHEDULES[settings.schedule](optimizer, num_steps, warmup=settings.warmup, **minimum, **scale)
     made: Any = find_maker(str(settings.lr_scheduler["class_path"]), LRScheduler)
     arguments = settings.lr_scheduler.get("init_args") or {}
-    length = {"num_steps": num_steps} if is_core(made) else {}
+    length = {"num_steps": num_steps, **scale} if is_core(made) else {}
     try:
         schedule: LRScheduler = made(optimizer, **{**length, **arguments})
     except (TypeError, ValueError, KeyError) as error:

@@ -56,6 +56,8 @@ class TrainSettings(DataSettings):
         schedule: Learning rate after the warm-up: "cosine", "linear", "polynomial", "constant" or "wsd" (constant, and
             a decay in the last tenth); for their arguments use lr_scheduler=wsd lr_scheduler.decay=0.2.
         min_lr: Last learning rate, as a share of the largest.
+        scale_lr: Whether learning rates are multiplied by the number of data ranks: for rates that were chosen for one
+            device, while each device adds rows to the global batch.
         optimizer: Another optimizer, by name or path; its arguments are optimizer.NAME. Muon trains the matrices, and
             AdamW the embeddings, the head and vectors.
         lr_scheduler: Another schedule, stepped after each optimizer step; its arguments are lr_scheduler.NAME.
@@ -95,6 +97,7 @@ class TrainSettings(DataSettings):
     warmup: int | float = 0.03
     schedule: str = "cosine"
     min_lr: float = 0.0
+    scale_lr: bool = False
     optimizer: str | dict[str, Any] | None = None
     lr_scheduler: str | dict[str, Any] | None = None
     groups: dict[str, Any] = field(default_factory=dict)
@@ -146,7 +149,7 @@ class TrainSettings(DataSettings):
 
     def optimizer_settings(self) -> OptimizerSettings:
         """Return the settings of optimizer and schedule."""
-        names = ("weight_decay", "betas", "eps", "warmup", "schedule", "min_lr")
+        names = ("weight_decay", "betas", "eps", "warmup", "schedule", "min_lr", "scale_lr")
         rate = self.default_learning_rate if self.learning_rate is None else self.learning_rate
         return OptimizerSettings(
             learning_rate=rate,

@@ -150,8 +150,9 @@ def _begin(prepared: Prepared) -> None:
 def _used(prepared: Prepared) -> dict[str, str | float]:
     """Return what was chosen where a setting leaves the choice."""
     settings = prepared.settings
+    factor = prepared.machine.ranks if settings.scale_lr else 1
     return {
-        "learning_rate": settings.optimizer_settings().learning_rate,
+        "learning_rate": factor * settings.optimizer_settings().learning_rate,
         "dtype": str(base_dtype(prepared.config, settings.model_settings())).removeprefix("torch."),
         "strategy": type(prepared.machine.strategy).__name__,
         "devices": prepared.trainer.world_size,

@@ -363,6 +363,25 @@ def test_the_learning_rate_rises_and_falls(schedule: str, warmup: float) -> None
     assert share.lr_lambdas[0](100) == pytest.approx(1 if schedule == "constant" else 0.2)
 
 
+def test_rates_are_scaled_by_the_number_of_data_ranks_on_request() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [weight], "lr": 0.5}], lr=1.0)
+    for chosen in (
+        OptimizerSettings(warmup=2, schedule="linear", min_lr=0.5, scale_lr=True),
+        OptimizerSettings(
+            lr_scheduler={"class_path": "linear", "init_args": {"warmup": 2, "min_lr_ratio": 0.5}}, scale_lr=True
+        ),
+    ):
+        assert chosen.problems() == []
+        share: Any = make_schedule(chosen, optimizer, 10, data_ranks=4)
+        assert [share.base_lrs[0] * share.lr_lambdas[0](step) for step in (0, 1, 10)] == [1.0, 2.0, 1.0]
+
+    other = OptimizerSettings(scale_lr=True, lr_scheduler={"class_path": "StepLR", "init_args": {"step_size": 1}})
+    assert other.problems() == [
+        "scale_lr: Expected a schedule of lw.schedules beside it, got lr_scheduler, whose rates it may set."
+    ]
+
+
 def test_a_schedule_of_loopwright_gets_its_arguments_and_the_length_of_the_run(folder: Path) -> None:
     chosen = OptimizerSettings(
         learning_rate=0.5,
