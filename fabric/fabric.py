@@ -34,6 +34,7 @@ from ..precision.base import compute_gradients
 from ..protocols import Closure
 from ..strategies import NoLoss, SingleDeviceStrategy, Strategy
 from ..strategies.adaptive_clipping import clip_adaptively, refuse_engine
+from ..strategies.joint_optimizer import JointOptimizer
 from ..strategies.optional import ChecksProcesses, PlacesBatches, SetsUpTogether, saves_shards, written_state
 from ..tracebacks import show_trimmed
 from .launch import InProcessLauncher
@@ -692,7 +693,7 @@ class Fabric:
     def clip_gradients(
         self,
         module: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | list[Optimizer] | tuple[Optimizer, ...],
         clip_val: float | None = None,
         max_norm: float | None = None,
         norm_type: float = 2.0,
@@ -704,7 +705,8 @@ class Fabric:
 
         Args:
             module: The module returned by `setup_module`.
-            optimizer: The optimizer whose parameters' gradients are clipped.
+            optimizer: The optimizer whose parameters' gradients are clipped; or several that step after one loss, whose
+                norm is that of all of their parameters.
             clip_val: Maximum absolute value of an element.
             max_norm: Maximum total norm.
             norm_type: Order of the norm.
@@ -729,9 +731,12 @@ class Fabric:
                 f"Expected a positive clip_val, max_norm or agc_factor for Fabric.clip_gradients, got {got}.",
                 fix="pass a positive number for exactly one of them.",
             )
-        module, optimizer = bare(module), bare(optimizer)
+        module = bare(module)
+        several = [bare(one) for one in optimizer] if isinstance(optimizer, list | tuple) else None
+        optimizer = bare(optimizer) if several is None else self._joint(several)
         if self._unscales:
-            self.precision.unscale_gradients(optimizer)
+            for one in several or [optimizer]:
+                self.precision.unscale_gradients(one)
         if agc_factor is not None:
             strategy = self.strategy
             refuse_engine(type(strategy).__name__, owns_optimizers=strategy.traits.owns_optimizers)
@@ -743,6 +748,17 @@ class Fabric:
         return self.strategy.clip_gradients_norm(
             module, optimizer, max_norm, norm_type, error_if_nonfinite and not self.precision.has_scaler
         )
+
+    def _joint(self, optimizers: list[Optimizer]) -> Optimizer:
+        """Return several optimizers as one, for clipping."""
+        if not optimizers or (self.strategy.traits.owns_optimizers and len(optimizers) > 1):
+            name, got = type(self.strategy).__name__, ", ".join(type(one).__name__ for one in optimizers) or "none"
+            raise ConfigError(
+                f"Expected one optimizer or several for Fabric.clip_gradients, and one with an engine, got {got} with "
+                f"{name}.",
+                fix="pass the optimizers that setup returned; with an engine, one with several parameter groups.",
+            )
+        return optimizers[0] if len(optimizers) == 1 else JointOptimizer(optimizers)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context of forward passes in this precision."""

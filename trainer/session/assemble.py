@@ -15,10 +15,10 @@ from ...errors import ConfigError, ModuleError, nearest
 from ...messages import warn
 from ...precision.base import clear_gradients, evaluates_again
 from ...protocols import Batch, StepFunction
+from ...strategies.joint_optimizer import JointOptimizer
 from ...strategies.optional import RunsWindows
 from ..hooks import MODULE_BASES, find_override
 from ..loop.manual import count_own_step, loss_in_manual
-from ..loop.optimizers import JointOptimizer
 from ..loop.schedule import parameters_of, step_plateaus
 from ..loop.window import Held, finish_window, loss_and_backward, step_schedules
 from ..run import FitRun, Run, StepPlan

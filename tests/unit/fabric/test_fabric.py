@@ -271,6 +271,31 @@ def test_clipping_by_value_unscales_first() -> None:
     assert module.weight.grad.tolist() == [[0.5, 0.5]]
 
 
+@pytest.mark.parametrize("has_scale", [False, True])
+def test_the_norm_of_several_optimizers_is_that_of_all_their_parameters(has_scale: bool) -> None:
+    scaled = {"plugins": MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=64.0))}
+    fabric, module = machine(**scaled if has_scale else {}), nn.Linear(2, 1)
+    optimizers = [torch.optim.SGD([module.weight], lr=0.1), torch.optim.Adam([module.bias], lr=0.1)]
+    set_up: Any = fabric.setup(module, *optimizers)
+    fabric.backward(set_up[0](torch.tensor([[2.0, 4.0]])).sum() * 2)
+    norm = fabric.clip_gradients(set_up[0], list(set_up[1:]), max_norm=1.0)
+
+    assert norm is not None
+    assert float(norm) == pytest.approx(84**0.5)  # of 4, 8 and 2
+    assert module.weight.grad is not None
+    assert module.bias.grad is not None
+    expected = torch.tensor([4.0, 8.0, 2.0]) / (84**0.5 + 1e-6)
+    torch.testing.assert_close(torch.cat([module.weight.grad[0], module.bias.grad]), expected)
+    for one in set_up[1:]:
+        one.step()  # which does not unscale them again
+    torch.testing.assert_close(torch.cat([module.weight.grad[0], module.bias.grad]), expected)
+
+
+def test_clipping_for_no_optimizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Expected one optimizer or several for Fabric\.clip_gradients, .* got none"):
+        machine().clip_gradients(nn.Linear(2, 1), [], max_norm=1.0)
+
+
 @pytest.mark.parametrize(
     "limits",
     [{}, {"clip_val": 1.0, "max_norm": 1.0}, {"max_norm": 0.0}, {"clip_val": -1.0}, {"max_norm": float("nan")}],

@@ -18,7 +18,7 @@ import loopwright as lw
 from loopwright.callbacks import Callback, LearningRateMonitor, StochasticWeightAveraging
 from loopwright.errors import ConfigError, ModuleError
 from loopwright.precision import MixedPrecision
-from loopwright.trainer.loop.optimizers import JointOptimizer
+from loopwright.strategies.joint_optimizer import JointOptimizer
 
 
 def muon_and_adamw(module: nn.Module) -> tuple[Muon, AdamW]:
