@@ -59,6 +59,7 @@ _OPTIONAL = (
     Optional("torchao", 'precision="float8"', "pip install 'loopwright[float8]'", is_slow=True),
     Optional("jsonargparse", "LightningCLI", "pip install 'loopwright[lightning]'"),
     Optional("onnx", "Module.to_onnx", "pip install 'loopwright[onnx]'"),
+    Optional("optuna", "OptunaPruning", "pip install 'loopwright[optuna]'"),
     Optional("ray", "Ray Train and Tune", "pip install 'loopwright[ray]'", is_slow=True),
     Optional("torchft", "fault tolerance by torchft", "pip install 'loopwright[torchft]'", is_slow=True),
     Optional("mpi4py", "MPIEnvironment", "pip install 'loopwright[mpi]'"),

@@ -342,18 +342,22 @@ class Trainer(TrainerAttributes):
                 "fit", model, train_dataloaders=train_dataloaders, val_dataloaders=val_dataloaders,
                 datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only,
             )  # fmt: skip
-            return
-        with self._lw_fit_session(
-            model,
-            datamodule=datamodule,
-            given={"train": train_dataloaders, "validation": val_dataloaders},
-            ckpt_path=ckpt_path,
-            is_trusted=weights_only is False,
-        ) as session:
-            session.start()
-            with session.gradients():
-                self.fit_loop.run(session.run, session.put_back)
-            session.finish()
+        else:
+            with self._lw_fit_session(
+                model,
+                datamodule=datamodule,
+                given={"train": train_dataloaders, "validation": val_dataloaders},
+                ckpt_path=ckpt_path,
+                is_trusted=weights_only is False,
+            ) as session:
+                session.start()
+                with session.gradients():
+                    self.fit_loop.run(session.run, session.put_back)
+                session.finish()
+        if not self._lw_is_in_child:
+            for callback in self.callbacks:
+                if hasattr(callback, "after_fit"):
+                    callback.after_fit()
 
     def plan(
         self,
