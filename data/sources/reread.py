@@ -49,7 +49,7 @@ class RereadSource(Source):
     asked for (which shows the end of an epoch of unknown length). The other generators are watched, which is quicker
     than keeping them apart. One that a later batch draws from first is reset after that batch, which the state notes
     for the second reading, and joins the stream. Lists and tuples of batches, and loaders that draw in worker
-    processes, need none of this.
+    processes, need none of this. Fingerprints of some batches show whether the second reading yields the same.
     """
 
     kind = "replay"
@@ -69,12 +69,23 @@ class RereadSource(Source):
         self._kinds: frozenset[str] = frozenset()
         self._fetched = 0  # batches of this epoch, read ahead or given
         self._late: dict[int, StateDict] = {}  # batch that drew first from a generator -> where that one was
+        self._marks: dict[int, int] = {}  # fingerprints of this epoch's batches 1, 2, 4, 8, ...
+        self._marks_before: dict[int, int] = {}  # the same before the stop, while it is read again
+        self._next_mark = 0
         self._first_batches: list[int | None] | None = (
             [] if self._num_workers > 1 else None
         )  # of the first epoch, to compare
         self._has_ended = False
         self._was_read = False
         self._opening: StateDict = {}
+        dataset = getattr(loader, "dataset", None)
+        if hasattr(dataset, "load_state_dict") and not is_stateful(dataset) and not hasattr(dataset, "set_epoch"):
+            log.warning(
+                "%s keeps its position and its count of epochs only with a loader that has state_dict, such as the "
+                "StreamingDataLoader of its package: after a resume, %s begins with its first epoch again.",
+                type(dataset).__name__,
+                type(loader).__name__,
+            )
 
     @override
     def begin(self, epoch: int) -> None:
@@ -116,11 +127,12 @@ class RereadSource(Source):
         else:
             restore_rng(self._opening["rng"])
             restore_generators(self._find_generators(), self._opening["generators"])
-            self._start(epoch, dict(state.get("late", {})))
+            self._start(epoch, dict(state.get("late", {})), dict(state.get("marks", {})))
             self._read_again(state["position"])
+            self._marks_before = {}
             self.position = state["position"]
 
-    def _start(self, epoch: int, late: dict[int, StateDict] | None = None) -> None:
+    def _start(self, epoch: int, late: dict[int, StateDict] | None = None, marks: dict[int, int] | None = None) -> None:
         if self._was_read and is_one_shot(self.loader):
             raise self._is_spent(f"so epoch {epoch} has no data")
         self._was_read = True
@@ -130,6 +142,8 @@ class RereadSource(Source):
         self.first = self.shift = 0
         self._stream = self._watch = None
         self._fetched, self._late = 0, {} if late is None else late
+        self._marks, self._marks_before = {}, {} if marks is None else marks
+        self._next_mark = 0 if self._is_sequence else 1
         self._ahead = _NOTHING
         self._iterator = iter(())  # ends the workers of an epoch that was cut short
         try:
@@ -154,6 +168,7 @@ class RereadSource(Source):
         of_numpy = kinds_that_moved(self._opening["rng"], capture_rng()) & {"numpy"}
         self._keep_apart([*watch.moved(), *of_numpy])
         self._fetched = 1
+        self._mark()
 
     def _keep_apart(self, kinds: Collection[str]) -> None:
         """Let the iterable draw from its own stream for these generators, and watch the others."""
@@ -211,7 +226,27 @@ class RereadSource(Source):
                 self._note_late(watch, moved)
         self._fetched += 1
         self._has_ended = self._ahead is _NOTHING
+        if self._fetched == self._next_mark:
+            self._mark()
         return not self._has_ended
+
+    def _mark(self) -> None:
+        """Note which batch was read, and compare it with the one before the stop. Called for batches 1, 2, 4, 8, ..."""
+        if self._has_ended:
+            return
+        from ..sharded_iterable import digest  # a program that only makes a Trainer reads no data
+
+        number, self._next_mark = self._fetched, 2 * self._fetched
+        mark = self._marks[number] = digest([self._ahead])
+        if self._marks_before.get(number, mark) != mark:
+            self._marks_before = {}  # one warning is enough
+            log.warning(
+                "%s yields other batches than before the stop (batch %d of the epoch differs), so that some samples of "
+                "this epoch are trained on twice, and others never. Let its order depend on a fixed seed and "
+                "set_epoch, or on Python's or torch's global generators.",
+                type(self.loader).__name__,
+                number,
+            )
 
     def _note_late(self, watch: RngWatch, moved: Collection[str]) -> None:
         """Restore the generators that this batch is the first to draw from, and keep them apart from now on."""
@@ -283,6 +318,7 @@ class RereadSource(Source):
             "opening": self._opening,
             "current": self._capture_current(),
             "late": dict(self._late),
+            "marks": dict(self._marks),
         }
 
     def _capture_current(self) -> StateDict:

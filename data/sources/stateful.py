@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Iterator
 from typing import TypeGuard, cast
@@ -21,8 +22,16 @@ _NOTHING: Batch = object()
 
 
 def is_stateful(loader: Loaders) -> TypeGuard[StatefulLoader]:
-    """Return whether the loader has both `state_dict` and `load_state_dict`."""
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+    """Return whether the loader has `load_state_dict`, and a `state_dict` that can be called without arguments.
+
+    Streaming data sets whose own loader counts for them (litdata, mosaicml-streaming) take the position as an argument.
+    """
+    state_dict = getattr(loader, "state_dict", None)
+    if not callable(state_dict) or not callable(getattr(loader, "load_state_dict", None)):
+        return False
+    parameters = inspect.signature(state_dict).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(one.default is not inspect.Parameter.empty or one.kind in variable for one in parameters)
 
 
 def has_stateful_data(loader: Loaders) -> TypeGuard[DataLoader[Batch]]:
