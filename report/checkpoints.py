@@ -109,12 +109,12 @@ class CheckpointReader:
 
 
 def find_checkpoints(root: Path) -> list[Path]:
-    """Return all checkpoints below a folder, files and folders; no hidden ones."""
+    """Return all checkpoints below a folder, files and folders; no hidden ones, and none that a rollback abandoned."""
     found = []
     for folder, below, files in os.walk(root):
         found += [Path(folder, name) for name in files if name.endswith(_SUFFIX) and not name.startswith(".")]
         found += [Path(folder, name) for name in below if name.endswith(_SUFFIX)]
-        below[:] = [name for name in below if not name.startswith(".") and not name.endswith(_SUFFIX)]
+        below[:] = [name for name in below if not name.startswith(".") and not name.endswith((_SUFFIX, ".abandoned"))]
     return found
 
 

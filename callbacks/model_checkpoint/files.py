@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _MANIFEST = "manifest.json"  # checkpoint/sharded/manifest.py's, which is not imported for a name
 _STEP_IN_NAME = re.compile(r"step=(\d+)")
 _NUMBER = re.compile(r"^version_(\d+)$")
+_ASIDE = ".abandoned"
 
 
 def default_dirpath(trainer: Trainer) -> str:
@@ -138,7 +139,7 @@ def _walk_local(folder: str, extension: str) -> Iterator[str]:
     for parent, folders, files in os.walk(folder):
         # A sharded checkpoint is a folder: it counts as one, and is not looked into.
         names = [name for name in [*files, *folders] if name.endswith(extension) and not name.startswith(".")]
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in names]
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in names and not is_aside(name)]
         yield from (os.path.join(parent, name) for name in names)
 
 
@@ -150,7 +151,7 @@ def _walk_remote(folder: str, extension: str) -> Iterator[str]:
         below = path[len(root) :].lstrip("/").split("/")
         # A sharded checkpoint is a folder: the outermost name counts. Without a manifest it is an unfinished write.
         depth = next((depth for depth, name in enumerate(below) if name.endswith(extension)), None)
-        if depth is None or any(name.startswith(".") for name in below[: depth + 1]):
+        if depth is None or any(name.startswith(".") or is_aside(name) for name in below[: depth + 1]):
             continue
         found = path[: len(path) - len("/".join(below[depth + 1 :]))].rstrip("/")
         if found not in seen:
@@ -293,15 +294,21 @@ def set_aside(abandoned: Mapping[str, int]) -> list[str]:
         except FileNotFoundError:
             continue
         if is_same:
-            remove(f"{path}.abandoned")
-            move(path, f"{path}.abandoned")
-            renamed.append(f"{path}.abandoned")
+            aside = path + _ASIDE
+            remove(aside)
+            move(path, aside)
+            renamed.append(aside)
     gone = {os.path.abspath(path) for path in abandoned if is_local(path) and not os.path.exists(path)}
     for folder in {os.path.dirname(path) for path in gone}:
         for entry in list(os.scandir(folder)) if os.path.isdir(folder) else ():
             if entry.is_symlink() and os.path.normpath(os.path.join(folder, os.readlink(entry.path))) in gone:
                 os.remove(entry.path)
     return renamed
+
+
+def is_aside(name: str) -> bool:
+    """Whether a file or folder of that name was set aside: a sharded one contains files that look like checkpoints."""
+    return name.endswith(_ASIDE)
 
 
 def link(target: str, path: str) -> None:

@@ -18,8 +18,10 @@ from toys import Net, adam, assert_same, net, quiet
 
 import loopwright as lw
 from loopwright.callbacks import BackboneFinetuning, EMAWeightAveraging, SpikeDetection, TrainingSpikeException
+from loopwright.callbacks.model_checkpoint.files import find_checkpoints
 from loopwright.errors import CheckpointError, ConfigError
 from loopwright.loggers import CSVLogger
+from loopwright.report.checkpoints import find_checkpoints as find_for_report
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -384,6 +386,18 @@ def test_a_rollback_that_was_killed_is_finished_where_the_folder_has_moved_to(tm
     (tmp_path / "b" / "rollbacks.json").write_text(json.dumps([entry]))
     fit(tmp_path / "b", batches(7), spikes(), ckpt_path="last", max_steps=7)
     assert (tmp_path / "b" / "checkpoints" / "epoch=0-step=8.ckpt.abandoned").exists()
+
+
+def test_no_file_within_a_folder_that_was_set_aside_is_a_checkpoint(tmp_path: Path) -> None:
+    fit(tmp_path, batches(), max_steps=4)
+    (found,) = (tmp_path / "checkpoints").glob("*step=4.ckpt")
+    aside = tmp_path / "checkpoints" / "epoch=0-step=6.ckpt.abandoned"
+    aside.mkdir()
+    shutil.copy2(found, aside / "state-1-2.ckpt")  # as in a sharded checkpoint
+    for place, is_url in ((str(tmp_path), False), (f"file://{tmp_path}", True)):
+        assert sorted(Path(one).name for one in find_checkpoints([place], ".ckpt")) == [
+            "epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"], is_url  # fmt: skip
+    assert sorted(one.name for one in find_for_report(tmp_path)) == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[1]", '[{"epoch": 1}]'])
