@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 
 from ....callbacks import Callback
+from ....remote.store import make_folder
 
 if TYPE_CHECKING:
     from .argument_parser import LightningArgumentParser
@@ -83,7 +84,7 @@ class SaveConfigCallback(Callback):
                     "save_config_callback=None nothing is saved."
                 )
         if trainer.is_global_zero:
-            files.makedirs(path, exist_ok=True)
+            make_folder(files, path)
             with files.open(target, "w", encoding="utf-8") as file:
                 file.write(self.parser.dump(self.config, skip_none=False))
 
