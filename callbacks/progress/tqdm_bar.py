@@ -18,6 +18,9 @@ from .live import LiveProgressBar
 
 Bar: TypeAlias = "tqdm[NoReturn]"  # which iterates over nothing
 
+_NARROW_FORMAT = "{desc}: {bar} {n_fmt}/{total_fmt} {rate_fmt}"
+_LEAST_BAR = 4  # columns, beside which percents and times stay
+
 
 class TQDMProgressBar(LiveProgressBar):
     """Draw with tqdm on standard output. If it is not a terminal, write lines, and update the bars without drawing.
@@ -198,13 +201,18 @@ class TQDMProgressBar(LiveProgressBar):
         """Return the metrics that stand beside the bar; where they leave no room for it, they go to a line below."""
         columns = 0 if hasattr(bar, "container") else bar.format_dict["ncols"] or 0
         beside = ", ".join(parts)
-        if not (stage == "train" and parts and self._lw_is_drawn and columns):
+        if not (self._lw_is_drawn and columns):
             return beside
-        if not self._lw_below:
-            form = self.BAR_FORMAT.replace("{bar}", "").replace("{postfix}", "")
-            bare = bar.format_meter(**{**bar.format_dict, "bar_format": form, "ncols": None, "postfix": None})
-            if len(f"{bare}, {beside}") + MIN_BAR <= columns:
-                return beside
+        form = self.BAR_FORMAT.replace("{bar}", "").replace("{postfix}", "")
+        bare = bar.format_meter(**{**bar.format_dict, "bar_format": form, "ncols": None, "postfix": None})
+        if bar.bar_format == TQDMProgressBar.BAR_FORMAT and len(bare) + _LEAST_BAR > columns:
+            bar.bar_format = _NARROW_FORMAT  # tqdm would cut the speed off
+        elif bar.bar_format == _NARROW_FORMAT and len(bare) + 2 * _LEAST_BAR <= columns:  # not to and fro
+            bar.bar_format = TQDMProgressBar.BAR_FORMAT
+        if not (stage == "train" and parts):
+            return beside
+        if not self._lw_below and len(f"{bare}, {beside}") + MIN_BAR <= columns:
+            return beside
         lines = fold(parts, ", ", columns - 3)
         while len(self._lw_below) < len(lines):
             self._lw_below.append(self._lw_bar("", line=1 + len(self._lw_below), leave=True, form="{desc}"))
