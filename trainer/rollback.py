@@ -26,6 +26,7 @@ from ..callbacks.model_checkpoint.files import (
 from ..data.rng import capture_rng, restore_rng
 from ..errors import CheckpointError, ConfigError
 from ..files import replace_file
+from ..loggers.folder import FolderLogger
 from ..messages import counted
 from .checkpointing import snapshot
 from .checkpointing.locate import newer_in_memory, newest_intact, read_rollbacks, rollbacks_file
@@ -293,8 +294,10 @@ def _go_back(trainer: Trainer, run: FitRun, left_out: LeftOutBatches, entry: Sta
     content = snapshot.read(run.fabric, path, is_trusted=run.session.is_trusted)
     loggers = content.states.get("loggers", {})
     problem = from_rank_zero(trainer, lambda: _problem_of_loggers(run, loggers))
-    if problem is None:
-        snapshot.put_back_loggers(run.output, loggers)
+    if (
+        problem is None
+    ):  # services without a state in it had sent nothing then: they pass over what they have sent since
+        snapshot.put_back_loggers(run.output, {**snapshot.logger_states(run.output), **loggers})
     put_back = restore(run, content, path)
     run.progress.rolled_back_ns = left_out.entries[0]["time_ns"]
     trainer._lw_saving.return_to(entry["to_step"], path)
@@ -322,9 +325,11 @@ def _problem_of_loggers(run: FitRun, states: StateDict) -> str | None:
     failing = run.output.unwritten()
     if failing:
         return f"{type(failing[0]).__name__} fails or hangs, and would write rows of abandoned steps later"
-    without = snapshot.logger_states(run.output).keys() - states.keys()
+    files = [f"{index}-{type(one).__name__}" for index, one in enumerate(run.output.loggers)
+             if isinstance(one, FolderLogger)]  # fmt: skip
+    without = [name for name in files if name not in states]
     if without:
-        return f"it was saved while a logger failed, and does not know where that was ({', '.join(sorted(without))})"
+        return f"it was saved while a logger failed, and does not know where that was ({', '.join(without)})"
     return None
 
 

@@ -20,7 +20,7 @@ import loopwright as lw
 from loopwright.callbacks import BackboneFinetuning, EMAWeightAveraging, SpikeDetection, TrainingSpikeException
 from loopwright.callbacks.model_checkpoint.files import find_checkpoints
 from loopwright.errors import CheckpointError, ConfigError
-from loopwright.loggers import CSVLogger
+from loopwright.loggers import CSVLogger, DummyLogger
 from loopwright.report.checkpoints import find_checkpoints as find_for_report
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -353,6 +353,33 @@ def test_a_checkpoint_that_does_not_know_where_a_logger_was_stops_the_run(tmp_pa
         fit(tmp_path, batches(7), spikes(), logger=Recovers(tmp_path, name="log"), saves=lw.ModelCheckpoint(
             tmp_path / "checkpoints", every_n_train_steps=4))  # fmt: skip
     assert "does not know where that was (0-Recovers)" in str(caught.value)
+
+
+class Service(DummyLogger):
+    """Takes each step once, and has no state before the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+        self.last = -1
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        assert step is not None
+        if step > self.last:
+            self.steps.append(step)
+
+    def state_dict(self) -> Any:
+        return {"last": self.steps[-1]} if self.steps else {}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.last = max(self.last, *self.steps, state_dict["last"])
+
+
+def test_a_service_that_had_sent_nothing_at_the_checkpoint_sends_no_step_twice(tmp_path: Path) -> None:
+    service, saves = Service(), lw.ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=4)
+    fit(tmp_path, batches(6), spikes(check_every_n_steps=1), saves=saves, logger=service, log_every_n_steps=5)
+    assert entries(tmp_path)[0]["to_step"] == 4
+    assert service.steps.count(4) == 1
 
 
 @pytest.mark.parametrize("written", ["..", "../../outside/a.ckpt", "/{root}/outside/a.ckpt", "link/a.ckpt", "a.txt"])
