@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import logging
+import sys
 from collections.abc import Collection
 from functools import partial
 from typing import Any
@@ -96,7 +100,27 @@ def _is_fit(ignored: frozenset[str], module: nn.Module, name: str) -> bool:
     return module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
 
 
+def quiet_torchao() -> None:
+    """Import torchao, if it is installed, without its warnings on a machine that has no GPU.
+
+    It warns that its CUDA kernels cannot be loaded, and torch of how it registers two of its types.
+    """
+    if "torchao" in sys.modules or torch.cuda.is_available() or importlib.util.find_spec("torchao") is None:
+        return
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    before = [one.level for one in loggers]
+    try:
+        for one in loggers:
+            one.setLevel(logging.ERROR)
+        with contextlib.suppress(ImportError):  # what needs it names it
+            importlib.import_module("torchao.prototype.safetensors.safetensors_support")  # which transformers imports
+    finally:
+        for one, level in zip(loggers, before, strict=True):
+            one.setLevel(level)
+
+
 def _import_torchao() -> Any:
+    quiet_torchao()
     try:
         from torchao import float8
     except ImportError as error:

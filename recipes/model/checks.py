@@ -14,6 +14,7 @@ import torch
 from packaging.version import Version
 
 from ...errors import ConfigError, MissingDependency, nearest
+from ...precision.float8 import quiet_torchao
 from ..loss import find_router_loss
 from .adapters import add_adapters
 from .fingerprint import check_weight_files
@@ -59,6 +60,7 @@ def read_config(settings: ModelSettings) -> PretrainedConfig:
         ConfigError: There is none, or none that transformers reads.
         MissingDependency: transformers is not installed.
     """
+    quiet_torchao()  # which transformers imports
     try:
         from transformers import AutoConfig
     except ImportError as error:

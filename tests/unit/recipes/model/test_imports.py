@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 PROGRAM = """
 import importlib.util, sys
@@ -40,3 +42,18 @@ def test_bitsandbytes_does_not_fetch_its_kernel(tmp_path: Path, first: str) -> N
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
     assert (done.returncode, done.stdout.strip()) == (0, "nothing True"), done.stderr
     assert "Failed" not in done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its warnings are shown where there is a GPU")
+def test_torchao_is_imported_without_warnings_on_a_cpu() -> None:
+    program = """
+import logging, sys
+from loopwright.precision.float8 import quiet_torchao
+logging.getLogger("torchao").setLevel(logging.INFO)
+quiet_torchao()
+assert "torchao" in sys.modules
+assert logging.getLogger("torchao").level == logging.INFO
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
