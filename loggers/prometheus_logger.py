@@ -61,7 +61,7 @@ class PrometheusLogger(RunLogger):
             "prometheus_client", package="prometheus_client", needed_for="PrometheusLogger", extra="prometheus"
         )
         super().__init__(prefix)
-        self._port = port
+        self._lw_port = port
         self._lw_address = address
         self._lw_latest: dict[str, float] = {}
         self._lw_server: tuple[WSGIServer, Thread] | None = None
@@ -169,10 +169,10 @@ class PrometheusLogger(RunLogger):
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         try:
-            self._lw_server = start_http_server(self._port, self._lw_address, registry)
+            self._lw_server = start_http_server(self._lw_port, self._lw_address, registry)
         except (OSError, UnicodeError) as error:
             raise ConfigError(
-                f"PrometheusLogger cannot listen on port {self._port} of {self._lw_address!r}: {error}.",
+                f"PrometheusLogger cannot listen on port {self._lw_port} of {self._lw_address!r}: {error}.",
                 fix="pass another port, or port=0 for a free one (the logger's url shows it), and an address of this "
                 "machine.",
             ) from error
