@@ -706,7 +706,7 @@ class Fabric:
         Args:
             module: The module returned by `setup_module`.
             optimizer: The optimizer whose parameters' gradients are clipped; or several that step after one loss, whose
-                norm is that of all of their parameters.
+                norm is that of all of their parameters. With a loss scale, an overflow in one skips all of their steps.
             clip_val: Maximum absolute value of an element.
             max_norm: Maximum total norm.
             norm_type: Order of the norm.
@@ -737,6 +737,7 @@ class Fabric:
         if self._unscales:
             for one in several or [optimizer]:
                 self.precision.unscale_gradients(one)
+            self.precision.skip_together(several or ())
         if agc_factor is not None:
             strategy = self.strategy
             refuse_engine(type(strategy).__name__, owns_optimizers=strategy.traits.owns_optimizers)

@@ -118,6 +118,9 @@ class Precision:
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimizer's parameters by the loss scale, before they are clipped or read."""
 
+    def skip_together(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let an overflow in one of several optimizers skip the steps of all, after `unscale_gradients` of each."""
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:  # Any: a loss
         """Step the optimizer.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from weakref import WeakSet
 
@@ -135,6 +135,18 @@ class MixedPrecision(Precision):
             self._unscaled.add(id(part))
             if self.scaler.is_enabled():
                 self.scaler._per_optimizer_states[id(part)] = {**self.scaler._per_optimizer_states[id(optimizer)]}
+
+    @torch.no_grad()
+    def skip_together(self, optimizers: Sequence[Optimizer]) -> None:
+        """Share the notes of overflows, on the device: clipping by one norm spreads them to all gradients."""
+        if self.scaler is None:
+            return
+        states = [self.scaler._per_optimizer_states[id(one)] for one in optimizers if id(one) in self._unscaled]
+        notes = [found for state in states for found in state["found_inf_per_device"].values()]
+        if len(notes) > 1:
+            worst = torch.stack([one.to(notes[0].device) for one in notes]).amax(dim=0)
+            for one in notes:
+                one.copy_(worst)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], StepOutput] | None = None) -> bool:
         """Step the optimizer unless a gradient is infinite or NaN.

@@ -291,6 +291,28 @@ def test_the_norm_of_several_optimizers_is_that_of_all_their_parameters(has_scal
     torch.testing.assert_close(torch.cat([module.weight.grad[0], module.bias.grad]), expected)
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_an_overflow_in_one_of_several_optimizers_skips_all_that_are_clipped_together(bad: float) -> None:
+    fabric, module = (
+        machine(plugins=MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=64.0))),
+        nn.Linear(2, 1),
+    )
+    optimizers = [torch.optim.SGD([module.weight], lr=0.1), torch.optim.Adam([module.bias], lr=0.1)]
+    set_up: Any = fabric.setup(module, *optimizers)
+    before = {name: one.clone() for name, one in module.state_dict().items()}
+    fabric.backward(set_up[0](torch.tensor([[2.0, 4.0]])).sum())
+    assert module.weight.grad is not None
+    module.weight.grad[0, 0] = bad  # the norm is not finite either, and scales the bias's gradient
+    fabric.clip_gradients(set_up[0], list(set_up[1:]), max_norm=1.0)
+    for one in set_up[1:]:
+        one.step()
+
+    assert [one.has_stepped for one in set_up[1:]] == [False, False]
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+    assert optimizers[1].state == {}
+    assert fabric.precision.scale == 32.0
+
+
 def test_clipping_for_no_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Expected one optimizer or several for Fabric\.clip_gradients, .* got none"):
         machine().clip_gradients(nn.Linear(2, 1), [], max_norm=1.0)
