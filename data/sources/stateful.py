@@ -29,7 +29,10 @@ def is_stateful(loader: Loaders) -> TypeGuard[StatefulLoader]:
     state_dict = getattr(loader, "state_dict", None)
     if not callable(state_dict) or not callable(getattr(loader, "load_state_dict", None)):
         return False
-    parameters = inspect.signature(state_dict).parameters.values()
+    try:
+        parameters = inspect.signature(state_dict).parameters.values()
+    except ValueError:  # compiled code often has no signature
+        return True
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return all(one.default is not inspect.Parameter.empty or one.kind in variable for one in parameters)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from loopwright.data.rng import capture_rng, restore_rng
+from loopwright.data.sources.stateful import is_stateful
 from loopwright.data.stream import BatchStream
 from loopwright.errors import DataError
 
@@ -126,3 +127,19 @@ def test_a_loader_that_begins_again_after_it_was_loaded_is_an_error() -> None:
     counted.reopen()
     with pytest.raises(DataError, match="got its first batches again"):
         read(counted, 2)
+
+
+class _Compiled(list[torch.Tensor]):
+    """A loader whose methods are compiled and have no signature."""
+
+    state_dict = load_state_dict = dict
+
+
+class _NeedsPosition(_Compiled):
+    def state_dict(self, num_samples: int) -> dict[str, int]:  # type: ignore[override]
+        return {}
+
+
+def test_methods_without_a_signature_count_as_those_of_a_loader_with_a_state() -> None:
+    assert is_stateful(_Compiled())
+    assert not is_stateful(_NeedsPosition())
