@@ -195,7 +195,7 @@ class SpikeDetection(Callback):
         self._lw_own: list[tuple[int, Tensor]] = []
         self._lw_known: list[tuple[int, int, float]] = []
         self._lw_every = 1
-        self._lw_has_looked = False
+        self._lw_has_looked, self._lw_first_step = False, 0
         self._lw_trainer: Trainer | None = None
 
     @property
@@ -208,6 +208,7 @@ class SpikeDetection(Callback):
         self._lw_every = min(self.check_every_n_steps or trainer.log_every_n_steps or 50, _MOST_KEPT)
         self._lw_own = []
         self._lw_has_looked = False
+        self._lw_first_step = trainer.progress.steps
         self._lw_trainer = trainer
         if self.on_spike == "rollback":
             self._lw_prepare(trainer, pl_module)
@@ -288,16 +289,18 @@ class SpikeDetection(Callback):
             everywhere = trainer.strategy.gather_objects(losses)
             losses = [one for part in trainer.strategy.topology.reports(everywhere) for one in part]
         self._lw_known += sorted(losses, key=lambda one: one[:2])
+        self._lw_has_looked |= bool(losses)  # they may be judged before a check is due: when a checkpoint is saved
 
     def _lw_look(self, trainer: Trainer) -> None:
         self._lw_learn()
-        if not self._lw_known and not self._lw_has_looked and trainer.is_global_zero and trainer.progress.steps:
+        steps = trainer.progress.steps - self._lw_first_step  # none in an epoch that is only ended after a resume
+        if not self._lw_has_looked and trainer.is_global_zero and steps:
             _log.warning(
                 "SpikeDetection has seen no loss in %s: training_step returns none. Return it, also with manual "
                 "optimization, as a tensor or a dict with the key 'loss'.",
-                counted(trainer.progress.steps, "step"),
+                counted(steps, "step"),
             )
-        self._lw_has_looked = True
+        self._lw_has_looked |= steps > 0
         self._lw_judge_known(trainer)
 
     def _lw_judge_known(self, trainer: Trainer) -> None:

@@ -158,3 +158,18 @@ def test_a_training_without_losses_to_judge_is_said_once(tmp_path: Path, caplog:
     caplog.clear()
     fit(tmp_path, [*CALM], SpikeDetection())
     assert not caplog.records
+
+
+@pytest.mark.parametrize("path", [None, "epoch=0-step=4.ckpt"])
+def test_losses_that_a_checkpoint_has_judged_are_not_missed_at_the_end_of_the_epoch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, path: str | None
+) -> None:
+    """Also not by a run that resumes from it, and ends the epoch without a step."""
+    for one in (None, path):
+        caplog.clear()
+        save = lw.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+        callbacks = [SpikeDetection(), save]
+        quiet(max_epochs=1, callbacks=callbacks, default_root_dir=tmp_path, enable_checkpointing=True).fit(
+            net(Scripted, CALM), loader(len(CALM), 1), ckpt_path=one and tmp_path / one
+        )
+    assert "no loss" not in caplog.text
