@@ -57,8 +57,10 @@ class _LeavesOut(Protocol):
 
 
 class _SharesSteps(Protocol):
-    """The part of `ReplicaGroups` that checkpoints need."""
+    """The part of `ReplicaGroups` that checkpoints and the loop need."""
 
+    @property
+    def is_within_round(self) -> bool: ...
     def state_dict(self) -> StateDict: ...
     def shared_state(self) -> StateDict: ...
 

@@ -132,11 +132,15 @@ class FitLoop:
 
     @property
     def stops_here(self) -> bool:
-        """Whether `should_stop` ends the run now. On several ranks it is what all of them agreed on."""
+        """Whether `should_stop` ends the run now. On several ranks it is what all of them agreed on.
+
+        Ranks of a replica group may agree on a place within a round, which is completed.
+        """
         run = self._trainer.present_run()
         stop_points = None if run is None else run.stop_points
         asked = self._trainer.should_stop if stop_points is None else stop_points.is_to_stop
-        return asked and self.may_stop
+        groups = getattr(run, "groups", None)
+        return asked and self.may_stop and not (groups is not None and groups.is_within_round)
 
     def accumulation_for_epoch(self, epoch: int) -> int:
         """Return the micro-batches of a window in this epoch."""

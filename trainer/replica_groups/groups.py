@@ -243,9 +243,16 @@ class ReplicaGroups:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
+    @property
+    def is_within_round(self) -> bool:
+        """Whether groups have different weights now."""
+        return self._rounds is not None and self._rounds.is_open
+
     def train_window(self, run: FitRun, size: int) -> bool:
         """Train on the next window, together with the groups that are there; see `window.train_window`."""
         rounds = self._rounds
+        if rounds is not None:
+            rounds.hold_stop()  # ranks may have agreed to stop before this window
         if rounds is None or not rounds.is_open:
             if rounds is not None:
                 rounds.inner = {}  # a group that heals does not need them

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 from fakes import LoneManager, answers
+from ranks import run_ranks
 from torch.utils.data import DataLoader
 from toys import Net, ValidatedNet, adam, assert_same, loader, net, pairs, quiet, weights
 
 import loopwright as lw
 from loopwright.data.rng import is_same
 from loopwright.errors import ConfigError, NonFiniteError
+from loopwright.trainer.replica_groups.groups import ReplicaGroups
 
 LOCAL_SGD = lw.TorchFT(sync_every=4)
 DILOCO = lw.TorchFT(sync_every=4, outer_optimizer="nesterov")
@@ -205,6 +207,31 @@ def test_a_request_to_stop_waits_for_the_end_of_the_round(managers: list[LoneMan
     trainer = quiet(max_steps=100, callbacks=[Stop()], fault_tolerance=LOCAL_SGD)
     trainer.fit(net(), loader(100))
     assert trainer.global_step == 8
+
+
+def steps_of_ranks(rank: int, size: int) -> int:
+    """Return the steps of a group of ranks, of which one asks to stop when others may have begun the next round."""
+
+    class Stop(lw.Callback):
+        def on_validation_end(self, trainer: lw.Trainer, *_: object) -> None:
+            trainer.should_stop = rank == 0 and trainer.global_step == 8
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReplicaGroups, "_connect", lambda self: setattr(self, "manager", LoneManager(answers(2))))
+        options = lw.TorchFT(replica_id="0", lighthouse_addr="http://nowhere:1", sync_every=4)
+        trainer = quiet(
+            max_steps=100, callbacks=[Stop()], fault_tolerance=options, strategy="ddp", devices=size,
+            val_check_interval=8,
+        )  # fmt: skip
+        trainer.fit(net(ValidatedNet), loader(200), loader(4))
+    return trainer.global_step
+
+
+def test_a_request_of_one_rank_to_stop_waits_for_the_end_of_the_round_that_others_have_begun() -> None:
+    pytest.importorskip("torchft")
+    first, second = run_ranks(steps_of_ranks, 2, connect=False)
+    assert first == second
+    assert first in (8, 12)
 
 
 def test_a_skipped_rest_of_an_epoch_ends_the_round(managers: list[LoneManager]) -> None:
