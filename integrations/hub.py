@@ -27,11 +27,12 @@ from ..messages import current_rank, warn
 from ..protocols import MapLocation, StateDict, TrustedClasses
 from ..strategies.base import plain_name
 from ..strategies.distributed.shards import is_sharded
+from ..trainer.checkpointing.program import hide_secrets, is_secret
 from ..yaml_file import write as to_yaml
 
 try:
     import huggingface_hub
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 except ModuleNotFoundError as error:
     raise MissingDependency("huggingface_hub", needed_for="loopwright.integrations.hub") from error
 
@@ -105,7 +106,8 @@ def write_hub_files(
 ) -> None:
     """Write what `push_to_hub` publishes.
 
-    Hyperparameters are written as JSON: a tuple becomes a list, and what JSON does not have is left out with a warning.
+    Hyperparameters are written as JSON: a tuple becomes a list. What JSON does not have is left out with a warning, and
+    so are texts with the name or the form of a secret: `api_key`, `hf_...`, logins in URLs.
 
     Args:
         source: A module or a checkpoint; see `push_to_hub`.
@@ -120,7 +122,8 @@ def write_hub_files(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    name = type(source).__name__ if isinstance(source, nn.Module) else "YourModule"
+    # torch.compile wraps the module in a class of its own.
+    name = type(getattr(source, "_orig_mod", source)).__name__ if isinstance(source, nn.Module) else "YourModule"
     opened = _opened(source)
     weights = {plain_name(key): value for key, value in weights_of(opened).items()}
     write_weights(weights, folder / WEIGHTS)
@@ -168,7 +171,7 @@ def load_from_hub(
     found, _ = read_weights(path)
     location = torch.device("cpu" if map_location is None else str(map_location))
     checkpoint: StateDict = {"state_dict": {key: read_tensor(value).to(location) for key, value in found.items()}}
-    config = _download(repo_id, CONFIG, revision, token)
+    config = _download(repo_id, CONFIG, path.parent.name, token)  # of the commit that the weights are from
     if config is not None:
         checkpoint.update(_entries_of(config, repo_id))
     return rebuild(
@@ -197,6 +200,9 @@ def _config_of(tree: StateDict) -> dict[str, Any]:  # Any: values of JSON
     own = {"_instantiator": saved.pop(hparams.INSTANTIATOR, None), "hparams_name": tree.get("hparams_name")}
     config: dict[str, Any] = {}
     for name, value in saved.items():
+        if is_secret(str(name), value):
+            to_pass[str(name)] = "a secret"
+            continue
         try:
             json.dumps(value, allow_nan=False)
             config[str(name)] = value
@@ -204,8 +210,11 @@ def _config_of(tree: StateDict) -> dict[str, Any]:  # Any: values of JSON
             to_pass[str(name)] = hparams.describe(value)
     if to_pass:
         names = ", ".join(to_pass)
-        warn(f"hyperparameters that JSON does not have are not published: {names}; pass them to load_from_hub")
-    own["to_pass"] = to_pass or None
+        warn(
+            f"hyperparameters that JSON does not have, or that seem to be secrets, are not published: {names}; pass "
+            "them to load_from_hub"
+        )
+    own["to_pass"] = {key: hide_secrets([str(value)])[0] for key, value in to_pass.items()} or None
     own = {key: value for key, value in own.items() if value is not None and value != "kwargs"}
     return {**config, _OWN: own} if own else config
 
@@ -231,10 +240,18 @@ def _download(repo_id: str, name: str, revision: str | None, token: str | None) 
     """Return the local copy of a file; None if the repository does not have it."""
     try:
         return Path(huggingface_hub.hf_hub_download(repo_id, name, revision=revision, token=token))
-    except EntryNotFoundError:
-        return None
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except (EntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        if _is_absent(error, repo_id, name, revision):
+            return None
         raise CheckpointError(f"{name} of {repo_id!r} could not be downloaded: {error}", fix=_FIX) from error
+
+
+def _is_absent(error: Exception, repo_id: str, name: str, revision: str | None) -> bool:
+    """Return whether the hub says that there is no such file, or said so before if it cannot be reached now."""
+    if not isinstance(error, LocalEntryNotFoundError):
+        return isinstance(error, EntryNotFoundError)
+    found = huggingface_hub.try_to_load_from_cache(repo_id, name, revision=revision)
+    return found is not None and not isinstance(found, str)
 
 
 def _card(

@@ -13,7 +13,7 @@ from ...errors import LaunchError
 from ...fabric import Fabric
 from ...fabric.launch.command import interpreter_flags, own_command
 from ...lazy import START_FOLDER
-from ...protocols import StateDict
+from ...protocols import StateDict, Tree
 from ...report.environment import revision
 
 # Variables that choose what the Trainer does; all others stay unread, for they may hold secrets.
@@ -25,6 +25,8 @@ _NAME = (
     r"|(?:api|access|account|auth|private|secret|wandb|ssh|encryption|signing|license)[-_.]?key|jwt|cookie"
     r"|(?:^|(?<=--))(?:pass|key))"  # names of many other things end in these
 )
+_END = re.compile(rf"(?i){_NAME}$")
+_WORD = re.compile(r"<.*>|\[.*\]")  # of a vocabulary: image_token is "<image>"
 _OPTION = re.compile(rf"(?i)^-.*{_NAME}$")  # its value is the next argument
 # In an argument, all that follows the name: NAME=x, ?NAME=x of a URL, {"NAME": "x"}, NAME: x of a header.
 _VALUE = re.compile(rf"(?is)({_NAME}[\"']?\s*[=:]).*")
@@ -80,3 +82,15 @@ def hide_secrets(arguments: list[str]) -> list[str]:
             shown.append(_VALUE.sub(lambda match: match[1] + HIDDEN, hidden))
         is_next = _OPTION.search(argument) is not None
     return shown
+
+
+def is_secret(name: str, value: Tree) -> bool:
+    """Return whether a text has the name or the form of a secret, or one in a dict or list has."""
+    if isinstance(value, dict):
+        return any(is_secret(str(key), below) for key, below in value.items())
+    if isinstance(value, list | tuple):
+        return any(is_secret(name, below) for below in value)
+    if not isinstance(value, str):
+        return False
+    is_named = value and name.lower() != "key" and _END.search(name) and not _WORD.fullmatch(value)
+    return bool(is_named or _KEY.search(value) or _LOGIN.search(value))

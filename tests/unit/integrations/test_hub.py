@@ -111,6 +111,37 @@ def test_what_json_does_not_have_must_be_passed(hub: type[Hub]) -> None:
     assert load_from_hub(Tied, "me/act", act=torch.float16).act is torch.float16
 
 
+def test_a_config_that_cannot_be_reached_is_no_missing_one(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    push_to_hub(Tied(width=3, lr=0.5), "me/tied")
+    weights = Path(huggingface_hub.hf_hub_download("me/tied", "model.safetensors"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match=r"config\.json of 'me/tied' could not be downloaded"):
+        load_from_hub(Tied, "me/tied", width=3)
+    known = weights.parents[2] / ".no_exist" / SHA / "config.json"  # as huggingface_hub notes it
+    known.parent.mkdir(parents=True)
+    known.touch()
+    assert load_from_hub(Tied, "me/tied", width=3).hparams["lr"] == 0.1
+
+
+def test_secrets_among_hyperparameters_are_not_published(tmp_path: Path) -> None:
+    class WithKey(Tied):
+        def __init__(self, api_key: str, service: Any, client: Any, image_token: str = "<image>") -> None:
+            super().__init__(width=3)
+            self.save_hyperparameters(ignore=["width", "lr", "act"])
+
+    class Client:
+        def __repr__(self) -> str:
+            return "Client(password='not-for-you')"
+
+    module = WithKey("not-for-you", {"url": "s3://me:not-for-you@host/x"}, Client())
+    with pytest.warns(UserWarning, match="not published: client, api_key, service;"):
+        write_hub_files(module, tmp_path, repo_id="me/key")
+    assert b"not-for-you" not in b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert json.loads((tmp_path / "config.json").read_text())["image_token"] == "<image>"
+
+
 def test_files_with_code_are_never_read(hub: type[Hub]) -> None:
     hub.files["me/pickle"] = {"pytorch_model.bin": b"\x80\x04cos\nsystem\n.", "config.json": b"{}"}
     with pytest.raises(CheckpointError, match=r"no model\.safetensors.*can contain code"):
