@@ -57,7 +57,10 @@ def make_folder(files: AbstractFileSystem, folder: str) -> None:
 
     Object stores need none. Their file systems would make the bucket: one whose name is mistyped, for all to pay.
     """
-    if not _is_whole(files):
+    store = files
+    while isinstance(below := getattr(store, "fs", None), AbstractFileSystem):  # of simplecache::, dir:: and the like
+        store = below
+    if not _is_whole(store):
         files.makedirs(folder, exist_ok=True)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import posixpath
+import re
 from pathlib import Path
 from typing import IO
 from urllib.parse import unquote
@@ -19,6 +20,7 @@ from ...protocols import StorageOptions
 logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 4096
+_RANDOM = re.compile("[0-9a-f]{8}")  # ends the name of a temporary file
 _LOCAL_SCHEMES = ("file://", "local://")
 
 
@@ -114,9 +116,12 @@ class Remote:
         """Remove what killed saves to this address have left; only one program at a time saves to an address."""
         try:
             for name in self.neighbours():
-                if name.startswith(start):
+                # Nothing more general: ".a.tmp-b.tmp-0123abcd" is of a save to another address, "a.tmp-b".
+                if name.startswith(start) and _RANDOM.fullmatch(name, len(start)):
                     self._store.rm_file(posixpath.join(folder, name))
-        except OSError as error:  # not allowed to list, say; the checkpoint itself has arrived
+        except (
+            Exception
+        ) as error:  # each store has its own errors: not allowed to list, say; the checkpoint has arrived
             logger.warning("cannot remove what an interrupted save has left beside %s: %s", self.url, error)
 
     def _compare(self, source: Path, key: str) -> None:

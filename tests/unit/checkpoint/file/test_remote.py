@@ -10,7 +10,7 @@ import torch
 from object_store import ObjectStore
 
 from loopwright.checkpoint import load, newest_valid, remove, save, sharded, storage, verify
-from loopwright.checkpoint.file.remote import as_local
+from loopwright.checkpoint.file.remote import Remote, as_local
 from loopwright.errors import CheckpointError, MissingDependency
 from loopwright.remote.store import RemoteStore
 
@@ -125,10 +125,23 @@ def test_paths_and_urls_are_distinguished() -> None:
 def test_a_save_removes_what_a_killed_save_to_its_address_has_left(url: str, checkpoint: dict[str, Any]) -> None:
     store = fsspec.filesystem("memory")
     folder = url.rpartition("/")[0]
-    for left in (".a.ckpt.tmp-0badcafe", ".b.ckpt.tmp-0badcafe"):  # the other one may be in use
+    others = [".a.ckpt.tmp-b.tmp-0badcafe", ".a.ckpt.tmp-notes", ".b.ckpt.tmp-0badcafe"]  # may be in use
+    for left in (".a.ckpt.tmp-0badcafe", *others):
         store.pipe_file(f"{folder}/{left}", b"half")
     save(checkpoint, url)
-    assert sorted(names(url)) == [".b.ckpt.tmp-0badcafe", "a.ckpt"]
+    assert sorted(names(url)) == [*others, "a.ckpt"]
+
+
+def test_a_store_that_lists_nothing_keeps_the_checkpoint(
+    url: str, checkpoint: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forbidden(self: Remote) -> list[str]:
+        raise RuntimeError("403")  # gcsfs' and adlfs' errors are no OSError
+
+    monkeypatch.setattr(Remote, "neighbours", forbidden)
+    save(checkpoint, url)
+    assert "cannot remove what an interrupted save has left" in caplog.text
+    assert verify(url).sealed
 
 
 class Buckets(ObjectStore):
@@ -151,4 +164,5 @@ def test_no_bucket_is_made_in_an_object_store(checkpoint: dict[str, Any]) -> Non
     store = RemoteStore("r2://bucket")
     store.mark("x/.claim")
     store.write("y/remote.py", __file__, 0, 10)
-    assert store.names() == {"a.ckpt", "folder", "x", "y"}
+    RemoteStore("simplecache::r2://bucket").mark("z/.claim")
+    assert store.names() == {"a.ckpt", "folder", "x", "y", "z"}
