@@ -39,6 +39,9 @@ _DEFAULTS: Mapping[str, Any] = {
     "n_expert_per_token": 0, "routed_scaling_factor": 1.0, "norm_topk_prob": False, "scale_embeddings": False,
     "lm_head_bias": False, "norm_1": True, "norm_2": True,
 }  # fmt: skip
+_COUNTS = ("block_size", "n_layer", "n_embd", "vocab_size", "padding_multiple", "n_head")
+_DERIVED = ("padded_vocab_size", "head_size", "n_query_groups", "intermediate_size")
+_NUMBERS = ("norm_eps", "rope_base", "rotary_percentage", "rope_condense_ratio")
 # Settings that say nothing about the computation, or nothing without another one that is looked at.
 _FREE = {
     "name", "hf_config", "vocab_size", "padding_multiple", "padded_vocab_size", "block_size", "n_layer", "n_embd",
@@ -172,14 +175,30 @@ def _renamed(name: str, part: str, names: Mapping[str, str]) -> str:
 def _values(file: Path) -> dict[str, Any]:
     """Return the settings of a model, with those that follow from others as LitGPT computes them."""
     values = {**_DEFAULTS, **read(file)}
-    multiple = int(values["padding_multiple"])
-    values["padded_vocab_size"] = (
-        values.get("padded_vocab_size") or -(-int(values["vocab_size"]) // multiple) * multiple
-    )
+    wrong = [name for name in _COUNTS if not _is_count(values[name])]
+    wrong += [name for name in _DERIVED if values.get(name) and not _is_count(values[name])]
+    wrong += [name for name in _NUMBERS if type(values[name]) not in (int, float)]
+    wrong += [
+        name
+        for name, kind in (("rope_adjustments", dict), ("sliding_window_indices", list))
+        if values.get(name) is not None and not isinstance(values[name], kind)
+    ]
+    if wrong:
+        raise ConfigError(
+            f"model: Expected the settings of a LitGPT model, got {', '.join(f'{n}={values[n]!r}' for n in wrong)} in "
+            f"{file}.",
+            fix="copy or write the folder again.",
+        )
+    multiple = values["padding_multiple"]
+    values["padded_vocab_size"] = values.get("padded_vocab_size") or -(-values["vocab_size"] // multiple) * multiple
     values["head_size"] = values.get("head_size") or values["n_embd"] // values["n_head"]
     values["n_query_groups"] = values.get("n_query_groups") or values["n_head"]
     values["intermediate_size"] = values.get("intermediate_size") or 4 * values["n_embd"]
     return values
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def _family(values: Mapping[str, Any], file: Path) -> str:
@@ -324,10 +343,11 @@ def _projections(value: Tensor, values: Mapping[str, Any], *, is_grouped: bool) 
     """
     size, groups = values["head_size"], values["n_query_groups"]
     queries = values["n_head"] * size
-    if len(value) != queries + 2 * groups * size:
+    rows = len(value) if value.ndim else 0
+    if rows != queries + 2 * groups * size:
         raise ConfigError(
             f"model: Expected {queries + 2 * groups * size} rows of queries, keys and values, as {CONFIG} says, got "
-            f"{len(value)} in {WEIGHTS}.",
+            f"{rows} in {WEIGHTS}.",
             fix="copy both files from one LitGPT folder.",
         )
     if not is_grouped:

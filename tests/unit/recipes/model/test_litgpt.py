@@ -239,6 +239,20 @@ def test_other_families_are_refused_by_name(tmp_path: Path, changes: dict[str, A
         read_config(ModelSettings(folder, needs_weights=False))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_head": 0}, {"n_layer": -1}, {"n_embd": "32"}, {"padded_vocab_size": 9.5}, {"rope_base": "x"},
+        {"rope_adjustments": 5}, {"sliding_window_size": 4, "sliding_window_indices": 5},
+    ],
+)  # fmt: skip
+def test_damaged_settings_are_named(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = write(tmp_path / "lit", {**LLAMA, **changes}, None)
+    name, value = changes.popitem()
+    with pytest.raises(ConfigError, match=rf"settings of a LitGPT model, got {name}={value!r} in "):
+        read_config(ModelSettings(folder, needs_weights=False))
+
+
 def test_an_adapter_of_litgpt_that_is_not_merged_is_refused(tmp_path: Path) -> None:
     weights = as_litgpt(llama())
     weights["transformer.h.0.attn.qkv.lora_A"] = torch.ones(2, 32)
