@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..files import replace_file
+from ..messages import warn
+from ..protocols import StateDict, Tree
 from ..remote import is_url
 from .checkpoints import owner_of
 from .names import natural
@@ -24,19 +26,32 @@ EVALUATION_FILE = "evaluation.json"
 def add_evaluated(folder: str | os.PathLike[str], checkpoint: str) -> None:
     """Add a checkpoint to those that `evaluation.json` in a run's folder names; called on rank zero.
 
+    Other entries stay. A file of that name with another content is left alone, with a warning.
+
     Args:
         folder: Where the evaluation logged.
         checkpoint: Its path or URL. A path is written relative to the folder: both may be moved together.
     """
     path = Path(folder, EVALUATION_FILE)
-    names: list[str] = []
-    with suppress(OSError, ValueError, KeyError, TypeError):  # there is none, or a damaged one
-        names = list(json.loads(path.read_text(encoding="utf-8"))["checkpoints"])
+    content: StateDict = {}
+    names: Tree = []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        names = content.get("checkpoints", [])
+    except FileNotFoundError:
+        pass
+    except (ValueError, AttributeError, RecursionError):
+        names = None
+    if not isinstance(names, list):
+        warn(
+            f"{path} seems to be another program's and is left alone; reports show this evaluation as a run of its own"
+        )
+        return
     if not is_url(checkpoint):
         with suppress(ValueError):  # on another drive
             checkpoint = os.path.relpath(checkpoint, folder)
     if checkpoint not in names:
-        replace_file(path, json.dumps({"checkpoints": [*names, checkpoint]}, indent=2) + "\n")
+        replace_file(path, json.dumps({**content, "checkpoints": [*names, checkpoint]}, indent=2) + "\n")
 
 
 def join_evaluations(runs: Sequence[LoggedRun], root: Path | None = None) -> list[LoggedRun]:

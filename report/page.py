@@ -125,7 +125,7 @@ def render_page(runs: Sequence[LoggedRun], *, title: str | None = None, smoothin
         _compared("Environment", "environment", [run.environment for run in runs], runs),
         "</main>",
     ]
-    return "\n".join(
+    page = "\n".join(
         [
             "<!DOCTYPE html>",
             '<html lang="en"><head><meta charset="utf-8">',
@@ -140,6 +140,8 @@ def render_page(runs: Sequence[LoggedRun], *, title: str | None = None, smoothin
             "</body></html>\n",
         ]
     )
+    # Names may have what UTF-8 has not: bytes of a folder's name, a half of a pair in JSON.
+    return page.encode("utf-8", "backslashreplace").decode()
 
 
 def _packed_plotly() -> tuple[str, int]:

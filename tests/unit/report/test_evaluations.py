@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -91,10 +92,24 @@ def test_a_run_that_has_trained_keeps_its_tests(logs: Path) -> None:
     assert [run.name for run in read_runs([logs])] == ["logs/version_0", "logs/version_1", "logs/version_3"]
 
 
-def test_the_file_names_each_checkpoint_once_and_a_damaged_one_is_replaced(tmp_path: Path) -> None:
+def test_the_file_names_each_checkpoint_once(tmp_path: Path) -> None:
     for _ in range(2):
         add_evaluated(tmp_path, "s3://bucket/a.ckpt")
     assert (tmp_path / EVALUATION_FILE).read_text().count("s3://bucket/a.ckpt") == 1
-    (tmp_path / EVALUATION_FILE).write_text("{")
     add_evaluated(tmp_path, str(tmp_path / "b" / "c.ckpt"))
     assert '"b/c.ckpt"' in (tmp_path / EVALUATION_FILE).read_text()
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}\n{"a": 2}', "[1]", '{"checkpoints": "all"}'])
+def test_a_file_of_another_program_is_left_alone(tmp_path: Path, text: str) -> None:
+    (tmp_path / EVALUATION_FILE).write_text(text)
+    with pytest.warns(UserWarning, match="seems to be another program's"):
+        add_evaluated(tmp_path, "s3://bucket/a.ckpt")
+    assert (tmp_path / EVALUATION_FILE).read_text() == text
+
+
+def test_other_entries_of_the_file_stay(tmp_path: Path) -> None:
+    (tmp_path / EVALUATION_FILE).write_text('{"accuracy": 0.5}')
+    add_evaluated(tmp_path, "s3://bucket/a.ckpt")
+    found = json.loads((tmp_path / EVALUATION_FILE).read_text())
+    assert found == {"accuracy": 0.5, "checkpoints": ["s3://bucket/a.ckpt"]}

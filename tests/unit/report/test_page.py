@@ -267,3 +267,11 @@ def test_a_smoothing_out_of_range_is_an_error(smoothing: float) -> None:
 def test_no_runs_are_an_error() -> None:
     with pytest.raises(ConfigError, match="no runs"):
         render_page([])
+
+
+def test_names_that_utf_8_cannot_write_are_shown_by_their_codes(tmp_path: Path) -> None:
+    name = "a\udcff"
+    run = LoggedRun(name, [Path("logs/one")], ["CSV"], {"b\ud800": Series("b\ud800", [0, 5], [2.0, 1.0])})
+    page = Reader(write_report([run], tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert r"b\ud800" in page.all_text()
+    assert page.data["runs"][0]["name"] == name
