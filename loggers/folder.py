@@ -121,12 +121,14 @@ class FolderLogger(RunLogger):
         """Raise an error for a folder that cannot be created or written to, before training starts.
 
         Raises:
-            ConfigError: The path is a file, permission is denied, or another process is logging there.
+            ConfigError: The path is a file, the bucket does not exist, permission is denied, or another process is
+                logging there.
         """
         if self._lw_folder.is_resolved and self._lw_folder.is_in_use(self._lw_folder.version):
             raise self._lw_in_use()
         folder = self._lw_folder.path if self._lw_folder.is_resolved else self._lw_folder.root_dir
-        why = why_unwritable(folder)
+        remote = self._lw_folder.remote
+        why = why_unwritable(folder) if remote is None else remote.why_unwritable()
         if why:
             raise ConfigError(
                 f"{type(self).__name__}: logs cannot be written to {folder}: {why}.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 import re
@@ -121,6 +122,17 @@ class RemoteFolder:
         self._store.remove(mark)
         time.sleep(os.urandom(1)[0] / 5000)  # the other one does not come at the same moment again
         return False
+
+    def why_unwritable(self) -> str:
+        """Return why nothing can be written to the store; "" if it can. A small file is put there and removed."""
+        name = f".trial-{os.urandom(8).hex()}"
+        try:
+            self._store.mark(name)
+        except Exception as error:  # each store has its own errors
+            return str(error) or type(error).__name__
+        with contextlib.suppress(Exception):  # a store may allow writing and forbid removing
+            self._store.remove(name)
+        return ""
 
     def give_back(self) -> None:
         """Leave the folder that was taken, if nothing was sent there."""

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 def describe_run(trainer: Trainer) -> None:
     """Write the time by phase and the environment of a fit beside its logs, for reports."""
-    folder = _folder(trainer)
-    if folder is None:
-        return
-    with only_describes(f"What the run ran on, and where its time went, in {folder},"):
+    with only_describes("What the run ran on, and where its time went,"):
+        folder = _folder(trainer)  # asked for the first time, a logger makes it
+        if folder is None:
+            return
         write_environment(folder)
         if trainer._lw_settled is not None:
             replace_file(Path(folder, "strategy.json"), json.dumps(trainer._lw_settled, indent=2) + "\n")
@@ -29,11 +29,10 @@ def describe_run(trainer: Trainer) -> None:
 
 def describe_evaluation(trainer: Trainer, checkpoint: str) -> None:
     """Write which checkpoint was evaluated, so that reports show the metrics with those of its run."""
-    folder = _folder(trainer)
-    if folder is None:
-        return
-    with only_describes(f"Which checkpoint was evaluated, in {folder},"):
-        add_evaluated(folder, checkpoint)
+    with only_describes("Which checkpoint was evaluated,"):
+        folder = _folder(trainer)
+        if folder is not None:
+            add_evaluated(folder, checkpoint)
 
 
 def _folder(trainer: Trainer) -> str | None:

@@ -17,8 +17,10 @@ from torch.utils.data import DataLoader
 
 import loopwright as lw
 from loopwright.cli.commands.report import report, watch
+from loopwright.errors import ConfigError
 from loopwright.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 from loopwright.loggers.folder import FolderLogger
+from loopwright.remote.mirror import RemoteFolder
 from loopwright.remote.store import RemoteStore
 from loopwright.report import read_runs
 
@@ -146,6 +148,30 @@ def test_rows_wait_while_the_store_is_down_and_come_once(
     assert run.series["loss"].steps == list(range(12))
     if isinstance(logger, CSVLogger):
         assert len(list(csv.DictReader(io.StringIO(content(logger))))) == 12
+
+
+@pytest.mark.parametrize("version", [None, 3])
+def test_a_store_that_takes_nothing_is_found_before_training(
+    objects: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int | None
+) -> None:
+    def no_bucket(*args: Any, **kwargs: Any) -> None:
+        raise FileNotFoundError("The specified bucket does not exist")
+
+    monkeypatch.setattr(ObjectStore, "pipe_file", no_bucket)
+    with pytest.raises(ConfigError, match="CSVLogger: logs cannot be written to objects.*bucket does not exist"):
+        fit(CSVLogger(objects, version=version), tmp_path, callbacks=[Kill(1)], enable_checkpointing=False)
+
+
+@pytest.mark.filterwarnings("ignore:CSVLogger failed", "ignore:What the run ran on")
+def test_a_folder_that_cannot_be_made_does_not_hide_the_first_error(
+    objects: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_bucket(self: RemoteFolder, url: str) -> bool:
+        raise FileNotFoundError("The specified bucket does not exist")
+
+    monkeypatch.setattr(RemoteFolder, "claim", no_bucket)
+    with pytest.raises(Killed):
+        fit(CSVLogger(objects), tmp_path, callbacks=[Kill(1)], enable_checkpointing=False)
 
 
 def test_loggers_of_one_trainer_share_a_version(url: str, tmp_path: Path) -> None:
