@@ -122,7 +122,7 @@ def write_hub_files(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # torch.compile wraps the module in a class of its own.
+    # torch.compile puts its own class around the module.
     name = type(getattr(source, "_orig_mod", source)).__name__ if isinstance(source, nn.Module) else "YourModule"
     opened = _opened(source)
     weights = {plain_name(key): value for key, value in weights_of(opened).items()}

@@ -43,9 +43,7 @@ def add_evaluated(folder: str | os.PathLike[str], checkpoint: str) -> None:
     except (ValueError, AttributeError, RecursionError):
         names = None
     if not isinstance(names, list):
-        warn(
-            f"{path} seems to be another program's and is left alone; reports show this evaluation as a run of its own"
-        )
+        warn(f"{path} seems to be another program's and is left alone; reports show this evaluation as another run")
         return
     if not is_url(checkpoint):
         with suppress(ValueError):  # on another drive

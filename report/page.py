@@ -140,7 +140,7 @@ def render_page(runs: Sequence[LoggedRun], *, title: str | None = None, smoothin
             "</body></html>\n",
         ]
     )
-    # Names may have what UTF-8 has not: bytes of a folder's name, a half of a pair in JSON.
+    # Names may have what UTF-8 cannot write: bytes of a folder's name, a half of a pair in JSON.
     return page.encode("utf-8", "backslashreplace").decode()
 
 

@@ -37,7 +37,8 @@ _COMPARED = ("state_dict", "optimizer_states")
 _DESCRIPTION = """\
 Make one step of a run again, bit for bit, and show its losses, gradient norms, weight norms, and which samples each
 rank had in each micro-batch. Nothing has to have been logged: the program of the run is started again from the last
-checkpoint at or before the step. No file of the run is written: loggers and checkpoints are switched off.
+checkpoint at or before the step, by the command that the checkpoint records: replay only runs that you trust. No file
+of the run is written: loggers and checkpoints are switched off.
 """
 
 
