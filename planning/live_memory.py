@@ -16,15 +16,13 @@ from torch.utils._pytree import tree_leaves
 
 from .fake_world import belongs_to, group_size, really, watch_storages
 from .formulas import ring_bytes
+from .table import KINDS
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 # Any in this file: arguments and results of torch's operations.
-
-KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered")
-"""Kinds of storages: "gathered" are full parameters of sharded units, and communication buffers."""
 
 # Part of an operation's name -> how its data travel in a ring, and whether the result is counted, or else the input.
 _COLLECTIVES = {

@@ -10,7 +10,8 @@ from ..errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SPARE = 0.1
-_WIDE = ("parameters", "gradients", "optimizer", "activations", "gathered")
+KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered")
+"""Kinds of storages: "gathered" are full parameters of sharded units, and communication buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +126,13 @@ class Plan:
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the headings and the rows of the table."""
-        heading = ["strategy", *_WIDE, "peak", "sent/step", "time", "bubble"]
+        heading = ["strategy", *KINDS, "peak", "sent/step", "time", "bubble"]
         if self.memory is not None:
             heading.append("fits")
         return heading, [self._cells_of(row) for row in self.rows]
 
     def _cells_of(self, row: Row) -> list[str]:
-        found = [row.name, *(show_size(row.held.get(kind, 0.0)) for kind in _WIDE), show_size(row.peak)]
+        found = [row.name, *(show_size(row.held.get(kind, 0.0)) for kind in KINDS), show_size(row.peak)]
         found += [show_size(row.sent), f"{1000 * row.seconds:.1f} ms" if row.sent else "-"]
         found.append(f"{row.bubble:.0%}" if row.bubble else "-")
         if row.spare is not None:

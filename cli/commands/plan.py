@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 from ...errors import ConfigError, LoopwrightError
 from ...planning.formulas import chinchilla_tokens, training_cost, training_flops, training_hours
+from ...planning.table import KINDS
 from .doctor import print_json, print_text
 
 if TYPE_CHECKING:
@@ -174,6 +175,11 @@ def _dry_run(fit: _Fit, given: dict[str, Any], chosen: argparse.Namespace) -> in
 
 def _fit_of(chosen: argparse.Namespace, given: dict[str, Any]) -> _Fit | None:
     """Run the program until its fit; None if it does not call it. Its Trainer's own arguments are put into `given`."""
+    if not os.path.exists(chosen.program):
+        raise ConfigError(
+            f"Expected a program, got {chosen.program!r}, which does not exist in {os.getcwd()!r}.",
+            fix="pass the path of a script that calls Trainer.fit.",
+        )
     from ...trainer import Trainer
 
     def fit(trainer: Trainer, model: Any, train: Any = None, *rest: Any, **given: Any) -> None:
@@ -215,16 +221,44 @@ def _print(found: Plan) -> None:
     if not sys.stdout.isatty():
         sys.stdout.write(f"{found}\n")
         return
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     heading, rows = found.cells()
-    table = Table(title=found.title, title_justify="left")
-    for index, name in enumerate(heading):
-        table.add_column(name, justify="right" if index else "left")
-    for row, cells in zip(found.rows, rows, strict=True):
-        table.add_row(*cells, style="bold" if row is found.best else "dim" if row.fits is False else None)
     console = Console()
-    console.print(table)
+    console.print(found.title, markup=False, highlight=False)
+    for columns in columns_of_tables(found, console.width):
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        for index in columns:
+            table.add_column(heading[index], justify="right" if index else "left", no_wrap=True)
+        for row, cells in zip(found.rows, rows, strict=True):
+            style = "bold" if row is found.best else "dim" if row.fits is False else None
+            table.add_row(*(cells[index] for index in columns), style=style)
+        console.print(table, "")
     for line in found.advice():
         console.print(line, markup=False, highlight=False)
+
+
+def columns_of_tables(found: Plan, width: int) -> list[list[int]]:
+    """Return the columns of each table that is printed: one table, or as many as show all columns in this width.
+
+    Each table begins with the names of the strategies, and the first one of several says what fits. Columns without a
+    value are left out.
+    """
+    heading, rows = found.cells()
+    columns = list(zip(heading, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    order = [index for index, cells in enumerate(columns) if index and set(cells[1:]) != {"-"}]
+    if _width_of([0, *order], widths) > width:
+        order.sort(key=lambda index: (heading[index] in KINDS, heading[index] != "fits"))
+    tables = [[0]]
+    for index in order:
+        if len(tables[-1]) > 1 and _width_of([*tables[-1], index], widths) > width:
+            tables.append([0])
+        tables[-1].append(index)
+    return tables
+
+
+def _width_of(columns: list[int], widths: list[int]) -> int:
+    return sum(widths[index] for index in columns) + 2 * (len(columns) - 1)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from loopwright.cli.commands.plan import plan
+from loopwright.cli.commands.plan import columns_of_tables, plan
+from loopwright.planning.table import Plan, Row
 
 PROGRAM = """
 import torch
@@ -56,3 +57,23 @@ def test_options_are_checked_before_the_program_runs(
 ) -> None:
     assert plan(["none.py", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_program_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(["trian.py", "--devices", "8"]) == 2
+    assert "Expected a program, got 'trian.py', which does not exist in" in capsys.readouterr().err
+
+
+def test_a_narrow_terminal_gets_two_tables_without_cut_columns() -> None:
+    held = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "gathered"), 123.45e6)
+    names = ("ddp", "fsdp + checkpointing", "mesh:fsdp=4,tp=2")
+    found = Plan(tuple(Row(name, "", 8, held, sent=2.1e8, memory=8e10) for name in names), 8, 8e10)
+    heading, rows = found.cells()
+    assert columns_of_tables(found, 200) == [[0, 1, 2, 3, 4, 5, 6, 7, 8, 10]]  # no row has a bubble
+    tables = columns_of_tables(found, 80)
+    assert [[heading[index] for index in table] for table in tables] == [
+        ["strategy", "fits", "peak", "sent/step", "time"],
+        ["strategy", "parameters", "gradients", "optimizer", "activations", "gathered"],
+    ]
+    for table in tables:
+        assert sum(max(len(row[index]) for row in [heading, *rows]) + 2 for index in table) - 2 <= 80
