@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ....errors import MissingDependency
 from ...absent import NotServed
 from .. import install, is_installed, uninstall
 from ..imports.finder import ROOTS
@@ -123,8 +124,8 @@ class _Reader:
                 continue
             try:
                 found = getattr(module, alias.name)
-            except (AttributeError, ImportError):
-                yield Use(node.lineno, f"{place}.{alias.name}", "is not a name of that module here")
+            except (AttributeError, ImportError) as error:
+                yield Use(node.lineno, f"{place}.{alias.name}", _why_not_found(error))
                 continue
             self._objects[alias.asname or alias.name] = found
             yield from _absence(node.lineno, f"{place}.{alias.name}", found)
@@ -138,7 +139,10 @@ class _Reader:
         if not isinstance(node, ast.Attribute):
             return None
         owner = self._find(node.value)
-        return getattr(owner, node.attr, None) if inspect.ismodule(owner) else None
+        try:
+            return getattr(owner, node.attr, None) if inspect.ismodule(owner) else None
+        except MissingDependency:  # `_read_attribute` reports it
+            return None
 
     def _read_attribute(self, node: ast.Attribute) -> Iterator[Use]:
         text = ast.unparse(node)
@@ -146,8 +150,8 @@ class _Reader:
         if inspect.ismodule(owner) and _is_lightning(owner.__name__):
             try:
                 found = getattr(owner, node.attr)
-            except (AttributeError, ImportError):
-                yield Use(node.lineno, text, "is not a name of that module here")
+            except (AttributeError, ImportError) as error:
+                yield Use(node.lineno, text, _why_not_found(error))
                 return
             yield from _absence(node.lineno, text, found)
         elif ast.unparse(node.value) in self._trainers and not self._has_trainer(node.attr):
@@ -191,11 +195,19 @@ class _Reader:
                 yield Use(node.lineno, f"{ast.unparse(node.func)}({keyword.arg}=...)", "takes no such argument here")
 
 
+def _why_not_found(error: Exception) -> str:
+    if isinstance(error, MissingDependency):
+        return f"the package {error.package!r} is not installed here: {error.fix}"
+    return "is not a name of that module here"
+
+
 def _is_lightning(name: str | None) -> bool:
     return name is not None and name.split(".")[0] in ROOTS
 
 
 def _is_absent(found: object) -> bool:
+    if inspect.ismodule(found):  # an unknown name of one may import a package that is not installed
+        return False
     return hasattr(type(found), "_why") or "_why" in vars(type(found)) or hasattr(found, "_why")
 
 

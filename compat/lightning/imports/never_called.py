@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import inspect
 from importlib import import_module
+from itertools import repeat
+
+from ....errors import MissingDependency
 
 __all__ = ["LOOPS", "NEVER_CALLED", "find_never_called"]
 
@@ -82,8 +85,15 @@ def find_never_called(base: type) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name in (*LOOPS, *NEVER_CALLED):
-        places = (getattr(import_module(module), name, None) for module in _MODULES)
-        owner = next((one for one in places if inspect.isclass(one)), None)
+        owner = next((one for one in map(_class_of, _MODULES, repeat(name)) if one is not None), None)
         if owner is not None and issubclass(base, owner):
             found.update(dict.fromkeys(["*"] if name in LOOPS else NEVER_CALLED[name].split(), name))
     return found
+
+
+def _class_of(module: str, name: str) -> type | None:
+    try:
+        found = getattr(import_module(module), name, None)
+    except MissingDependency:  # LightningCLI without jsonargparse: no class derives from it here
+        return None
+    return found if inspect.isclass(found) else None

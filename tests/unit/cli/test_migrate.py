@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,23 @@ def test_what_is_not_supported_is_listed_by_line(tmp_path: Path, capsys: pytest.
         ["train.py:18", "trainer.warp"],
         ["train.py:19", "L.Warp"],
     ]
+
+
+def test_programs_are_read_without_jsonargparse(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("import lightning as L\n\nclass Net(L.LightningModule):\n    pass\n")
+    code = "import sys; sys.modules['jsonargparse'] = None; from loopwright.cli import run; sys.exit(run(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "migrate", "check", "--static", "."]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, found.stderr) == (0, "")
+    module = "lightning.pytorch.cli"
+    (tmp_path / "net.py").write_text(f"import {module}\nfrom {module} import LightningCLI\n{module}.LightningCLI()\n")
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    why = "lightning.pytorch.cli.LightningCLI: the package 'jsonargparse' is not installed here: pip install "
+    assert [line.partition("'loop")[0] for line in found.stdout.splitlines()] == [
+        f"net.py:2: {why}",
+        f"net.py:3: {why}",
+    ]
+    assert (found.returncode, found.stderr) == (1, "")
 
 
 def test_a_supported_program_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
