@@ -32,7 +32,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, width: int, heads: int, *, is_causal: bool = False) -> None:
         super().__init__()
-        self.heads, self.is_causal = heads, is_causal
+        self.head_size, self.is_causal = width // heads, is_causal
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -43,7 +43,7 @@ class TransformerBlock(nn.Module):
         normed = self.attention_norm(x)
         query, key, value = (
             # As many heads as this rank has: tensor parallelism splits them.
-            project(normed).view(batch, length, -1, x.shape[-1] // self.heads).transpose(1, 2)
+            project(normed).view(batch, length, -1, self.head_size).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)

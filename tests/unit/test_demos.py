@@ -53,10 +53,12 @@ def test_a_sample_depends_on_its_index_and_the_seed_alone() -> None:
 def test_two_ranks_with_halves_of_the_matrices_train_as_one_process(name: str) -> None:
     model, data, _ = PAIRS[name]
 
-    def losses(strategy: Any, devices: int) -> list[float]:
-        seen = list[float]()
+    def losses(strategy: Any, devices: int) -> tuple[list[float], int]:
+        """Return the losses, and the features of the queries that this rank computes."""
+        seen, features = list[float](), list[int]()
         torch.manual_seed(0)
         module = model(width=16, layers=1).double()
+        module.blocks[0].query.register_forward_hook(lambda layer, args, found: features.append(found.shape[-1]))
         read = lw.callbacks.LambdaCallback(
             on_train_batch_end=lambda trainer, *_: seen.append(float(trainer.callback_metrics["train_loss"]))
         )
@@ -69,9 +71,9 @@ def test_two_ranks_with_halves_of_the_matrices_train_as_one_process(name: str) -
             "callbacks": [read],
         }
         lw.Trainer(max_epochs=1, strategy=strategy, devices=devices, **options).fit(module, DataLoader(data(32), 8))
-        return seen
+        return seen, features[-1]
 
-    one = losses("auto", 1)
-    two = run_ranks(lambda rank, size: losses("mesh:tp=2", 2), 2, connect=False)[0]
-    assert len(one) == 4
+    one, whole = losses("auto", 1)
+    two, part = run_ranks(lambda rank, size: losses("mesh:tp=2", 2), 2, connect=False)[0]
+    assert (len(one), whole, part) == (4, 16, 8)
     assert two == pytest.approx(one, rel=1e-12)  # float64, sums over ranks in another order
