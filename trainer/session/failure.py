@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from ...accelerators.out_of_memory import is_out_of_memory
 from ...errors import LoopwrightError, ReplayEnd, StopBySignal
 from ...strategies.memory_report import advise, memory_report
@@ -14,10 +16,13 @@ from ..describe_run import describe_run
 from ..error_place import place_of
 from ..fit_lines import tell_failure
 from ..graph_advice import advice_on_evaluation, advice_on_graph
+from ..hooks import MODULE_BASES, find_override
 from ..inference_tensors import advice_on
 from ..loop.run_signals import add_place
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ..run import Run
     from .session import Session
 
@@ -76,6 +81,8 @@ def _explain(session: Session, run: Run, error: BaseException) -> None:
     hook = run.metrics.table.hook
     if hook in _STEPS and run.metrics.batch is not None:
         add_place(error, f"Loopwright: the batch is {shapes_of(run.metrics.batch)}")
+        if hook == "predict_step" and not isinstance(run.metrics.batch, Tensor):
+            _explain_default(run.module, error)
     if not isinstance(error, RuntimeError):
         return
     if "DTensor" in str(error) or "invalid python storage" in str(error):
@@ -88,6 +95,16 @@ def _explain(session: Session, run: Run, error: BaseException) -> None:
         advice = advice_on_evaluation(error, session.verb, session.arguments.inference_mode)
     if advice is not None:
         add_place(error, advice)
+
+
+def _explain_default(module: nn.Module, error: Exception) -> None:
+    """Say that `forward` got all of a batch, labels included, where the module does not define `predict_step`."""
+    if find_override(module, "predict_step", MODULE_BASES) is None:
+        add_place(
+            error,
+            "Loopwright: the module has no predict_step, so its forward gets the whole batch. To fix it: define "
+            "predict_step(self, batch, batch_idx), and pass to self(...) what forward expects",
+        )
 
 
 def _report_memory(session: Session, run: Run, error: Exception) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from toys import (
     Net,
     Recorder,
@@ -648,6 +649,16 @@ def test_a_loss_without_a_graph_is_explained() -> None:
     with pytest.raises(RuntimeError) as caught:
         quiet().fit(net(Detached), loader(8))
     assert "the loss of training_step has no graph" in caught.value.__notes__[-1]
+
+
+def test_a_batch_that_forward_does_not_take_is_explained() -> None:
+    pairs = DataLoader(TensorDataset(torch.zeros(4, 4), torch.zeros(4)), batch_size=2)
+    with pytest.raises(TypeError) as caught:
+        quiet().predict(net(Net), pairs)
+    assert "the module has no predict_step, so its forward gets the whole batch" in caught.value.__notes__[-1]
+    with pytest.raises(RuntimeError) as caught_of_own:
+        quiet().predict(net(Net), DataLoader(torch.zeros(4, 3), batch_size=2))
+    assert "has no predict_step" not in "".join(caught_of_own.value.__notes__)
 
 
 def test_frozen_parameters_are_named_as_the_cause() -> None:
