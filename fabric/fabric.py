@@ -737,7 +737,8 @@ class Fabric:
         if self._unscales:
             for one in several or [optimizer]:
                 self.precision.unscale_gradients(one)
-            self.precision.skip_together(several or ())
+            if several is not None:
+                self.precision.skip_together(several)
         if agc_factor is not None:
             strategy = self.strategy
             refuse_engine(type(strategy).__name__, owns_optimizers=strategy.traits.owns_optimizers)
