@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ... import checkpoint as checkpoints
 from ...checkpoint.tensors import AnyTensor, is_tensor, read_tensor
-from ...errors import CheckpointError, ConfigError, nearest
+from ...errors import CheckpointError, ConfigError, MissingDependency, nearest
 from ..exporting.location import ModelLocation, find_model
 from ..model.fingerprint import fingerprint_problems
 from ..model.imports import import_peft
@@ -367,9 +367,15 @@ def _is_trained(name: str) -> bool:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence progress bars and notes of transformers for as long as it lasts."""
-    from transformers.utils import logging
+    """Silence progress bars and notes of transformers for as long as it lasts.
 
+    Raises:
+        MissingDependency: transformers is not installed.
+    """
+    try:
+        from transformers.utils import logging
+    except ImportError as error:
+        raise MissingDependency("transformers", needed_for="a recipe", extra="recipes") from error
     level, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

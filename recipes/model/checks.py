@@ -64,7 +64,7 @@ def read_config(settings: ModelSettings) -> PretrainedConfig:
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise MissingDependency("transformers", needed_for="recipes", extra="recipes") from error
+        raise MissingDependency("transformers", needed_for="a recipe", extra="recipes") from error
     problems = list(_path_problems(settings))
     if problems:
         raise ConfigError("\n".join(problems), fix="pass a Hugging Face folder or a LitGPT folder as model=.")

@@ -118,7 +118,7 @@ def read_litgpt_config(file: Path) -> PretrainedConfig:
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise MissingDependency("transformers", needed_for="recipes", extra="recipes") from error
+        raise MissingDependency("transformers", needed_for="a recipe", extra="recipes") from error
     values = _values(file)
     family = _family(values, file)
     arguments = {**_sizes(values, family), **_tokens(file.parent), "tie_word_embeddings": False}

@@ -55,7 +55,7 @@ def open_tokenizer(
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise MissingDependency("transformers", needed_for="recipes", extra="recipes") from error
+        raise MissingDependency("transformers", needed_for="a recipe", extra="recipes") from error
     path = Path(folder).expanduser()
     if not path.is_dir() and not allow_download:
         raise ConfigError(

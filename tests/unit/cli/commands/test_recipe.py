@@ -158,3 +158,20 @@ def test_importing_loopwright_and_help_import_no_transformers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_recipes_without_transformers_say_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from loopwright.cli import run\n"
+        "for words in ('finetune model=m data=d out=o', 'chat model=m', 'generate model=m prompt=p',\n"
+        "              'evaluate model=m data=d', 'export run=r to=t'):\n"
+        "    try:\n"
+        "        run(['recipe', *words.split()])\n"
+        "    except SystemExit as end:\n"
+        "        assert end.code == 2, words\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("needs the package 'transformers'") == 5
+    assert done.stderr.count("pip install 'loopwright[recipes]'") == 5
