@@ -50,7 +50,7 @@ class CPUAccelerator(Accelerator):
             MissingDependency: psutil is not installed.
         """
         return read_machine_stats(
-            needed_for="statistics of the CPU",
+            needed_for="reading statistics of the CPU",
             memory="cpu_vm_percent",
             processor="cpu_percent",
             swap="cpu_swap_percent",

@@ -55,7 +55,7 @@ class MPSAccelerator(Accelerator):
             MissingDependency: psutil is not installed.
         """
         return read_machine_stats(
-            needed_for="statistics of the MPS device",
+            needed_for="reading statistics of the MPS device",
             memory="M1_vm_percent",
             processor="M1_percent",
             swap="M1_swap_percent",

@@ -51,7 +51,7 @@ def _of_interfaces() -> dict[str, int]:
     try:
         import psutil
     except ImportError:
-        raise MissingDependency("psutil", needed_for="statistics of the network", extra="stats") from None
+        raise MissingDependency("psutil", needed_for="reading statistics of the network", extra="stats") from None
     found = [one for name, one in psutil.net_io_counters(pernic=True).items() if not name.startswith("lo")]
     return {
         "network_sent": sum(one.bytes_sent for one in found),

@@ -264,10 +264,10 @@ class EarlyStopping(Callback):
             return EarlyStoppingReason.NOT_STOPPED, f"{name} is the new best (was {best:.6g})."
         self.wait_count += 1
         if self.wait_count >= self.patience:
+            enough = f" by more than {abs(self.min_delta)}" if self.min_delta else ""
             return (
                 EarlyStoppingReason.PATIENCE_EXHAUSTED,
-                f"{name} did not improve on {best:.6g} by more than {abs(self.min_delta)} in "
-                f"{counted(self.wait_count, 'check')}.",
+                f"{name} did not improve on {best:.6g}{enough} in {counted(self.wait_count, 'check')}.",
             )
         return EarlyStoppingReason.NOT_STOPPED, None
 

@@ -26,13 +26,14 @@ def test_stops_after_patience_checks_without_improvement(tmp_path: Path) -> None
     assert trainer.global_step == 4
     assert (stopping.wait_count, stopping.stopped_epoch) == (2, 3)
     assert stopping.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
-    assert stopping.stopping_reason_message is not None
-    assert "did not improve on 0.5" in stopping.stopping_reason_message
+    assert stopping.stopping_reason_message == "v = 0.5 did not improve on 0.5 in 2 checks."
     assert float(stopping.best_score) == 0.5
 
 
 def test_min_delta_counts_only_larger_changes(tmp_path: Path) -> None:
-    assert run(tmp_path, [1.0, 0.95, 0.91, 0.89], EarlyStopping("v", min_delta=0.1, patience=2)).global_step == 3
+    stopping = EarlyStopping("v", min_delta=0.1, patience=2)
+    assert run(tmp_path, [1.0, 0.95, 0.91, 0.89], stopping).global_step == 3
+    assert stopping.stopping_reason_message == "v = 0.91 did not improve on 1 by more than 0.1 in 2 checks."
     assert run(tmp_path, [1.0, 1.05, 1.2, 1.31], EarlyStopping("v", 0.1, 2, mode="max")).global_step == 4
 
 
