@@ -191,7 +191,9 @@ def same_file(first: str | os.PathLike[str] | None, second: str) -> bool:
 
 
 def is_inside(path: str, folder: str) -> bool:
-    """Whether the file lies in this local folder or below it."""
+    """Whether the file lies in this folder, at a URL or on this machine, or below it."""
+    if not is_local(path) or not is_local(folder):
+        return path.startswith(f"{folder.rstrip('/')}/") and ".." not in path.split("/")
     folder = os.path.realpath(folder)
     return os.path.commonpath([os.path.realpath(os.path.dirname(path)), folder]) == folder
 

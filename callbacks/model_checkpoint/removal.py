@@ -55,7 +55,7 @@ class CheckpointRemoval:
             is_link: Whether `last` is a link.
         """
         path, resumed = self.state.last_path, self.resumed_path
-        if not files.is_local(path):
+        if not files.is_local(path) or not files.is_inside(path, self.dirpath):
             return
         if self.state.last_step != step or not self.state.holds(resumed) or resumed == path:
             return
@@ -82,7 +82,7 @@ class CheckpointRemoval:
             return False  # a run that dies now resumes from it again
         if self.state.last_path and not os.path.islink(path) and files.same_file(self.state.last_path, path):
             return False  # `last` is a link to it
-        return not files.is_local(path) or files.is_inside(path, self.dirpath)
+        return files.is_inside(path, self.dirpath)  # a checkpoint may come from others, and name anything
 
 
 def remove_or_warn(path: str, plugin: CheckpointPlugin | None = None) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopwright.callbacks import Callback, ModelCheckpoint
+from loopwright.callbacks.model_checkpoint.removal import CheckpointRemoval
 from loopwright.checkpoint import AsyncCheckpointIO, TorchCheckpointIO
 from loopwright.errors import CheckpointError, ConfigError, ModuleError
 from loopwright.trainer import Trainer
@@ -480,6 +481,37 @@ def test_a_file_outside_of_the_folder_is_not_removed(tmp_path: Path) -> None:
     checkpoint.dirpath = checkpoint.given_dirpath = str(tmp_path / "cc")
     fit(tmp_path, checkpoint, max_epochs=1, windows=5)
     assert names(tmp_path / "c") == ["epoch=0-step=4.ckpt"]
+
+
+@pytest.mark.parametrize("place", ["memory://{}/of/others", "memory://{}/runs/../of/others", "memory://{}/runs2/x"])
+def test_a_checkpoint_that_names_files_at_other_urls_removes_none(tmp_path: Path, place: str) -> None:
+    import fsspec
+
+    bucket = tmp_path.name
+    url = f"{place.format(bucket)}/a.ckpt"
+    folder = f"memory://{bucket}/runs"
+    store = fsspec.filesystem("memory")
+    for name in (url, f"{folder}/a.ckpt"):
+        store.pipe_file(name, b"x")
+    state = ModelCheckpoint(tmp_path / "c").checkpoint_state
+    state.pending_removals = [url, f"{folder}/a.ckpt"]
+    removal = CheckpointRemoval(state, dirpath=folder, resumed_path="", may_remove_resumed=False)
+    removed: list[str] = []
+    removal.remove_pending(removed.append)
+    assert removed == [f"{folder}/a.ckpt"]
+
+
+def test_a_last_checkpoint_outside_of_the_folder_is_not_replaced(tmp_path: Path) -> None:
+    for name in ("others.txt", "c.ckpt"):
+        (tmp_path / name).write_text(name)
+    os.utime(tmp_path / "others.txt", (1, 1))
+    state = ModelCheckpoint(tmp_path / "c").checkpoint_state
+    state.best_path, state.last_path, state.last_step = str(tmp_path / "c.ckpt"), str(tmp_path / "others.txt"), 4
+    removal = CheckpointRemoval(
+        state, dirpath=str(tmp_path / "c"), resumed_path=str(tmp_path / "c.ckpt"), may_remove_resumed=False
+    )
+    removal.complete_last(4, is_link=False)
+    assert (tmp_path / "others.txt").read_text() == "others.txt"
 
 
 # --- resume ------------------------------------------------------------------------------------------------------
