@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ConfigError
+from ..files import leads_out
 from ..messages import warn
 from ..remote import real_place, why_unwritable
 from .base import Logger, RunLogger
@@ -200,10 +201,11 @@ class FolderLogger(RunLogger):
         log_dir = self._lw_in_folder(self._lw_folder.path_of(version))
         requested = self._lw_folder.requested_version
         is_same_place = real_place(log_dir) == real_place(recorded)
-        is_other_version = requested is not None and self._lw_folder.path_of(requested) != self._lw_folder.path_of(
-            version
+        is_outside = requested is None and leads_out(version)  # a checkpoint may come from others
+        is_other_version = is_outside or (
+            requested is not None and self._lw_folder.path_of(requested) != self._lw_folder.path_of(version)
         )
-        is_in_use = self._lw_folder.is_in_use(version)
+        is_in_use = not is_outside and self._lw_folder.is_in_use(version)
         is_usable = not (is_other_version or is_in_use)
         if is_usable and self._lw_recognizes(self._lw_folder.local(log_dir), state_dict, is_same_place):
             self._lw_folder.continue_in(version)

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, MissingDependency
-from ..files import replace_file
+from ..files import leads_out, replace_file
 from ..messages import warn
 from ..protocols import Owner
 from .base import Metrics, RunLogger, scalars
@@ -178,9 +178,9 @@ class ServiceLogger(RunLogger):
             return
         run_id: str = state_dict["id"]
         place = {key: state_dict.get(key) for key in self._lw_location_of_run()}
-        if (
-            self._lw_requested_id is not None and self._lw_requested_id != run_id
-        ) or place != self._lw_location_of_run():
+        requested = self._lw_requested_id
+        # Files are called like the id, and a checkpoint may come from others.
+        if (leads_out(run_id) if requested is None else requested != run_id) or place != self._lw_location_of_run():
             _log.info(
                 "%s begins a new run: its id or location differs from that of the checkpoint's run %r",
                 type(self).__name__, run_id,

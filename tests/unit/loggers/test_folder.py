@@ -149,6 +149,19 @@ def test_hyperparameters_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
     assert (Path(other.log_dir) / "hparams.yaml").read_text() == "lr: 2\n"
 
 
+@pytest.mark.parametrize("version", ["../../other", "/{}/other"])
+def test_a_checkpoint_that_names_a_folder_elsewhere_is_not_followed(tmp_path: Path, version: str) -> None:
+    logger = CSVLogger(tmp_path / "logs")
+    version = version.format(tmp_path)
+    log_dir = os.path.join(logger.root_dir, version)
+    state = {"log_dir": log_dir, "version": version, "step": 3, "rows": 0, "columns": [], "last_row": {}}
+    logger.load_state_dict(state)
+    assert logger.version == 0
+    asked = CSVLogger(tmp_path / "logs", version=version)  # the user's own wish
+    asked.load_state_dict(state)
+    assert asked.version == version
+
+
 def test_loggers_that_share_go_on_in_one_folder_on_resume(tmp_path: Path) -> None:
     before: list[FolderLogger] = [TensorBoardLogger(tmp_path), CSVLogger(tmp_path)]
     share_version(before)

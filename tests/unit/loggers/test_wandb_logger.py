@@ -138,6 +138,13 @@ def test_a_logger_with_another_id_begins_a_run_of_its_own(tmp_path: Path) -> Non
     assert (other.version, other._lw_step) == ("bbbb2222", -1)
 
 
+def test_an_id_from_a_checkpoint_that_would_be_a_path_is_not_taken(tmp_path: Path) -> None:
+    state = {**make(tmp_path, version="0123").state_dict(), "id": "../../elsewhere"}
+    logger = make(tmp_path)
+    logger.load_state_dict(state)
+    assert logger.version != "../../elsewhere"
+
+
 def test_the_axis_can_be_samples_time_or_a_metric(tmp_path: Path) -> None:
     for axis, name, x in (
         ("samples", "trainer/samples", 64),
