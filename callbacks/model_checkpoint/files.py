@@ -44,6 +44,8 @@ def default_dirpath(trainer: Trainer) -> str:
             f"{type(logger).__name__}: no folder can be made in {_logger_root(trainer)}: {error.strerror or error}.",
             fix="choose another default_root_dir (or save_dir of the logger), or change its permissions.",
         ) from error
+    if version is None:  # a logger without runs, as Prometheus's
+        return os.path.join(_logger_root(trainer), "checkpoints")
     folder = version if isinstance(version, str) else f"version_{version}"
     return os.path.join(_logger_root(trainer), folder, "checkpoints")
 
@@ -66,13 +68,12 @@ def default_dirpaths(trainer: Trainer) -> list[str]:
     if not trainer.loggers:
         return [os.path.join(trainer.default_root_dir, "checkpoints")]
     root = _logger_root(trainer)
-    if is_url(root):
-        return [os.path.join(root, name, "checkpoints") for name in sorted(names_in(root))]
     try:
-        versions = sorted(entry.path for entry in os.scandir(root) if entry.is_dir())
+        names = names_in(root) if is_url(root) else [entry.name for entry in os.scandir(root) if entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [os.path.join(version, "checkpoints") for version in versions]
+    own = [os.path.join(root, "checkpoints")] if "checkpoints" in names else []  # of a logger without versions
+    return own + [os.path.join(root, name, "checkpoints") for name in sorted(names)]
 
 
 def find_checkpoints(folders: list[str], extension: str) -> list[str]:

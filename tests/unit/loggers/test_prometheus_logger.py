@@ -182,6 +182,17 @@ def test_a_run_serves_step_epoch_samples_and_metrics(logger: PrometheusLogger, t
     assert logger.url is None
 
 
+def test_checkpoints_of_a_run_without_a_version_are_saved_and_found(logger: PrometheusLogger, tmp_path: Path) -> None:
+    options = {"logger": logger, "default_root_dir": tmp_path, "enable_checkpointing": True}
+    first = quiet(max_epochs=1, **options)
+    first.fit(net(Logged), loader(8))
+    assert Path(first.checkpoint_callback.best_model_path).parent == tmp_path / "checkpoints"
+    second = quiet(max_epochs=2, **options)
+    second.fit(net(Logged), loader(8), ckpt_path="last")
+    assert second.global_step == 2 * first.global_step
+    assert second.checkpoint_callback.dirpath == str(tmp_path / "checkpoints")
+
+
 def test_a_port_in_use_is_an_error_before_training(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
