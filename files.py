@@ -11,7 +11,6 @@ import functools
 import io
 import logging
 import os
-import re
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -42,11 +41,6 @@ def only_describes(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         warn(f"{what} could not be written: {error}. The run is not affected.")
-
-
-def leads_out(name: object) -> bool:
-    """Return whether the name of a file or folder, joined to a folder's path, may be a place outside of it."""
-    return isinstance(name, str) and (os.path.isabs(name) or "://" in name or ".." in re.split(r"[/\\]", name))
 
 
 @contextlib.contextmanager

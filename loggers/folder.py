@@ -10,9 +10,8 @@ from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ConfigError
-from ..files import leads_out
 from ..messages import warn
-from ..remote import real_place, why_unwritable
+from ..remote import leads_out, real_place, why_unwritable
 from .base import Logger, RunLogger
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, MissingDependency
-from ..files import leads_out, replace_file
+from ..files import replace_file
 from ..messages import warn
 from ..protocols import Owner
+from ..remote import leads_out
 from .base import Metrics, RunLogger, scalars
 from .hyperparameters import Plain, flatten, plain_hyperparameters
 

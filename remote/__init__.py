@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["absolute_place", "is_url", "local_dir", "names_in", "real_place", "why_unwritable"]
+__all__ = ["absolute_place", "is_url", "leads_out", "local_dir", "names_in", "real_place", "why_unwritable"]
 
 _LOCAL_SCHEMES = ("file://", "local://")
 
@@ -43,6 +43,12 @@ def real_place(path: str) -> str:
 def absolute_place(path: str) -> str:
     """Return a path absolute; a URL as it is."""
     return path if is_url(path) else os.path.abspath(path)
+
+
+def leads_out(name: object) -> bool:
+    """Return whether the name of a file or folder, joined to a folder's path, may be a place outside of it."""
+    text = str(name).replace("\\", "/")
+    return ".." in text.split("/") or is_url(text) or os.path.isabs(text)
 
 
 def why_unwritable(folder: str) -> str:
