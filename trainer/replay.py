@@ -332,7 +332,10 @@ class Replay(Callback):
             self._now = _Recorded()
             return
         self._write(trainer, pl_module)
-        raise ReplayEnd
+        end, bar = ReplayEnd(), trainer.progress_bar_callback
+        if bar is not None:  # this end calls no hooks, and the report would begin in the bar's line
+            bar.on_exception(trainer, pl_module, end)
+        raise end
 
     # --- a window ----------------------------------------------------------------------------------------------------
 

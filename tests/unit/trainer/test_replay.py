@@ -269,6 +269,22 @@ def test_anomaly_detection_is_on_in_the_step_only(monkeypatch: pytest.MonkeyPatc
     assert not torch.is_anomaly_enabled()
 
 
+def test_the_progress_bar_is_told_of_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Bar(lw.callbacks.ProgressBar):
+        ended_by: BaseException | None = None
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            self.ended_by = exception
+
+    bar = Bar()
+    monkeypatch.setenv("LOOPWRIGHT_REPLAY", ReplayRequest(1, str(tmp_path)).to_variable()["LOOPWRIGHT_REPLAY"])
+    lw.seed_everything(0)
+    trainer = lw.Trainer(accelerator="cpu", max_epochs=1, logger=False, callbacks=[bar])
+    with pytest.raises(ReplayEnd) as caught:
+        trainer.fit(net(), DataLoader(pairs(8), batch_size=2))
+    assert bar.ended_by is caught.value
+
+
 def test_ids_of_the_data_set_are_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     data = pairs(8)
     data.ids = [f"image-{number}" for number in range(8)]  # type: ignore[attr-defined]
