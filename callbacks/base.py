@@ -28,12 +28,10 @@ class Callback:
     Hooks run on every rank, in the order in which callbacks were passed to the Trainer, before the module's hook of the
     same name. Their return values are ignored. A hook that is not overridden costs nothing.
 
-    A subclass may define three more methods. `forget_run()` resets the state of another Trainer's run (counts, scores,
+    A subclass may define two more methods. `forget_run()` resets the state of another Trainer's run (counts, scores,
     averages). It is called at the beginning of a fit if the last one belonged to another Trainer, as in k-fold training
     with one callback. `restore_param_groups(trainer, pl_module)` adds the parameter groups that the resumed run had
-    added during training. It is called before the optimizers' states are restored. `after_fit()` is called when `fit`
-    has ended without an error, on each rank that runs the program, and not in processes that `fit` has started; `fit`
-    raises what it raises.
+    added during training. It is called before the optimizers' states are restored.
 
     Attributes:
         replaces_weights: Whether the callback temporarily replaces the module's weights (EMA). Its `on_save_checkpoint`

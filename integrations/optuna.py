@@ -113,7 +113,7 @@ class OptunaPruning(Callback):
         self._lw_value_step = int(state_dict["value_step"])
         self._lw_is_pruned = bool(state_dict["is_pruned"])
 
-    def after_fit(self) -> None:
+    def _lw_after_fit(self) -> None:
         """Report what was logged in other processes, and raise `optuna.TrialPruned` if the trial was pruned."""
         if self.trial is not None and self._lw_is_of_one_rank():
             self._lw_report_lacking()

@@ -356,8 +356,8 @@ class Trainer(TrainerAttributes):
                 session.finish()
         if not self._lw_is_in_child:
             for callback in self.callbacks:
-                if hasattr(callback, "after_fit"):
-                    callback.after_fit()
+                if hasattr(callback, "_lw_after_fit"):
+                    callback._lw_after_fit()
 
     def plan(
         self,
