@@ -21,6 +21,7 @@ from ..hooks import MODULE_BASES, find_override
 from ..loop.manual import count_own_step, loss_in_manual
 from ..loop.schedule import parameters_of, step_plateaus
 from ..loop.window import Held, finish_window, loss_and_backward, step_schedules
+from ..module import Module
 from ..run import FitRun, Run, StepPlan
 
 if TYPE_CHECKING:
@@ -351,10 +352,11 @@ def require_step(module: nn.Module, name: str, verb: str) -> None:
     if find_override(module, name, MODULE_BASES) is None:
         arguments = "self" if name == "configure_optimizers" else "self, batch, batch_idx"
         methods = [n for n in dir(type(module)) if not n.startswith("_") and n not in dir(nn.Module)]
+        where = "your module" if isinstance(module, Module) else "its class, or in an lw.Module that holds it"
         raise ModuleError(
             f"trainer.{verb} needs {type(module).__name__}.{name}({arguments}), which is not defined"
             f"{nearest(name, [m for m in methods if find_override(module, m, MODULE_BASES) is not None])}.",
-            fix=f"define {name} in your module.",
+            fix=f"define {name} in {where}.",
         )
 
 

@@ -645,6 +645,13 @@ class OfNoParameters(Net):
         return torch.optim.SGD([one for one in self.parameters() if one.ndim > 5], lr=0.1)
 
 
+def test_a_model_of_a_library_is_to_be_held_by_a_module() -> None:
+    with pytest.raises(ModuleError, match=r"needs Linear.training_step(.|\n)*in its class, or in an lw.Module that"):
+        quiet().fit(nn.Linear(4, 1), loader(8))
+    with pytest.raises(ModuleError, match=r"training_step(.|\n)*define training_step in your module"):
+        quiet().fit(type("Empty", (lw.Module,), {})(), loader(8))
+
+
 def test_a_loss_without_a_graph_is_explained() -> None:
     with pytest.raises(RuntimeError) as caught:
         quiet().fit(net(Detached), loader(8))
