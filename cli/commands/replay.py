@@ -37,8 +37,8 @@ _COMPARED = ("state_dict", "optimizer_states")
 _DESCRIPTION = """\
 Make one step of a run again, bit for bit, and show its losses, gradient norms, weight norms, and which samples each
 rank had in each micro-batch. Nothing has to have been logged: the program of the run is started again from the last
-checkpoint at or before the step, by the command that the checkpoint records: replay only runs that you trust. No file
-of the run is written: loggers and checkpoints are switched off.
+checkpoint at or before the step, by the command that the checkpoint records, which is shown first. No file of the run
+is written: loggers and checkpoints are switched off.
 """
 
 
@@ -110,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="rank of --debug (default: 0)")
     parser.add_argument("--anomaly", action="store_true", help="turn autograd's anomaly detection on in the step")
     parser.add_argument("--folder", metavar="DIR", help="keep what the replay writes in a new folder here")
+    parser.add_argument("--yes", action="store_true", help="run the program that the checkpoint names without asking")
     parser.add_argument("--json", action="store_true", help="print JSON, with the norm of each parameter")
     return parser
 
@@ -163,6 +164,8 @@ class _Run:
             rolled_back_ns=max((one.rolled_back_ns for one in self.checkpoints), default=0),
         )  # fmt: skip
         command, folder, variables = self._command(known)
+        if not self._given.command and not self._given.yes:
+            _ask(command, folder, variables)
         environment = {**os.environ, "WANDB_MODE": "disabled", **variables, **request.to_variable()}
         out = sys.stderr if self._given.json else None
         code = subprocess.run(command, cwd=folder, env=environment, stdout=out, check=False).returncode
@@ -238,6 +241,27 @@ class _Run:
         if program.get("ranks_by") == "others" and "WORLD_SIZE" not in os.environ:
             return [sys.executable, "-m", "loopwright", "launch", f"--nproc-per-node={size}", *words], folder, variables
         return [sys.executable, *words], folder, variables
+
+
+def _ask(command: list[str], folder: str | None, variables: dict[str, str]) -> None:
+    """Show the program that a checkpoint names, and ask whether to run it: anyone may have written it.
+
+    Raises:
+        ConfigError: The user refuses, or there is no terminal.
+    """
+    words = [*(f"{name}={value}" for name, value in variables.items()), *command]
+    lines = [shlex.join(["cd", folder or "."]), shlex.join(words)]
+    shown = "".join(f"  {''.join(c if c.isprintable() else repr(c)[1:-1] for c in line)}\n" for line in lines)
+    sys.stderr.write(f"The checkpoint names this program:\n{shown}")
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            "Expected a yes to this program, got no terminal at which to ask.",
+            fix="pass --yes for a run that you trust, or write the program and its arguments after --.",
+        )
+    sys.stderr.write("Run it? [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise ConfigError("The program was not run.", fix="write another one and its arguments after --.")
 
 
 def _read(path: Path) -> _Checkpoint | None:

@@ -93,7 +93,7 @@ class Runs:
         return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
     def replay(self, *words: str, code: int = 0) -> Any:
-        return json.loads(self.python("-m", "loopwright", "replay", *words, "--json", code=code))
+        return json.loads(self.python("-m", "loopwright", "replay", "--yes", "--json", *words, code=code))
 
 
 def checkpoints(folder: Path) -> dict[str, bytes]:
@@ -186,12 +186,12 @@ def test_the_debugger_of_a_rank_reads_the_terminal(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     seen = runs.fit("run")
     command = [sys.executable, "-m", "loopwright", "replay", "run", "--step", "5", "--debug", "--rank", "1"]
-    code, shown = type_into(command, tmp_path, "p batch[2].tolist()\nc\nc\n")  # of two micro-batches
+    code, shown = type_into(command, tmp_path, "y\np batch[2].tolist()\nc\nc\n")  # of two micro-batches
     first, second = next(micro_batches for step, micro_batches, _ in seen[1] if step == 5)
     assert code == 0, shown
     assert str(first[0]) in shown
     assert f"loss {second[1]!r}" in shown
-    code, shown = type_into(command, tmp_path, "q\n")
+    code, shown = type_into([*command, "--yes"], tmp_path, "q\n")
     assert code == 2
     assert "The debugger was left before the end of the step." in shown
 
@@ -201,14 +201,14 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     runs.fit("run")
     done = subprocess.run(
-        [sys.executable, "-m", "loopwright", "replay", "run", "--step", "99"],
+        [sys.executable, "-m", "loopwright", "replay", "run", "--step", "99", "--yes"],
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert done.returncode == 2
     assert "to reach step 99, got its end before" in done.stderr
     runs.fit("alone", "--devices", "1")
     done = subprocess.run(
-        [sys.executable, "-m", "loopwright", "replay", "run", "--compare", "alone"],
+        [sys.executable, "-m", "loopwright", "replay", "run", "--compare", "alone", "--yes"],
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert done.returncode == 2
