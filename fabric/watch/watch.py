@@ -40,8 +40,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -50,6 +49,7 @@ from typing import Any, TypeVar
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ...errors import RankFailure, StopBySignal
+from ..child_signals import note_dead_worker, without_child_signals
 from ..failure import Failure
 from .crash_file import crash_text, describe_crash, open_crash_file, read_crash
 from .errors import is_communication_error, is_timeout
@@ -258,10 +258,10 @@ class Watch:
         """
         if self._thread is None or os.getpid() != self._pid:
             return None
-        with _without_child_signals():
-            explained = None if _note_dead_worker(error) else self.explain(error)
+        with without_child_signals(error):
+            explained = None if note_dead_worker(error) else self.explain(error)
             if explained is None:
-                _note_dead_worker(error)
+                note_dead_worker(error)
                 self.report(error)
         return explained
 
@@ -704,33 +704,6 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:
         return error.code
     return 1
-
-
-@contextmanager
-def _without_child_signals() -> Iterator[None]:
-    """Hold off torch's handler of SIGCHLD, which raises for a dead loader worker anywhere in the main thread."""
-    handler = signal.getsignal(signal.SIGCHLD)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, handler)
-
-
-def _note_dead_worker(error: BaseException) -> bool:
-    """Add to an error's notes that a loader worker of this process has died, which torch says once; False without."""
-    workers = sys.modules.get("torch.utils.data._utils.signal_handling")
-    if workers is None:
-        return False
-    try:
-        workers._error_if_any_worker_fails()
-    except RuntimeError as death:
-        error.add_note(str(death))
-        return True
-    return False
 
 
 def _flush() -> None:

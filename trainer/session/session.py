@@ -18,6 +18,7 @@ from ...accelerators.matmul_precision import BackendModes
 from ...callbacks import Callback
 from ...console import show_logs
 from ...errors import ConfigError
+from ...fabric.child_signals import without_child_signals
 from ...profilers import PassThroughProfiler, Profiler
 from ...strategies.optional import changing, stages_of
 from ...tracebacks import show_trimmed
@@ -128,9 +129,10 @@ class Session(ABC):
         """Notify listeners of an error, and undo what the session has set."""
         with self.ending:
             if error is not None:
-                from .failure import fail
+                with without_child_signals(error):  # a worker's end may arrive, also within the import
+                    from .failure import fail
 
-                fail(self, error)
+                    fail(self, error)
         if error is None:
             self.state.end()
 

@@ -51,7 +51,7 @@ def test_the_five_commands_of_the_documentation_lead_to_a_chat(tmp_path: Path) -
     answer = run(tmp_path, [*PROGRAM, *shlex.split(lines[-1])[1:]], "What does heapq.heappush do?\n")
 
     assert "Expected" not in answer
-    assert re.search(r"^1 answer, [1-9]\d* tokens", answer, re.MULTILINE)
+    assert re.search(r"^1 answer, [1-9]\d* tokens?", answer, re.MULTILINE)
     assert (tmp_path / "runs" / "chat" / "model" / "adapter_model.safetensors").is_file()
 
 
