@@ -15,7 +15,8 @@ from loopwright.trainer.lifecycle import EVENTS, HOOKS, Event, hook_names
 from .sources import ROOT, calls, package_files, place
 
 # The last one saves a module outside of a run, where there is no lifecycle.
-DISPATCH = {"trainer/lifecycle.py", "trainer/hooks.py", "compat/lightning/attached.py"}
+# replay.py tells the progress bar of its end, which calls no hooks.
+DISPATCH = {"trainer/lifecycle.py", "trainer/hooks.py", "trainer/replay.py", "compat/lightning/attached.py"}
 
 # Calls of a compiled event: `life.on_...` and `run.lifecycle.on_...`.
 COMPILED = re.compile(r"(^|\.|_)(life|lifecycle)$")
