@@ -51,7 +51,7 @@ def described(value):
                 found = getattr(found, "__func__", found)
                 own = owner.__module__.partition(".")[0] in ("lightning", "loopwright")
                 members[name] = [own, signature(found) if callable(found) else None]
-        is_served = type(value).__name__ != "_Absent"
+        is_served = all(kind.__name__ != "Absent" for kind in type(value).__mro__)
         return {"kind": "class", "signature": signature(value), "members": members, "is_served": is_served}
     if inspect.ismodule(value):
         return {"kind": "module"}
