@@ -137,7 +137,7 @@ class OptunaPruning(Callback):
             return
         self._lw_value_step = step
         # The CPU waits for the device; we are at the end of a validation or an epoch, where that is paid already.
-        value = float(trainer.callback_metrics[self.monitor])
+        value = float(trainer.callback_metrics[self.monitor].detach())
         self.values.append(value)
         self._lw_is_pruned = self._lw_on_rank_zero(trainer, lambda: self._lw_report(value))
         if self._lw_is_pruned:
