@@ -145,7 +145,8 @@ def run_row(name: str, devices: int, arguments: argparse.Namespace) -> list[obje
         arguments.strategy,
         *(["--precision", arguments.precision] if arguments.precision else []),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # one device would use all cores, and compare with nothing
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     for line in done.stdout.splitlines():
         if line.startswith(MARK):
             row: list[object] = json.loads(line.removeprefix(MARK))
