@@ -80,7 +80,6 @@ def test_statistics_have_what_the_driver_measures_and_the_card_supports(monkeypa
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_real_card_is_set_up_and_has_statistics() -> None:
     device = torch.device("cuda", 0)
     accelerator = CUDAAccelerator()

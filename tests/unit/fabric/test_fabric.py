@@ -602,7 +602,6 @@ def test_a_precision_plugin_is_used() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_training_on_a_card(precision: str, fused: bool) -> None:

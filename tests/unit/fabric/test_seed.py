@@ -154,7 +154,6 @@ def test_workers_ranks_and_epochs_have_their_own_numbers(monkeypatch: pytest.Mon
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_state_of_a_card_goes_out_and_in() -> None:
     torch.cuda.manual_seed_all(3)
     torch.rand(5, device="cuda")
