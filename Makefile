@@ -41,11 +41,11 @@ digits: $(VENV)/installed-examples  ## train a classifier of handwritten digits,
 	@$(BIN)/python examples/digits.py $(ARGS)
 
 test: export OMP_NUM_THREADS ?= 1
-test: setup  ## run the tests: TESTS=path, ARGS="-k name"
+test: setup $(VENV)/apart/installed  ## run the tests: TESTS=path, ARGS="-k name"
 	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 -m "not gpu and not slow" $(TESTS) $(ARGS)
 
 test-slow: export OMP_NUM_THREADS ?= 1
-test-slow: setup $(VENV)/hydra/installed  ## run the tests that take long: the examples, kills, the benchmarks in short
+test-slow: setup $(VENV)/apart/installed $(VENV)/hydra/installed $(VENV)/lightning/installed  ## run the tests that take long: the examples, kills, the benchmarks in short
 	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 -m "slow and not gpu" $(TESTS) $(ARGS)
 
 test-mesh: export OMP_NUM_THREADS ?= 1
@@ -142,6 +142,11 @@ $(XLA)/installed: tests/integration/xla/support/environment.py tests/integration
 $(VENV)/hydra/installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(@D) hydra-core==1.3.2 omegaconf==2.3.0 \
 		antlr4-python3-runtime==4.9.3
+	@touch $@
+
+# Packages that ask for other versions than .venv has, in a folder that only their tests put on the path.
+$(VENV)/apart/installed: tests/apart.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(@D) -r $<
 	@touch $@
 
 # Lightning, in a folder that only its tests put on the path: 15 MB, with the torch, torchmetrics and jsonargparse of .venv.

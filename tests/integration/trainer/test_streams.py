@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from apart import add_apart_to_path
 
 import loopwright as lw
 
@@ -19,6 +22,13 @@ pytestmark = [
 ]
 
 NUM_SAMPLES, BATCH_SIZE = 24, 4
+
+
+@pytest.fixture(autouse=True)
+def _packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_apart_to_path(monkeypatch)
+    # The data sets of pictures import torchvision, which needs the CUDA build of torch; none is used here.
+    monkeypatch.setitem(sys.modules, "streaming.vision", ModuleType("streaming.vision"))
 
 
 class Seen(lw.Module):
@@ -59,7 +69,7 @@ def join(samples: list[dict[str, int]]) -> dict[str, list[int]]:
 
 
 def litdata(folder: Path, num_workers: int) -> Any:
-    package = pytest.importorskip("litdata", reason="litdata, which needs torchvision, is not installed")
+    package = pytest.importorskip("litdata", reason="no litdata: make .venv/apart/installed")
     if not (folder / "index.json").exists():
         cache = package.streaming.Cache(str(folder), chunk_size=5)
         for number in range(NUM_SAMPLES):
@@ -71,9 +81,7 @@ def litdata(folder: Path, num_workers: int) -> Any:
 
 
 def mosaicml(folder: Path, num_workers: int) -> Any:
-    package = pytest.importorskip(
-        "streaming", reason="mosaicml-streaming, which needs transformers 4, is not installed"
-    )
+    package = pytest.importorskip("streaming", reason="no mosaicml-streaming: make .venv/apart/installed")
     if not (folder / "index.json").exists():
         with package.MDSWriter(out=str(folder), columns={"x": "int"}, size_limit=120) as writer:
             for number in range(NUM_SAMPLES):

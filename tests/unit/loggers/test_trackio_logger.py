@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from apart import add_apart_to_path
 from toys import Net, loader, net, quiet
 
 from loopwright.errors import MissingDependency
 from loopwright.loggers import TrackioLogger
-
-trackio = pytest.importorskip("trackio", reason="trackio is not installed")
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-
+    add_apart_to_path(monkeypatch)
+    pytest.importorskip("trackio", reason="no trackio: make .venv/apart/installed")
     for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         monkeypatch.delenv(name, raising=False)
     for module in [one for one in sys.modules.values() if getattr(one, "__name__", "").startswith("trackio")]:

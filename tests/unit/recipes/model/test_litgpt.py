@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from apart import APART
 from recipe_models import ROPE, config, import_libraries
 from torch import Tensor
 
@@ -267,43 +269,52 @@ def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
         open_model(ModelSettings(folder))
 
 
-PEERS = Path(__file__).parents[4] / ".venv-peers" / "bin" / "python"
-PROGRAM = """
-import sys, torch
+GEMMA = {"name": "Gemma-x", "mlp_class_name": "GemmaMLP", "scale_embeddings": True, "gelu_approximate": "tanh"}
+MODELS = {
+    "llama": LLAMA, "biased": {**LLAMA, "bias": True}, "qwen2": {**LLAMA, "attn_bias": True},
+    "gemma": {**LLAMA, **GEMMA}, "gpt_neox": NEOX,
+}  # fmt: skip
+PROGRAM = f"""
+import torch
 from pathlib import Path
 from litgpt.config import Config
 from litgpt.model import GPT
 from litgpt.utils import save_config
 
-folder, settings = Path(sys.argv[1]), {settings}
-folder.mkdir()
-torch.manual_seed(0)
-model = GPT(Config(**settings))
-with torch.no_grad():
-    for one in model.parameters():
-        one.add_(torch.randn_like(one) * 0.1)
-    save_config(model.config, folder)
-    torch.save({{"model": model.state_dict()}}, folder / "lit_model.pth")
-    torch.save(model(torch.arange(40).reshape(2, 20) * 7 % 96), folder / "logits.pt")
+for name, settings in {MODELS}.items():
+    folder = Path(name)
+    folder.mkdir()
+    torch.manual_seed(0)
+    model = GPT(Config(**settings))
+    with torch.no_grad():
+        for one in model.parameters():
+            one.add_(torch.randn_like(one) * 0.1)
+        save_config(model.config, folder)
+        torch.save({{"model": model.state_dict()}}, folder / "lit_model.pth")
+        torch.save(model(torch.arange(40).reshape(2, 20) * 7 % 96), folder / "logits.pt")
 """
-GEMMA = {"name": "Gemma-x", "mlp_class_name": "GemmaMLP", "scale_embeddings": True, "gelu_approximate": "tanh"}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the models as LitGPT itself stores them, each beside the logits that it computes."""
+    lightning = APART.parent / "lightning"
+    if not (APART / "litgpt").is_dir() or not (lightning / "lightning").is_dir():
+        pytest.skip("no LitGPT: make .venv/apart/installed .venv/lightning/installed")
+    folder = tmp_path_factory.mktemp("litgpt")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (APART, lightning)))}
+    program = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PEERS.exists(), reason="no LitGPT: make .venv-peers/installed installs it")
-@pytest.mark.parametrize(
-    "settings",
-    [LLAMA, {**LLAMA, "bias": True}, {**LLAMA, "attn_bias": True}, {**LLAMA, **GEMMA}, NEOX],
-    ids=["llama", "biased", "qwen2", "gemma", "gpt_neox"],
-)
-def test_logits_are_those_of_litgpt(tmp_path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_litgpt(stored: Path, name: str) -> None:
     import_libraries()
-    folder = tmp_path / "lit"
-    program = [str(PEERS), "-W", "ignore", "-c", PROGRAM.format(settings=settings), str(folder)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    model: Any = open_model(ModelSettings(folder)).eval()
+    model: Any = open_model(ModelSettings(stored / name)).eval()
 
     with torch.no_grad():
         # Sums of float32 in another order: 1e-6 of values up to 4 was measured.
-        torch.testing.assert_close(model(IDS).logits, torch.load(folder / "logits.pt"), atol=1e-5, rtol=0)
+        torch.testing.assert_close(model(IDS).logits, torch.load(stored / name / "logits.pt"), atol=1e-5, rtol=0)
