@@ -56,7 +56,7 @@ _OPTIONAL = (
     Optional("transformers", "loopwright recipe", "pip install 'loopwright[recipes]'", is_slow=True),
     Optional("lm-eval", "tasks of lm-eval", "pip install 'loopwright[eval]'", module="lm_eval"),
     Optional("bitsandbytes", "QLoRA, 8-bit optimizers", "pip install 'loopwright[qlora]'", is_slow=True),
-    Optional("torchao", 'precision="float8"', "pip install 'loopwright[float8]'", is_slow=True),
+    Optional("torchao", 'precision="float8", "mxfp8"', "pip install 'loopwright[float8]'", is_slow=True),
     Optional("jsonargparse", "LightningCLI", "pip install 'loopwright[lightning]'"),
     Optional("onnx", "Module.to_onnx", "pip install 'loopwright[onnx]'"),
     Optional("optuna", "OptunaPruning", "pip install 'loopwright[optuna]'"),

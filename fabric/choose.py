@@ -17,7 +17,8 @@ from ..strategies.optional import MakesPrecision
 if TYPE_CHECKING:
     from ..protocols import CheckpointPlugin, Cluster
 
-PRECISIONS = ("32-true", "64-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed", "float8")
+PRECISIONS = ("32-true", "64-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed", "float8", "mxfp8")
+OF_FLOAT8_LAYERS = ("float8", "mxfp8")
 _PRECISION_ALIASES: dict[object, str] = {
     64: "64-true",
     32: "32-true",
@@ -347,6 +348,8 @@ def choose_precision(
                 "device.",
                 fix=f"create it with device={device_type!r}, or pass precision={given.precision!r} instead.",
             )
+        if isinstance(strategy, MakesPrecision) and given.precision in OF_FLOAT8_LAYERS:
+            return strategy.make_precision(given.precision, device_type)  # which refuses it
         return given
     if isinstance(strategy, MakesPrecision):
         return strategy.make_precision(name, device_type)
@@ -360,8 +363,8 @@ def choose_precision(
         return HalfPrecision(name)
     if name in ("16-mixed", "bf16-mixed"):
         return MixedPrecision(name, device_type)
-    if name == "float8":
+    if name in OF_FLOAT8_LAYERS:
         from ..precision import Float8Precision
 
-        return Float8Precision(device_type)
+        return Float8Precision(device_type, recipe="mxfp8" if name == "mxfp8" else "tensorwise")
     return Precision()

@@ -80,8 +80,8 @@ class Fabric:
         strategy: "auto", name of a registered strategy, or a Strategy.
         devices: Number of devices per node, -1 for all, indices as a list or string, or "auto".
         num_nodes: Number of nodes (machines).
-        precision: Numeric precision: "32-true", "64-true", "16-true", "16-mixed", "bf16-true" or "bf16-mixed". None is
-            the precision of a plugin or the strategy, else "32-true".
+        precision: Numeric precision: "32-true", "64-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed",
+            "float8" or "mxfp8". None is the precision of a plugin or the strategy, else "32-true".
         plugins: Instances of Precision, CheckpointIO, ClusterEnvironment or LayerSync, at most one of each.
         callbacks: Objects whose methods `call` invokes. Installed packages may add more: the entry point group
             "loopwright.fabric.callbacks_factory" names functions that return a callback or a list of them.

@@ -22,6 +22,7 @@ from ..strategies import Launcher, SingleDeviceStrategy, Strategy
 from ..strategies.optional import ChecksProcesses
 from .choose import (
     NOTHING_GIVEN,
+    OF_FLOAT8_LAYERS,
     Plugins,
     check_conflicts,
     check_num_nodes,
@@ -153,9 +154,9 @@ _CANNOT_WORK = (
         "pass strategy='ddp' or 'auto'. For 4-bit models with fsdp, see loopwright recipe finetune with quantize=nf4.",
     ),
     _Row(
-        "precision=float8",
+        "float8 layers",
         "tensor parallelism",
-        "precision='float8' cannot be used with strategy={strategy!r}, which splits the weights of layers.",
+        "precision={precision!r} cannot be used with strategy={strategy!r}, which splits the weights of layers.",
         "pass precision='bf16-mixed', or a strategy without tp, such as 'fsdp'.",
     ),
     _Row(
@@ -293,10 +294,11 @@ def resolve(
     if isinstance(chosen_strategy, ChecksProcesses) and found and nodes is not None:
         attempt(chosen_strategy.check_processes, len(found) * nodes, nodes)
     launcher = launcher if launcher is not None else InProcessLauncher()
+    name = chosen_precision.precision if chosen_precision else name
     facts = _facts(
         chosen_accelerator,
         chosen_strategy,
-        chosen_precision.precision if chosen_precision else name,
+        name,
         len(found or ()),
         nodes or 1,
         environment,
@@ -308,6 +310,7 @@ def resolve(
         accelerator=accelerator,
         devices=devices,
         num_nodes=num_nodes,
+        precision=name,
         count=len(found or ()),
         world_size=variables.get("WORLD_SIZE"),
     )
@@ -406,6 +409,7 @@ def _facts(
         "strategy of other devices": not is_of_xla and _is_of_torch(strategy),
         "accelerator of other strategies": accelerator is not None and accelerator.name() != "xla",
         "packed weights": precision in _PACKED,
+        "float8 layers": precision in OF_FLOAT8_LAYERS,
         "strategy that changes weights": strategy is not None
         and (strategy.traits.shards_parameters or not strategy.traits.keeps_packed_weights),
         "tensor parallelism": strategy is not None and "tp" in strategy.traits.model_axes,

@@ -72,7 +72,7 @@ def bytes_per_parameter(
             f"Expected the name of an optimizer whose state is known, got {optimizer!r}{nearest(optimizer, _STATES)}.",
             fix=f"pass one of {', '.join(_STATES)}.",
         )
-    bits, _, kind = ("bf16-mixed" if precision == "float8" else precision).partition("-")
+    bits, _, kind = ("bf16-mixed" if precision in ("float8", "mxfp8") else precision).partition("-")
     if bits not in _TRUE_BYTES or kind not in ("", "true", "mixed"):
         raise ConfigError(
             f"Expected a precision whose bytes are known, got {precision!r}.",

@@ -69,8 +69,8 @@ class Trainer(TrainerAttributes):
         devices: Number of devices per node, a list of their indices, -1 for all, or "auto".
         num_nodes: Number of nodes (machines).
         when_short: Reaction to fewer devices than `devices` on this machine: "raise", or "fewer", which uses them.
-        precision: "32-true" (default), "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "float8", or
-            another registered name.
+        precision: "32-true" (default), "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "float8" or
+            "mxfp8".
         logger: True for TensorBoard, False for none, a Logger, a name such as "csv" or "wandb", or a list of these.
         callbacks: A Callback or a list of Callbacks. The list is not changed.
         fast_dev_run: True for one batch of every stage, or a number of batches. Nothing is logged or saved.
