@@ -48,7 +48,8 @@ class RayReport(Checkpoint):
     is written to a temporary folder of rank 0's node, and Ray uploads it.
 
     Args:
-        every: Number of optimizer steps between reports; None is each epoch's end.
+        every: Number of optimizer steps between reports; None is each epoch's end. Ray's controller fetches a report
+            every 2 s, and the next one waits for it; the variable RAY_TRAIN_HEALTH_CHECK_INTERVAL_S changes the 2 s.
         metrics: Names of logged metrics; None is all of them. "epoch" and "step" are always reported.
         checkpoint: Whether reports have a checkpoint. Without it, Ray Train's result does not have the metrics, either.
         checkpoint_upload_mode: A `ray.train.CheckpointUploadMode`; the checkpoint is then uploaded as Ray does it.

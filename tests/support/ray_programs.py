@@ -77,7 +77,7 @@ class Net(lw.Module):
                 print(self.attempt, self.trainer.global_step, self.trainer.world_size, loss, *self.ids, file=file)
             self.ids.clear()
             waits = "waits_for" in self.config and not Path(self.config["waits_for"]).exists()
-            time.sleep(0.5 if waits else self.config.get("pause_s", 0))
+            time.sleep(2 if waits else self.config.get("pause_s", 0))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.at("save")

@@ -41,6 +41,7 @@ def ray_folder() -> Iterator[Path]:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")])),
             "RAY_AUTH_MODE": "disabled",  # else a token is written into the home folder
             "RAY_TMPDIR": folder,
+            "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # a report to Ray waits for the next one
             "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",  # of a group that still counts a lost node
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_health_check_failure_threshold": "3",

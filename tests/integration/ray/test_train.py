@@ -96,7 +96,7 @@ def test_an_elastic_run_has_the_same_samples_and_losses_with_more_and_with_fewer
     """Two workers, four when a node joins, two when it is lost, in float64: one process has the same to 1e-12."""
     folder = tmp_path / "elastic"
     scaling = {"elastic_resize_monitor_interval_s": 2.0, "resources_per_worker": {"CPU": 1, "slot": 1}}
-    settings = {"resume": "ray", "every": 1, "batch_size": 1, "max_epochs": 20}
+    settings = {"resume": "ray", "every": 1, "batch_size": 1, "max_epochs": 5}
     failed: list[BaseException] = []
 
     def fit() -> None:
