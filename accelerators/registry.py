@@ -70,7 +70,8 @@ class Registry(Generic[T]):
 
         Args:
             name: Name for users, in any case.
-            cls: The class; None to use the result as a decorator.
+            cls: The class; None to use the result as a decorator. Its other names are `strategy_class` and `strategy`
+                in the registry of strategies, and in the same way for other kinds.
             description: One line for listings; None means none.
             override: Whether an earlier class of that name is replaced.
             init_params: Keyword arguments for `create`, so that one class can have several names.
@@ -79,8 +80,15 @@ class Registry(Generic[T]):
             The class, or the decorator.
 
         Raises:
-            ConfigError: The name is not a string or is taken, or the target is not a class.
+            ConfigError: The name is not a string or is taken, the target is not a class, or it was passed twice.
         """
+        given: list[Any] = [cls, *(init_params.pop(other, None) for other in (f"{self.kind}_class", self.kind))]
+        classes = [one for one in given if one is not None]
+        if len(classes) > 1:
+            raise ConfigError(
+                f"Expected one class for the {self.kind} {name!r}, got {len(classes)} arguments for it.",
+                fix=f"pass it once, as in register({name!r}, MyClass).",
+            )
         key = self._lw_key(name) if override else self._lw_free_key(name)
 
         def add(target: type[T]) -> type[T]:
@@ -92,7 +100,7 @@ class Registry(Generic[T]):
             self._lw_entries[key] = RegistryEntry(target, description or "", init_params)
             return target
 
-        return add if cls is None else add(cls)
+        return add(classes[0]) if classes else add
 
     def register_lazily(self, name: str, target: str, description: str | None = None, **init_params: object) -> None:
         """Register a class without importing it; `get` and `create` import it.

@@ -62,3 +62,16 @@ def test_the_names_of_several_processes_are_known_without_importing_them() -> No
         "sys.exit(any(f'loopwright.strategies.{name}' in sys.modules for name in ('ddp', 'comm', 'data_parallel')))"
     )
     assert subprocess.run([sys.executable, "-c", command]).returncode == 0
+
+
+@pytest.mark.parametrize("argument", ["cls", "strategy_class", "strategy"])
+def test_a_class_may_be_passed_by_each_of_its_names(argument: str) -> None:
+    class Custom(Strategy):
+        pass
+
+    registry = StrategyRegistry()
+    made: Any = registry.register("custom", description="mine", **{argument: Custom})  # type: ignore[arg-type]
+    assert made is registry.get("custom") is Custom
+    assert registry.entry("custom").init_params == {}
+    with pytest.raises(ConfigError, match="one class for the strategy 'other', got 2"):
+        registry.register("other", Custom, strategy_class=Custom)
