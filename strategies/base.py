@@ -406,6 +406,17 @@ class Strategy:
         """
         return None
 
+    # -- a run; called by the Trainer, once ------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """Prepare a run of a Trainer; does nothing unless it is overridden. Called on every rank.
+
+        The module and its optimizers are set up, and no hook from `on_fit_start` on was called.
+
+        Args:
+            trainer: The Trainer, which lies above this package.
+        """
+
     # -- hot path; called by Fabric ------------------------------------------------------------------------------
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[object]:
@@ -543,9 +554,15 @@ class Strategy:
         """
         return tensor
 
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return rank `src`'s object."""
-        return obj
+    def broadcast(self, obj: T = None, src: int = 0, *, tensor: T = None) -> T:  # type: ignore[assignment]
+        """Return rank `src`'s object.
+
+        Args:
+            obj: The object.
+            src: The rank whose object is returned.
+            tensor: Another name for `obj`.
+        """
+        return obj if tensor is None else tensor
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks have called this method."""

@@ -358,8 +358,12 @@ class ParallelStrategy(Strategy):
             tensor, group=group or self._lw_tensor_group, sync_grads=sync_grads, device=self.device
         )
 
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return rank `src`'s object, which must be picklable; its tensors are received on this rank's device."""
+    def broadcast(self, obj: T = None, src: int = 0, *, tensor: T = None) -> T:  # type: ignore[assignment]
+        """Return rank `src`'s object, which must be picklable; its tensors are received on this rank's device.
+
+        `tensor` is another name for `obj`.
+        """
+        obj = obj if tensor is None else tensor
         if not self.is_connected:
             return obj
         return collectives.broadcast(obj, src=src, device=self.device)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ...trainer.run import Run
     from ...trainer.trainer import Trainer
 
-__all__ = ["call_strategy_hooks", "serve_overrides", "set_strategy_up"]
+__all__ = ["call_strategy_hooks", "serve_overrides"]
 
 _OF_PRECISION = {"pre_backward", "backward", "post_backward"}
 _CLIPPING = {"clip_gradients", "clip_grad_by_norm", "clip_grad_by_value"}
@@ -72,17 +72,6 @@ def call_strategy_hooks(run: Run) -> None:
     strategy = run.fabric.strategy
     for name in find_own(strategy).keys() & set(EVENTS):
         run.lifecycle.wrap(name, partial(_followed, getattr(strategy, name)))
-
-
-def set_strategy_up(trainer: Trainer) -> None:
-    """Call the `setup(trainer)` of the program's strategy, after its module and optimizers were set up.
-
-    Args:
-        trainer: A run begins.
-    """
-    strategy: Any = trainer.fabric.strategy
-    if "setup" in find_own(strategy):
-        strategy.setup(trainer)
 
 
 def _followed(own: Hook, fire: Hook) -> Hook:

@@ -17,7 +17,7 @@ from .actions import MeasuredLifecycle
 from .errors import PossibleUserWarning
 from .iterating_steps import taking_batches
 from .loops import count_evaluations
-from .own_parts import call_strategy_hooks, set_strategy_up
+from .own_parts import call_strategy_hooks
 from .parity import switches
 from .utilities.combined import with_plain_loaders
 
@@ -90,7 +90,6 @@ class LightningFitSession(fit.FitSession):
         if resting:
             text = f"{resting} modules are in eval mode when training begins; call .train() on them unless intended"
             warnings.warn(text, PossibleUserWarning, stacklevel=2)
-        set_strategy_up(trainer)
         for change in switches.functions("step"):
             change(self.run)
         return put_back
@@ -113,7 +112,6 @@ class LightningEvaluationSession(evaluation.EvaluationSession):
     def start(self) -> None:
         """Begin, and change what parity changes in an evaluation."""
         super().start()
-        set_strategy_up(self.trainer)
         for change in switches.functions("evaluation"):
             change(self.run)
 

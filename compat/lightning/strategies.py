@@ -120,7 +120,7 @@ def _do_nothing_with_batch(self: Strategy, batch: Any, batch_idx: int) -> None:
 
 
 _MEMBERS: dict[str, object] = {
-    **dict.fromkeys(("setup", *EVENTS), _do_nothing),
+    **dict.fromkeys(EVENTS, _do_nothing),
     "on_train_batch_start": _do_nothing_with_batch,
     "__getattr__": of_trainer,
     "optimizers": property(_get_optimizers, _set_optimizers),

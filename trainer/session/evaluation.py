@@ -82,6 +82,7 @@ class EvaluationSession(Session):
         self.synchronize_folders()
         self.write_hyperparameters()
         self.state.stage = self.verb
+        self.strategy.setup(trainer)
         self.data = self.loaders.open_eval(self.stage)
 
     def evaluate(self, *, keep: bool = False) -> list[list[AnyOutput]]:

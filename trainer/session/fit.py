@@ -133,6 +133,7 @@ class FitSession(Session):
             begin_epoch_again(trainer, self.run)
         self.synchronize_folders()
         build_training(self.run)
+        self.strategy.setup(trainer)
         put_back = self.behavior.restore_and_start(self, content, path, before)
         if not progress.epoch_open:
             check_sanity(self)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from toys import ValidatedNet, loader, net, quiet
 
 from loopwright.errors import CheckpointError, ConfigError, NonFiniteError
 from loopwright.precision import HalfPrecision, Precision
@@ -31,6 +32,36 @@ def test_a_strategy_with_two_methods_works() -> None:
     assert strategy.is_global_zero
     ranks = (strategy.global_rank, strategy.local_rank, strategy.node_rank, strategy.world_size)
     assert ranks == (0, 0, 0, 1)
+
+
+def test_a_strategy_prepares_each_run_of_a_trainer_before_its_first_hook() -> None:
+    seen: list[Any] = []
+
+    class Preparing(Strategy):
+        def setup(self, trainer: Any) -> None:
+            seen.append((trainer.state.fn, len(trainer.optimizers)))
+
+    class Watching(ValidatedNet):
+        def on_fit_start(self) -> None:
+            seen.append("on_fit_start")
+
+        def on_validation_start(self) -> None:
+            seen.append("on_validation_start")
+
+    trainer = quiet(strategy=Preparing(), max_steps=1, num_sanity_val_steps=0, limit_val_batches=0)
+    module = net(Watching)
+    trainer.fit(module, loader())
+    assert seen == [("fit", 1), "on_fit_start"]
+    trainer = quiet(strategy=Preparing())
+    trainer.validate(module, loader())
+    assert seen[2:] == [("validate", 0), "on_validation_start"]
+
+
+def test_the_broadcast_object_has_two_names() -> None:
+    value = torch.ones(2)
+    assert Strategy().broadcast(value, 0) is Strategy().broadcast(tensor=value, src=0) is value
+    assert Strategy().broadcast(None) is None
+    assert Strategy().broadcast(obj=3) == 3
 
 
 def test_names_of_the_same_thing_follow_each_other() -> None:
