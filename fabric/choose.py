@@ -301,6 +301,16 @@ def find_devices(
             count = 1
         return accelerator.get_parallel_devices(accelerator.parse_devices(count))
     found = accelerator.get_parallel_devices(accelerator.parse_devices(devices))
+    if given.parallel_devices:
+        own = list(given.parallel_devices)
+        is_number = isinstance(devices, int) or (isinstance(devices, str) and devices.strip().isdecimal())
+        if len(own) != len(found) or (not is_number and own != found):
+            raise ConfigError(
+                f"Expected devices to be the strategy's parallel_devices, {', '.join(map(str, own))}, got "
+                f"devices={devices!r}.",
+                fix='pass devices="auto", or remove parallel_devices from the strategy.',
+            )
+        return own
     if device is not None and not isinstance(devices, int) and devices not in ("1", "-1") and device not in found:
         raise ConfigError(
             f"Expected devices to contain the strategy's device {str(device)!r}, got devices={devices!r}.",

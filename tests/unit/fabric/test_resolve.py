@@ -157,7 +157,17 @@ def test_a_parallel_strategy_takes_all_devices() -> None:
 
 def test_devices_of_a_parallel_strategy_are_kept() -> None:
     strategy = ParallelStrategy(parallel_devices=[torch.device("cpu")] * 3)
-    assert len(find(strategy=strategy).devices) == 3
+    assert len(find(strategy=strategy).devices) == len(find(strategy=strategy, devices=3).devices) == 3
+
+
+@pytest.mark.usefixtures("board")
+def test_devices_that_are_not_those_of_the_strategy_are_refused() -> None:
+    own = [torch.device("meta", 0), torch.device("meta", 1)]
+    chosen = find(accelerator="meta", strategy=ParallelStrategy(parallel_devices=own[::-1]), devices=2)
+    assert chosen.devices == (own[1], own[0])
+    for devices in (1, "1", [1, 0], -1) if len(find(accelerator="meta", devices=-1).devices) != 2 else (1, "1", [1, 0]):
+        with pytest.raises(ConfigError, match=r"parallel_devices, meta:0, meta:1, got devices="):
+            find(accelerator="meta", strategy=ParallelStrategy(parallel_devices=own), devices=devices)
 
 
 @pytest.mark.usefixtures("board")
