@@ -33,6 +33,8 @@ UNEVEN = ("stop_all", "cycle", "zero_weight")
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
 MOST_STALL = timedelta(seconds=300)
 
+_NOT_CHOSEN = ("undefined", "fake")  # backends of torch that connect nothing
+
 T = TypeVar("T")
 
 
@@ -227,14 +229,25 @@ class ParallelStrategy(Strategy):
         """Connect the processes, unless they are already connected.
 
         Raises:
-            LaunchError: This build of torch has no torch.distributed, or ranks are missing; lists them.
+            LaunchError: This build of torch lacks torch.distributed or the backend; or ranks are missing, which it
+                lists.
         """
         if not dist.is_available():
             raise LaunchError(
                 f"{type(self).__name__} requires torch.distributed, which this build of torch does not include.",
                 fix="install another build of torch, or train on one device.",
             )
-        connect(self.cluster, backend=self._lw_backend(), timeout=self.timeout, device=self.device)
+        backend = self._lw_backend()
+        missing = [one for one in backend.split(",") if not dist.is_backend_available(one.rpartition(":")[2])]
+        if missing and not dist.is_initialized():
+            every = [one for one in dist.Backend.backend_list if one not in _NOT_CHOSEN]
+            known = [*filter(dist.is_backend_available, every)]
+            raise LaunchError(
+                f"Expected a backend that this build of torch.distributed has, got "
+                f"process_group_backend={backend!r}{nearest(backend, known)}.",
+                fix=f"pass one of {', '.join(known)}, or leave process_group_backend out.",
+            )
+        connect(self.cluster, backend=backend, timeout=self.timeout, device=self.device)
 
     def _lw_backend(self) -> str:
         if self.process_group_backend is not None:

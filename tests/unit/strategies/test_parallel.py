@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
+from loopwright.errors import LaunchError
 from loopwright.strategies import ParallelStrategy, Topology
 
 
@@ -38,3 +40,12 @@ def test_what_fabric_chose_can_be_read_and_is_not_taken_for_the_users_argument()
     assert strategy.cluster_environment is cluster
     assert strategy.given.parallel_devices is None
     assert strategy.given.cluster_environment is None
+
+
+@pytest.mark.parametrize(("backend", "hint"), [("mpi", ""), ("cpu:gloo,cuda:bogus", ""), ("glo", "gloo")])
+def test_a_backend_that_torch_was_built_without_is_refused_with_those_that_it_has(backend: str, hint: str) -> None:
+    strategy = ParallelStrategy(process_group_backend=backend)
+    with pytest.raises(LaunchError) as failure:
+        strategy.setup_distributed()
+    assert f"process_group_backend={backend!r}{f' (did you mean {hint!r}?)' if hint else ''}." in str(failure.value)
+    assert "pass one of gloo" in failure.value.fix
