@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -353,10 +353,7 @@ def _full_precision(module: nn.Module, plan: ShardingPlan, policy: MixedPrecisio
 
 
 def _of_root(policy: MixedPrecisionPolicy, *, cast_inputs: bool) -> MixedPrecisionPolicy:
-    # The root's inputs are the batch, and its output is the loss.
-    return MixedPrecisionPolicy(
-        param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype, cast_forward_inputs=cast_inputs
-    )
+    return replace(policy, cast_forward_inputs=cast_inputs)  # the root's inputs are the batch
 
 
 def _cast_buffers(module: nn.Module, plan: ShardingPlan) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -237,6 +238,21 @@ def evaluate(rank: int, size: int) -> Any:
     trainer, module = trainer_for(size), Fitted()
     (metrics,) = trainer.validate(module, DataLoader(Stream([0, 3, 1][:size]), batch_size=2), verbose=False)
     return results, (metrics["val_loss"], sum(module.seen))
+
+
+def output_dtypes(rank: int, size: int, policy: Any) -> list[torch.dtype]:
+    found = []
+    for output_dtype in (None, torch.float32, torch.float64):
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=output_dtype)
+        fabric = fabric_for(size, "32-true", mixed_precision=mixed, auto_wrap_policy=policy)
+        model = fabric.setup_module(nn.Sequential(nn.Sequential(nn.Linear(4, 2))))
+        found.append(model(torch.ones(1, 4)).dtype)
+    return found
+
+
+@pytest.mark.parametrize("policy", [{nn.Linear}, {"Sequential"}, None])
+def test_the_output_of_the_whole_module_has_the_output_dtype_of_mixed_precision(policy: set[Any] | None) -> None:
+    assert run_ranks(output_dtypes, 2, policy) == [[torch.bfloat16, torch.float32, torch.float64]] * 2
 
 
 @pytest.mark.parametrize("size", [2, 3])
