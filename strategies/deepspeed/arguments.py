@@ -35,6 +35,13 @@ _ZERO, _PARAMETERS = "zero_optimization", "zero_optimization.offload_param"
 _OPTIMIZER, _ACTIVATIONS = "zero_optimization.offload_optimizer", "activation_checkpointing"
 
 
+# What arguments are for that are written to a section which is not always there.
+_NEEDED = (
+    (_PARAMETERS, "offload_parameters=True"), (_OPTIMIZER, "offload_optimizer=True"), ("fp16", "float16 precision"),
+    ("aio", "offloading to 'nvme'"), (_ZERO, "ZeRO"),
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class DeepSpeedArguments:
     """The strategy's arguments that become DeepSpeed's configuration; its docstring describes each."""
@@ -184,6 +191,24 @@ def check_against(config: Config, arguments: DeepSpeedArguments, where: str) -> 
     ]
     if rows:
         raise configs.differences(rows, where, "the strategy's arguments")
+
+
+def without_effect(arguments: DeepSpeedArguments, config: Config) -> list[str]:
+    """Return the arguments that were passed and have no effect in an engine's configuration, and why not."""
+    zero = section_of(config, "zero_optimization")
+    on_disk = "nvme" in [section_of(zero, name).get("device") for name in ("offload_param", "offload_optimizer")]
+    found: list[str] = []
+    for one in fields(arguments):
+        paths = one.metadata.get("paths", ())
+        if getattr(arguments, one.name) == one.default or not paths:
+            continue
+        needs = [next((needed for start, needed in _NEEDED if path.startswith(start)), "") for path in paths]
+        is_unused = all(at(config, path) is ABSENT for path in paths)
+        if any(needs) and (is_unused or (paths[0].startswith("aio") and not on_disk)):
+            found.append(f"{one.name} (for {' or '.join(needs)})")
+    if arguments.remote_device is not None and stage_of(config) != 3:
+        found.append("remote_device (for stage=3)")
+    return found
 
 
 # --- checks --------------------------------------------------------------------------------------------------------

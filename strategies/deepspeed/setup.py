@@ -13,6 +13,7 @@ from ...messages import warn
 from ...precision.base import evaluates_again
 from ..construction.materialize import made_of
 from ..distributed.collectives import broadcast_tensors
+from .arguments import without_effect
 from .config import Config
 from .engine import EngineOptimizer, EngineRoot
 from .engine_types import Zero
@@ -109,6 +110,9 @@ def setup_optimizer(
         warn(
             f"{strategy.where}: {' and '.join(unused)} ignored, because the module configures an optimizer.",
         )
+    ineffective = without_effect(strategy.arguments, engine_config(strategy))
+    if ineffective and strategy.is_global_zero:
+        warn(f"{type(strategy).__name__}: arguments without effect: {', '.join(ineffective)}.")
     root = _root_of(roots, optimizer)
     if root.has_engine:
         raise several(2)
