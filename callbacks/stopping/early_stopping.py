@@ -61,7 +61,8 @@ class EarlyStopping(Callback):
         monitor: Name of the logged metric.
         min_delta: Smallest change that counts as an improvement, in the metric's unit; not negative.
         patience: Number of checks without improvement before training stops.
-        verbose: Whether improvements are logged.
+        verbose: Whether each improvement and the stop are logged when they are found. The last line of the fit has
+            the reason of a stop in any case.
         mode: "min" if smaller is better, else "max".
         strict: Whether a missing metric is an error; otherwise it is logged once.
         check_finite: Whether training stops when the metric is NaN or infinite.
@@ -222,7 +223,7 @@ class EarlyStopping(Callback):
             self.stopping_reason_message = message
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
-        if message and (should_stop or self.verbose):
+        if message and self.verbose:  # the line at the end of the fit has the reason of a stop
             self._lw_report(trainer, "EarlyStopping: %s", message)
 
     def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:

@@ -30,6 +30,16 @@ def test_stops_after_patience_checks_without_improvement(tmp_path: Path) -> None
     assert float(stopping.best_score) == 0.5
 
 
+def test_a_stop_is_logged_once_at_the_end_and_when_found_if_verbose(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "loopwright")
+    run(tmp_path, [1.0, 2.0], EarlyStopping("v", patience=1))
+    assert "EarlyStopping: " not in caplog.text  # the line at the end of a fit has it
+    run(tmp_path, [1.0, 2.0], EarlyStopping("v", patience=1, verbose=True))
+    assert caplog.text.count("EarlyStopping: v = 2 did not improve on 1 in 1 check.") == 1
+
+
 def test_min_delta_counts_only_larger_changes(tmp_path: Path) -> None:
     stopping = EarlyStopping("v", min_delta=0.1, patience=2)
     assert run(tmp_path, [1.0, 0.95, 0.91, 0.89], stopping).global_step == 3
