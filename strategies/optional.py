@@ -57,6 +57,7 @@ class ChecksProcesses(Protocol):
 
         Raises:
             ConfigError: The strategy cannot use that number of processes.
+            MissingDependency: It needs a package that is not installed.
         """
         ...
 

@@ -26,6 +26,11 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 _SHARED_MEMORY = "deepspeed_shm_comm"
 
 
+def missing_deepspeed() -> MissingDependency:
+    """Return the error for a machine without DeepSpeed."""
+    return MissingDependency("deepspeed", needed_for="strategy='deepspeed'", extra="deepspeed")
+
+
 def import_deepspeed(logging_level: int = logging.WARNING) -> ModuleType:
     """Return the module `deepspeed`, imported without its warnings; `builds.build` builds its operators.
 
@@ -38,7 +43,7 @@ def import_deepspeed(logging_level: int = logging.WARNING) -> ModuleType:
     except ImportError as error:
         if error.name is not None and error.name.split(".")[0] != "deepspeed":
             raise
-        raise MissingDependency("deepspeed", needed_for="strategy='deepspeed'", extra="deepspeed") from error
+        raise missing_deepspeed() from error
     from deepspeed.utils import logger
 
     logger.setLevel(logging_level)

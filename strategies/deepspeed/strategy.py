@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -289,6 +290,15 @@ class DeepSpeedStrategy(ParallelStrategy):
         if wanted != name:
             _log.info("DeepSpeedStrategy: precision=%r, from %s.", wanted, self.where)
         return DeepSpeedPrecision(wanted, device_type)
+
+    def check_processes(self, num_processes: int, num_nodes: int) -> None:
+        """Refuse a machine without DeepSpeed, before processes start; plans need only the strategy.
+
+        Raises:
+            MissingDependency: DeepSpeed is not installed.
+        """
+        if find_spec("deepspeed") is None:
+            raise ops.missing_deepspeed()
 
     def apply_trainer_config(self, config: TrainerConfig) -> TrainerConfig:
         """Apply the Trainer's configuration, before processes start.

@@ -85,8 +85,16 @@ class Plain(lw.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.parametrize("make", [lw.Trainer, lw.Fabric])
+def test_a_machine_without_deepspeed_is_refused_by_the_constructor(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loopwright.strategies.deepspeed.strategy.find_spec", lambda name: None)
+    with pytest.raises(lw.MissingDependency, match=r"(?s)strategy='deepspeed'.*pip install 'loopwright\[deepspeed\]'"):
+        make(accelerator="cpu", strategy="deepspeed_stage_3", devices=2)
+
+
 @pytest.mark.usefixtures("no_libaio")
 def test_fit_is_refused_before_processes_start(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
     strategy = DeepSpeedStrategy(
         stage=3, offload_optimizer=True, offload_optimizer_device="nvme", nvme_path=str(tmp_path)
     )
