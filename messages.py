@@ -52,6 +52,36 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'es' if is_hissed else 's'}"
 
 
+def fitted(text: str) -> str:
+    """Return a text of --help whose lines end where the terminal does, by column 120; at 80 without a terminal.
+
+    A paragraph without indentation is filled. Other lines, and those that begin with "usage:", are kept; what does not
+    fit is continued below the beginning of the line, or of the description that two spaces separate from it.
+    """
+    import re
+    import shutil
+    import textwrap
+
+    width = min(max(40, shutil.get_terminal_size().columns), 120)
+    lines: list[str] = []
+    is_filled = False  # whether the last line can take more of the paragraph
+    for line in text.split("\n"):
+        is_prose = bool(line) and not line.startswith((" ", "usage:"))
+        if is_prose and is_filled:
+            lines[-1] += f" {line}"
+        else:
+            lines.append(line)
+        is_filled = is_prose and not line.endswith(":")
+    found: list[str] = []
+    for line in lines:
+        indent, name, described = re.match(r"( *)([\w.]+: )?(\S+(?: \S+)*  +(?=\S))?", line).groups("")  # type: ignore[union-attr]  # it matches every line
+        below = len(indent) + (4 if indent and name else len(described) if len(described) < width // 2 else 0)
+        found += textwrap.wrap(
+            line, width, subsequent_indent=" " * below, break_on_hyphens=False, break_long_words=False
+        ) or [""]
+    return "\n".join(found)
+
+
 def show_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text: "rank 3", "ranks 0, 1", "ranks 0 to 5, 7"."""
     if len(ranks) == 1:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..callbacks import Callback
 from ..errors import ConfigError, LoopwrightError, nearest
+from ..messages import fitted
 from ..settings.build import Building
 from ..settings.complete import is_plain
 from ..settings.tree import CLASS_KEYS, SettingsTree, escaped
@@ -198,7 +199,7 @@ class CLI:
                 tree = gathered().tree
             except ConfigError:
                 tree = {}  # help works also if a file is missing
-            sys.stdout.write(help_on(self._lw_program, line.help, tree))
+            sys.stdout.write(fitted(help_on(self._lw_program, line.help, tree)))
             raise SystemExit(0)
         self.settings = gathered()
         read_back = None if line.files else self._lw_checkpoint_config()

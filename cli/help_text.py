@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import inspect
-import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import PurePath
@@ -17,8 +16,6 @@ from ..settings.typed import show_type
 from .sources import CONFIG_VARIABLE, PREFIX
 
 # Any in this file: classes of any kind, and defaults.
-
-_WIDTH = 100
 
 _USAGE = """\
 usage: {program} [--config FILE]... [KEY=VALUE]...
@@ -59,7 +56,7 @@ def overview(program: str, title: str, groups: Mapping[str, Any], values: Iterab
         lines += ["", f"{key}: {'.'.join(origin(target))}"]
         known = parameters_of(target)
         names = ", ".join(f"{name}*" if one.is_required else name for name, one in known.named.items())
-        lines += textwrap.wrap(names or "no parameters", _WIDTH, initial_indent="  ", subsequent_indent="  ")
+        lines.append(f"  {names or 'no parameters'}")
         lines.append(f"  (see --help {key}{'; * is required' if '*' in names else ''})")
     return "\n".join(lines) + "\n"
 
@@ -94,7 +91,7 @@ def describe_parameter(one: Parameter, prefix: str) -> list[str]:
     default = "required" if one.default is EMPTY else f"default {_shown(one.default)}"
     lines = [f"  {prefix}{one.name}: {show_type(one.annotation)} ({default})"]
     if one.text:
-        lines += textwrap.wrap(one.text, _WIDTH, initial_indent="      ", subsequent_indent="      ")
+        lines.append(f"      {one.text}")
     return lines
 
 

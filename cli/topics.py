@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import textwrap
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -114,5 +113,4 @@ def _one(prefix: str, parameter: Parameter) -> str:
 
 def _names(base: type[Any]) -> str:
     names = sorted({one.__name__ for one in known_classes([base]) if one is not base} | known_makers([base]).keys())
-    text = f"one of {', '.join(names)}; or your own class by its path (--help CLASS shows its parameters)"
-    return "\n".join(textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="  ")) + "\n"
+    return f"  one of {', '.join(names)}; or your own class by its path (--help CLASS shows its parameters)\n"

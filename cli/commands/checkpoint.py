@@ -16,6 +16,7 @@ from ...checkpoint.tools.formats import Opened, Reading, find_checkpoints, is_ch
 from ...checkpoint.tools.inspection import disk_bytes
 from ...checkpoint.tools.verify import check
 from ...errors import CheckpointError, ConfigError, LoopwrightError
+from ...messages import fitted
 from .checkpoint_text import ByteMeter, inspect_json, inspect_text, show_bytes
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _add(
     return commands.add_parser(
         name,
         help=_COMMANDS[name],
-        description=f"{_COMMANDS[name][0].upper()}{_COMMANDS[name][1:]}.",
+        description=fitted(f"{_COMMANDS[name][0].upper()}{_COMMANDS[name][1:]}."),
         epilog=f"examples:\n{examples}\n{_EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -11,7 +11,7 @@ from typing import NoReturn
 from ...compat.lightning.check.child_program import has_lightning
 from ...compat.lightning.check.program import ProgramCheck
 from ...compat.lightning.check.unserved import find_unserved, local_imports
-from ...messages import counted
+from ...messages import counted, fitted
 
 _USAGE = """usage: loopwright migrate check [OPTIONS] PROGRAM.py [ARGS]
        loopwright migrate check [OPTIONS] -m MODULE [ARGS]
@@ -56,12 +56,12 @@ def migrate(arguments: Sequence[str]) -> int:
     """
     if not arguments or arguments[0] != "check" or len(arguments) < 2 or arguments[1] in ("-h", "--help"):
         is_asked = any(one in ("-h", "--help") for one in arguments[:2])
-        (sys.stdout if is_asked else sys.stderr).write(_USAGE)
+        (sys.stdout if is_asked else sys.stderr).write(fitted(_USAGE))
         return 0 if is_asked else 2
     try:
         options, command = _read_options(arguments[1:])
     except ValueError as error:
-        sys.stderr.write(f"migrate check: {error}\n\n{_USAGE}")
+        sys.stderr.write(f"migrate check: {error}\n\n{fitted(_USAGE)}")
         return 2
     if options.static or Path(command[0]).is_dir():
         return _read(list(_files(command)))

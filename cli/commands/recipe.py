@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import MissingDependency, nearest
+from ...messages import fitted
 from ...settings.tree import escaped
 from ...yaml_file import write
 from ..ending import reporting_errors
@@ -75,7 +76,7 @@ def recipe(arguments: Sequence[str]) -> int:
         arguments: Arguments after `loopwright recipe`.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
-        (sys.stdout if arguments else sys.stderr).write(_usage())
+        (sys.stdout if arguments else sys.stderr).write(fitted(_usage()))
         return 0 if arguments else 2
     name, *rest = arguments
     if name not in RECIPES:
@@ -101,7 +102,7 @@ def _run(name: str, chosen: Recipe, line: CommandLine, *, is_json: bool) -> Any:
     """Return the report; None after help or a printed configuration."""
     reading = RecipeSettings(f"loopwright recipe {name}", chosen.text, chosen.settings_class())
     if line.help is not None:
-        sys.stdout.write(reading.help(line.help))
+        sys.stdout.write(fitted(reading.help(line.help)))
         return None
     # Sections of a file for other recipes are left out; `tokenizer` is a setting of most.
     sections = tuple(one for one in RECIPES if one == name or one not in reading.names)

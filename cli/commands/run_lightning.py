@@ -15,6 +15,7 @@ from textwrap import wrap
 from ...compat.lightning import PARITY, child_environment
 from ...compat.lightning.parity.switches import SWITCHES, as_text, choose
 from ...errors import ConfigError
+from ...messages import fitted
 
 _USAGE = """usage: loopwright run-lightning [--parity[=NAMES]] [PYTHON OPTIONS] PROGRAM.py [ARGS]
        loopwright run-lightning [--parity[=NAMES]] [PYTHON OPTIONS] -m MODULE [ARGS]
@@ -40,7 +41,7 @@ def run_lightning(arguments: Sequence[str]) -> int:
         arguments: The program and its arguments, as for Python.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
-        (sys.stdout if arguments else sys.stderr).write(_USAGE)
+        (sys.stdout if arguments else sys.stderr).write(fitted(_USAGE))
         return 0 if arguments else 2
     environment = {**os.environ, **child_environment(os.environ.get("PYTHONPATH", ""))}
     if arguments[0].partition("=")[0] == "--parity":
@@ -55,7 +56,7 @@ def run_lightning(arguments: Sequence[str]) -> int:
             sys.stderr.write(f"run-lightning: {error}\n")
             return 2
         if not arguments:
-            sys.stderr.write(_USAGE)
+            sys.stderr.write(fitted(_USAGE))
             return 2
     refused = [option for option in _python_options(arguments) if option in _REFUSED]
     if refused:

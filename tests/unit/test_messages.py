@@ -68,3 +68,32 @@ def test_frames_that_start_processes_are_no_user_code() -> None:
 )  # fmt: skip
 def test_numbers_agree_with_their_nouns(number: int, noun: str, text: str) -> None:
     assert messages.counted(number, noun) == text
+
+
+def test_a_text_of_help_is_fitted_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    text = """usage: program [OPTIONS] and much more that is longer than it
+       program SHORT
+
+A paragraph of several words that is longer
+than a line, and goes on.
+Kept:
+  --option VALUE  a description that has to be continued below
+  some.setting: int | str | float | dict[str, int] (default 5)
+      Its text, which is so long that it needs a second line.
+"""
+    assert messages.fitted(text).split("\n") == [
+        "usage: program [OPTIONS] and much more that is",
+        "longer than it",
+        "       program SHORT",
+        "",
+        "A paragraph of several words that is longer than a",
+        "line, and goes on. Kept:",
+        "  --option VALUE  a description that has to be",
+        "                  continued below",
+        "  some.setting: int | str | float | dict[str, int]",
+        "      (default 5)",
+        "      Its text, which is so long that it needs a",
+        "      second line.",
+        "",
+    ]
