@@ -201,7 +201,8 @@ def _of_package(name: str, bases: tuple[type[object], ...]) -> type[object] | No
         return None
     package = path.partition(".")[0]
     if importlib.util.find_spec(package) is None:
-        raise ClassProblem(f"{name} is {path}, and {package} is not installed: pip install {package}")
+        wanted = {"bitsandbytes": "'loopwright[qlora]'", "torchao": "'loopwright[float8]'"}.get(package, package)
+        raise ClassProblem(f"{name} is {path}, and {package} is not installed: pip install {wanted}")
     if package == "bitsandbytes":
         from ..precision.quantized import import_bitsandbytes
 

@@ -43,7 +43,7 @@ def detect_cluster(variables: Mapping[str, str] | None = None) -> ClusterEnviron
         if _is_started_by_mpi(found) and "LOCAL_RANK" not in found:
             log.warning(
                 "mpirun started several processes, but mpi4py is not installed or does not find an MPI library. Each "
-                "process runs independently. To connect them: pip install mpi4py"
+                "process runs independently. To connect them: pip install 'loopwright[mpi]'"
             )
     if "KUBERNETES_SERVICE_HOST" in found and KubeflowEnvironment.detect(found):
         return KubeflowEnvironment(variables=variables)

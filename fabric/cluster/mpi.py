@@ -111,7 +111,7 @@ def _world() -> Any:  # Any: see MPIEnvironment
     try:
         from mpi4py import MPI
     except ImportError as error:
-        raise MissingDependency("mpi4py", needed_for="MPIEnvironment") from error
+        raise MissingDependency("mpi4py", needed_for="MPIEnvironment", extra="mpi") from error
     except RuntimeError as error:  # raised by mpi4py's wheels if they do not find a library
         raise LaunchError(
             f"mpi4py is installed, but does not find an MPI library: {str(error).splitlines()[0]}.",

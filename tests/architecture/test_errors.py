@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
 
 import pytest
 
 from loopwright import errors
 
-from .sources import package_files, place, tree_of
+from .sources import ROOT, calls, package_files, place, tree_of
 
 
 def error_names() -> set[str]:
@@ -40,6 +42,23 @@ def test_every_error_has_a_fix() -> None:
                 wrong.append(f"{place(file, node)}: {ast.unparse(node.func)} says nothing, or too much")
     assert not wrong, "\n".join(wrong)
     assert count > 50
+
+
+def test_hints_name_the_extra_that_has_a_package() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    needed = [one for name, needs in extras.items() if name not in ("all", "dev", "examples") for one in needs]
+    packages = {re.split(r"[\[<>=]", one)[0].lower() for one in needed} - {"numpy", "huggingface_hub"}
+    wrong = []
+    for file in package_files():
+        for node in ast.walk(tree_of(file)):
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            plain = set(re.findall(r"pip install ([\w-]+)(?![\w-]*[\[=])", text.lower())) & packages
+            wrong += [f"{place(file, node)}: pip install {name}" for name in plain]
+        for call in calls(file):
+            is_plain = ast.unparse(call.func) == "MissingDependency" and "extra" not in {x.arg for x in call.keywords}
+            if is_plain and getattr(call.args[0], "value", None) in packages - {"torch_xla"}:
+                wrong.append(f"{place(file, call)}: MissingDependency without extra=")
+    assert wrong == []
 
 
 def test_the_tree_in_the_docstring_names_every_error() -> None:

@@ -66,7 +66,7 @@ def test_mpirun_without_mpi4py_is_reported(monkeypatch: pytest.MonkeyPatch, capl
     assert type(detect_cluster({"OMPI_COMM_WORLD_SIZE": "1"})) is LightningEnvironment
     assert not caplog.records
     assert type(detect_cluster({"OMPI_COMM_WORLD_SIZE": "2"})) is LightningEnvironment
-    assert "pip install mpi4py" in caplog.text
+    assert "pip install 'loopwright[mpi]'" in caplog.text
 
 
 def test_finding_nothing_imports_no_mpi() -> None:
