@@ -159,6 +159,7 @@ class TrainerAttributes:
         return self._lw_run or self._lw_last_run
 
     _lw_is_trial = False  # of a search, such as the tuner's
+    _lw_told_logs = ""  # the place of the logs, as the last line about it says
     _lw_is_in_child: bool
 
     @property

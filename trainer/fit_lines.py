@@ -1,4 +1,4 @@
-"""Lines that a fit logs: what it runs on, why it ended, and where its checkpoints and logs are."""
+"""Lines that a run logs: what a fit runs on, why it ended, and where checkpoints and logs are."""
 
 from __future__ import annotations
 
@@ -81,7 +81,17 @@ def tell_end(trainer: Trainer, seconds: float) -> None:
     if trainer.fast_dev_run:
         return
     logger.info("%s", _listed("Checkpoints", checkpoints(trainer)))
+    trainer._lw_told_logs = place_of_logs(trainer)
     logger.info("%s", logs(trainer))
+
+
+def tell_logs(trainer: Trainer) -> None:
+    """Log where an evaluation has logged its metrics, unless the line of a verb before it says the same."""
+    if trainer._lw_reports_runs and trainer.logged_metrics and trainer.loggers and not trainer.fast_dev_run:
+        place = place_of_logs(trainer)
+        if place != trainer._lw_told_logs:
+            trainer._lw_told_logs = place
+            logger.info("%s", place)
 
 
 def _warn_of_no_step(trainer: Trainer) -> None:
@@ -163,24 +173,32 @@ def checkpoints(trainer: Trainer) -> list[str]:
 
 def logs(trainer: Trainer) -> str:
     """Return where the logs are, and the command that makes a report of them, unless there is nothing to report."""
-    if not trainer.loggers:
-        return "Logs: none (no logger)."
-    folders = [folder for one in trainer.loggers if (folder := getattr(one, "log_dir", None))]
+    place, folders = place_of_logs(trainer), _folders(trainer)
     if not folders:
-        places = ", ".join(type(one).__name__ for one in trainer.loggers)
-        return f"Logs: {places}."
-    folder = shown(str(folders[0]))
+        return place
     reported = next((one for one in folders if is_url(one) or _holds_metrics(one)), None)
     if reported is None:
         why = (
             f"log_every_n_steps={trainer.log_every_n_steps}" if trainer.callback_metrics else "nothing called self.log"
         )
-        return f"Logs: {folder}" + ("" if trainer.logged_metrics else f" (no metrics: {why})")
+        return place + ("" if trainer.logged_metrics else f" (no metrics: {why})")
     command = "loopwright" if shutil.which("loopwright") else f"{shown(sys.executable)} -m loopwright"
-    needs = "" if find_spec("plotly") else " (after pip install plotly)"
+    needs = "" if find_spec("plotly") else " (after pip install 'loopwright[report]')"
     page = f"page of curves: {command} report {shlex.quote(shown(reported))}{needs}"
-    line = f"Logs: {folder}; {page}"
-    return line if len(line) <= _COLUMNS else f"Logs: {folder}\n  {page}"
+    line = f"{place}; {page}"
+    return line if len(line) <= _COLUMNS else f"{place}\n  {page}"
+
+
+def place_of_logs(trainer: Trainer) -> str:
+    """Return the folder of the first logger that has one; else what the loggers are."""
+    if not trainer.loggers:
+        return "Logs: none (no logger)."
+    folders = _folders(trainer)
+    return f"Logs: {shown(folders[0]) if folders else ', '.join(type(one).__name__ for one in trainer.loggers) + '.'}"
+
+
+def _folders(trainer: Trainer) -> list[str]:
+    return [str(folder) for one in trainer.loggers if (folder := getattr(one, "log_dir", None))]
 
 
 def _holds_metrics(folder: str) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ..checkpointing.locate import locate
+from ..fit_lines import tell_logs
 from ..metrics.log_output import by_loader
 from .checks import STAGE_OF, both_given, check_evaluation, module_of_evaluation
 from .session import Session
@@ -122,11 +123,13 @@ class EvaluationSession(Session):
         }
 
     def report(self) -> None:
-        """Write beside the logs which checkpoint was evaluated."""
+        """Write beside the logs which checkpoint was evaluated, and log where they are."""
         if self.evaluated is not None and self.verb != "predict":
             from ..describe_run import describe_evaluation
 
             describe_evaluation(self.trainer, self.evaluated)
+        if self.verb != "predict":
+            tell_logs(self.trainer)
         super().report()
 
     def _end_validation(self) -> None:

@@ -88,6 +88,28 @@ def test_a_fit_ends_with_three_lines(
     assert max(map(len, "\n".join((why, where, logs)).splitlines())) <= 80
 
 
+def test_an_evaluation_says_where_its_metrics_are_unless_a_line_before_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Tested(Net):
+        def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            self.log("size", float(len(batch)))
+
+        def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.layer(batch)
+
+    trainer = lw.Trainer(default_root_dir=tmp_path, enable_progress_bar=False)
+    trainer.predict(Tested(), DataLoader(torch.ones(2, 4)))
+    assert lines(caplog) == []
+    trainer.test(Tested(), DataLoader(torch.ones(2, 4)))
+    trainer.test(Tested(), DataLoader(torch.ones(2, 4)))
+    assert lines(caplog) == [f"Logs: {trainer.log_dir}"]
+    fitted = fit(tmp_path, Tested())
+    count = len(lines(caplog))
+    fitted.test(Tested(), DataLoader(torch.ones(2, 4)))
+    assert len(lines(caplog)) == count
+
+
 def test_the_command_for_a_page_of_curves_runs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
