@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from .messages import current_rank
+from .messages import current_rank, warn
 
 _logger = logging.getLogger(__name__.partition(".")[0])
 # `extra=` of a record that the line at the end of a run says as well: only configured logging gets it.
@@ -88,6 +88,8 @@ def show_logs() -> None:
         return
     if _logger.level == logging.NOTSET:
         name = os.environ.get("LOOPWRIGHT_LOG_LEVEL", "info").lower()
+        if name not in _LEVELS:
+            warn(f"LOOPWRIGHT_LOG_LEVEL is {name!r}, which is none of {', '.join(_LEVELS)}: it is taken as info.")
         LINES.level_set = _LEVELS.get(name, logging.INFO)
         _logger.setLevel(LINES.level_set)
     _logger.addHandler(LINES)

@@ -98,7 +98,7 @@ def _trim(error: BaseException) -> bool:
 def _drop_own_cause(error: BaseException) -> bool:
     """Leave out the cause that an error of Loopwright's repeats in its message, where no code of the user's met it."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if not isinstance(error, LoopwrightError) or os.environ.get("LOOPWRIGHT_FULL_TRACEBACK"):
+    if not isinstance(error, LoopwrightError) or os.environ.get("LOOPWRIGHT_FULL_TRACEBACK", "0") not in ("", "0"):
         return False
     if cause is None:
         return False
@@ -130,7 +130,7 @@ def trimmed(error: BaseException) -> TracebackType | None:
     mine = [one for one in steps if _is_internal(one.tb_frame)]
     is_ours = bool(steps) and is_of_loopwright(steps[-1].tb_frame)
     has_ours = any(is_of_loopwright(one.tb_frame) for one in mine)
-    if os.environ.get("LOOPWRIGHT_FULL_TRACEBACK"):
+    if os.environ.get("LOOPWRIGHT_FULL_TRACEBACK", "0") not in ("", "0"):
         return error.__traceback__
     if not has_ours or len(mine) == len(steps) or (is_ours and not isinstance(error, LoopwrightError)):
         return error.__traceback__

@@ -89,11 +89,13 @@ def wanted_seed(variables: Mapping[str, str] | None = None) -> int | None:
 
 
 def reset_seed() -> None:
-    """Seed again with PL_GLOBAL_SEED, as the last `seed_everything` did; do nothing without one."""
-    seed = known_seed()
-    if seed is None:
-        return
-    seed_everything(int(seed), workers=os.environ.get(_WORKERS, "0") == "1", verbose=False)
+    """Seed again with PL_GLOBAL_SEED, as the last `seed_everything` did; do nothing without one.
+
+    Raises:
+        ConfigError: The program has set it to something else than an integer in the range of seeds.
+    """
+    if known_seed() is not None:
+        seed_everything(workers=os.environ.get(_WORKERS, "0") == "1", verbose=False)
 
 
 def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:

@@ -45,7 +45,7 @@ class TQDMProgressBar(LiveProgressBar):
         for name, value in (("refresh_rate", refresh_rate), ("process_position", process_position)):
             if not isinstance(value, int) or value < 0:
                 raise ConfigError(f"TQDMProgressBar: {name}={value!r}, expected 0 or more.", fix="pass an integer.")
-        self._refresh_rate = max(refresh_rate, int(os.environ.get("TQDM_MINITERS", "0")))
+        self._refresh_rate = max(refresh_rate, int(float(os.environ.get("TQDM_MINITERS", "0"))))
         self._process_position = process_position
         self._leave = leave
         self._lw_bars: dict[str, Bar] = {}

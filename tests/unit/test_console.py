@@ -111,6 +111,14 @@ def test_the_environment_sets_the_level(
     assert stream.getvalue() == expected
 
 
+def test_an_unknown_level_is_named(stream: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOOPWRIGHT_LOG_LEVEL", "warn")
+    with pytest.warns(UserWarning, match="'warn', which is none of debug, info, warning, error, off"):
+        console.show_logs()
+    CHILD.info("i")
+    assert stream.getvalue() == "i\n"
+
+
 def test_other_ranks_only_warn(stream: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     console.show_logs()

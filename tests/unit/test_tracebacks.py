@@ -106,6 +106,8 @@ def test_the_environment_asks_for_everything(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("LOOPWRIGHT_FULL_TRACEBACK", "1")
     error = raised(ValueError("x"), "loopwright.trainer.trainer")
     assert files(tracebacks.trimmed(error)) == [__file__, "loopwright.trainer.trainer.py", __file__]
+    monkeypatch.setenv("LOOPWRIGHT_FULL_TRACEBACK", "0")
+    assert "loopwright.trainer.trainer.py" not in files(tracebacks.trimmed(error))
 
 
 def test_a_trimmed_traceback_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,12 @@ def test_reset_seed_seeds_again() -> None:
     assert os.environ["PL_SEED_WORKERS"] == "1"
 
 
+def test_reset_seed_names_a_variable_that_is_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "abc")
+    with pytest.raises(ConfigError, match="environment variable PL_GLOBAL_SEED to be an integer, got 'abc'"):
+        reset_seed()
+
+
 def test_the_state_goes_out_and_in_bit_for_bit() -> None:
     seed_everything(1)
     random.gauss(0, 1)  # half of a pair is now kept for the next call
