@@ -154,9 +154,10 @@ class PrometheusLogger(RunLogger):
         gauges: dict[str, Metric] = {}
         for logged, value in self._lw_latest.items():
             name = _INVALID.sub("_", f"{self._prefix}_{logged}" if self._prefix else logged)
-            name = f"_{name}" if name[:1].isdigit() else name
+            name = f"_{name}" if not name or name[0].isdigit() else name
             gauge = gauges.setdefault(name, Metric(name, "Latest value that was logged.", "gauge"))
-            gauge.add_sample(name, {"name": logged} if _INVALID.search(logged) else {}, value)
+            shown = logged.encode("utf-8", "replace").decode()  # a lone surrogate has no encoding
+            gauge.add_sample(name, {"name": shown} if _INVALID.search(logged) else {}, value)
         yield from gauges.values()
 
     def state_dict(self) -> StateDict:

@@ -75,6 +75,13 @@ def test_names_without_a_prefix_begin_with_no_digit() -> None:
     logger.finalize("success")
 
 
+def test_names_that_prometheus_cannot_have_at_all_do_not_end_the_endpoint() -> None:
+    logger = PrometheusLogger(port=0, prefix="")
+    logger.log_metrics({"": 1.0, "\ud800": 2.0}, 3)
+    assert read(logger) == {"_": 1.0, '_{name="?"}': 2.0, "step": 3.0}
+    logger.finalize("success")
+
+
 def test_own_metrics_are_served_too(logger: PrometheusLogger) -> None:
     from prometheus_client import Gauge
 
