@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from .. import __version__
 from ..checkpoint import hparams
 from ..checkpoint.file.safetensors_file import read_weights, write_weights
 from ..checkpoint.rebuild import rebuild
-from ..checkpoint.tensors import read_tensor
+from ..checkpoint.tensors import is_tensor, read_tensor
 from ..checkpoint.tools.convert import weights_of
 from ..checkpoint.tools.formats import Opened, Reading, open_checkpoint
 from ..errors import CheckpointError, ConfigError, MissingDependency
@@ -33,6 +33,7 @@ from ..yaml_file import write as to_yaml
 try:
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils._validators import validate_repo_id
 except ModuleNotFoundError as error:
     raise MissingDependency("huggingface_hub", needed_for="loopwright.integrations.hub") from error
 
@@ -40,6 +41,7 @@ __all__ = ["load_from_hub", "push_to_hub", "write_hub_files"]
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 
+_EXTRA = "_extra_state"  # torch's name of what a module's get_extra_state returns
 _OWN = "_loopwright"  # entry of config.json: what load_from_checkpoint knows about hyperparameters from a checkpoint
 _FIX = "check the name, the token (`hf auth login`, or HF_TOKEN), and the network; HF_ENDPOINT is the hub's address."
 
@@ -63,7 +65,7 @@ def push_to_hub(
 
     Args:
         source: A module, or a checkpoint: a file or folder of any format that `loopwright checkpoint` reads.
-        repo_id: "owner/name"; created if it does not exist.
+        repo_id: "owner/name", or "name" for one of the token's user; created if it does not exist.
         metrics: Results for the card, such as `trainer.callback_metrics`.
         description: First paragraph of the card, in Markdown.
         private: Whether a new repository is private. One that exists stays as it is.
@@ -80,9 +82,14 @@ def push_to_hub(
     """
     if current_rank():
         return None
+    api = huggingface_hub.HfApi(token=token)
+    try:  # before the weights are read and written
+        validate_repo_id(repo_id)
+        repo_id = repo_id if "/" in repo_id else f"{api.whoami()['name']}/{repo_id}"
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError(f"{repo_id!r} could not be published: {error}", fix=_FIX) from error
     with tempfile.TemporaryDirectory(prefix="loopwright-hub-") as folder:
         write_hub_files(source, folder, repo_id=repo_id, metrics=metrics, description=description)
-        api = huggingface_hub.HfApi(token=token)
         try:
             api.create_repo(repo_id, private=private, exist_ok=True)
             commit = api.upload_folder(
@@ -107,7 +114,8 @@ def write_hub_files(
     """Write what `push_to_hub` publishes.
 
     Hyperparameters are written as JSON: a tuple becomes a list. What JSON does not have is left out with a warning, and
-    so are texts with the name or the form of a secret: `api_key`, `hf_...`, logins in URLs.
+    so are texts with the name or the form of a secret: `api_key`, `hf_...`, logins in URLs. Modules' extra states that
+    are not tensors are left out with a warning, too.
 
     Args:
         source: A module or a checkpoint; see `push_to_hub`.
@@ -126,10 +134,17 @@ def write_hub_files(
     name = type(getattr(source, "_orig_mod", source)).__name__ if isinstance(source, nn.Module) else "YourModule"
     opened = _opened(source)
     weights = {plain_name(key): value for key, value in weights_of(opened).items()}
+    left_out = [key for key, value in weights.items() if key.endswith(_EXTRA) and not is_tensor(value)]
+    weights = {key: value for key, value in weights.items() if key not in left_out}
     write_weights(weights, folder / WEIGHTS)
+    if left_out:
+        warn(
+            f"states that are not tensors are not published: {', '.join(left_out)}; load_from_hub needs strict=False, "
+            "and set_extra_state is not called"
+        )
     config = _config_of(opened.tree)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    card = _card(name, repo_id, opened.tree, config, weights, metrics or {}, description)
+    card = _card(name, repo_id, opened.tree, config, weights, metrics or {}, description, left_out)
     (folder / CARD).write_text(card, encoding="utf-8")
 
 
@@ -262,6 +277,7 @@ def _card(
     weights: Mapping[str, Any],  # Any: tensors, or tensors in a file
     metrics: Mapping[str, float],
     description: str,
+    left_out: Sequence[str],
 ) -> str:
     """Return README.md."""
     sizes = {str(value.dtype).removeprefix("torch."): 0 for value in weights.values()}
@@ -270,6 +286,8 @@ def _card(
     facts = [f"{count:,} values of {dtype}" for dtype, count in sizes.items()]
     if "global_step" in tree:
         facts.append(f"trained for {int(tree['global_step']):,} steps")
+    if left_out:
+        facts.append(f"without {', '.join(left_out)}")
     facts.append(f"Loopwright {__version__}, torch {torch.__version__}")
     shown = {key: value for key, value in config.items() if key != _OWN}
     results = "\n".join(f"| {key} | {float(value):.6g} |" for key, value in metrics.items())
@@ -281,6 +299,6 @@ def _card(
         f"## Results\n\n| metric | value |\n|---|---|\n{results}" if results else "",
         f"## Hyperparameters\n\n```yaml\n{to_yaml(shown).strip()}\n```" if shown else "",
         "## Use\n\nWith the source of the module's class:\n\n```python\nfrom loopwright.integrations.hub import "
-        f"load_from_hub\n\nmodel = load_from_hub({name}, {repo_id!r})\n```",
+        f"load_from_hub\n\nmodel = load_from_hub({name}, {repo_id!r}{', strict=False' if left_out else ''})\n```",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...messages import counted
 from ...protocols import Advance, StorageOptions
 from ..sharded.shard_file import NAMES, StoredPart, encode_header, write_tensor
 from ..tensors import AnyTensor, StoredTensor, is_tensor, memory_key, read_tensor
@@ -96,7 +97,7 @@ def write_weights(
     ]
     if problems:
         raise CheckpointError(
-            f"{len(problems)} entries cannot be written to a safetensors file: {', '.join(problems[:10])}.",
+            f"{counted(len(problems), 'entry')} cannot be written to a safetensors file: {', '.join(problems[:10])}.",
             fix="write another format (--to state-dict), or leave them out of the state dict.",
         )
     names = [name for name in weights if name == "__metadata__" or type(name) is not str]

@@ -37,6 +37,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         parts = unquote(self.path).partition("?")[0].strip("/").split("/")
+        if parts == ["api", "whoami-v2"]:
+            self._send_json({"name": "me", "type": "user"})
+            return
         if parts[0] == "api":
             repository, verb = "/".join(parts[2:4]), "".join(parts[4:5])
             files = self.files.get(repository)

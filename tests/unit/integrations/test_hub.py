@@ -142,6 +142,40 @@ def test_secrets_among_hyperparameters_are_not_published(tmp_path: Path) -> None
     assert json.loads((tmp_path / "config.json").read_text())["image_token"] == "<image>"
 
 
+class Counting(Net):
+    def get_extra_state(self) -> Any:
+        return {"count": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError("it is not published")
+
+
+def test_extra_states_are_left_out_and_named(hub: type[Hub], tmp_path: Path) -> None:
+    model = Counting()
+    with pytest.warns(UserWarning, match="not published: _extra_state; load_from_hub needs strict=False"):
+        push_to_hub(model, "me/counting")
+    card = hub.files["me/counting"]["README.md"].decode()
+    assert "- without _extra_state" in card
+    assert "load_from_hub(Counting, 'me/counting', strict=False)" in card
+    again = load_from_hub(Counting, "me/counting", strict=False)
+    for one, other in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(CheckpointError, match="_extra_state"):
+        load_from_hub(Counting, "me/counting")
+
+
+def test_a_name_without_an_owner_is_the_users(hub: type[Hub]) -> None:
+    assert str(push_to_hub(nn.Linear(2, 3), "linear", token="hf_x")).endswith(f"me/linear/commit/{SHA}")
+    assert "load_from_hub(Linear, 'me/linear')" in hub.files["me/linear"]["README.md"].decode()
+
+
+def test_a_wrong_name_is_refused_before_anything_is_written(hub: type[Hub]) -> None:
+    for wrong in ("a/b/c", "me/two words", "linear"):  # the last without a token
+        with pytest.raises(CheckpointError, match="could not be published"):
+            push_to_hub("no_such.ckpt", wrong)
+    assert hub.created == {}
+
+
 def test_files_with_code_are_never_read(hub: type[Hub]) -> None:
     hub.files["me/pickle"] = {"pytorch_model.bin": b"\x80\x04cos\nsystem\n.", "config.json": b"{}"}
     with pytest.raises(CheckpointError, match=r"no model\.safetensors.*can contain code"):
