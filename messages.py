@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,10 +61,6 @@ def fitted(text: str) -> str:
     A paragraph without indentation is filled. Other lines, and those that begin with "usage:", are kept; what does not
     fit is continued below the beginning of the line, or of the description that two spaces separate from it.
     """
-    import re
-    import shutil
-    import textwrap
-
     width = min(max(40, shutil.get_terminal_size().columns), 120)
     lines: list[str] = []
     is_filled = False  # whether the last line can take more of the paragraph
