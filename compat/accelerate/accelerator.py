@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +16,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from ...errors import ConfigError, nearest
 from ...fabric import is_wrapped
 from ...precision import MixedPrecision
-from ...strategies import Strategy
+from ...strategies import SingleDeviceStrategy, Strategy
 from . import operations, saved_states, trackers
-from .configuration import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from .configuration import DataLoaderConfiguration, GradientAccumulationPlugin, ProfileKwargs, ProjectConfiguration
 from .finder import refuse
 from .loaders import DataLoaderShard, prepare_data_loader, skip_first_batches
+from .names import REFUSED_ARGUMENTS, REFUSED_ATTRIBUTES
 from .optimizers import AcceleratedOptimizer, AcceleratedScheduler
 from .processes import release_memory
 from .state import AcceleratorState, GradientState, PartialState, connect
@@ -30,23 +35,6 @@ from .state import AcceleratorState, GradientState, PartialState, connect
 
 _PRECISIONS = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 _NAMES = {precision: name for name, precision in _PRECISIONS.items()}
-_REFUSED = {
-    "deepspeed_plugin": "use lw.Fabric(strategy='deepspeed_stage_2')",
-    "fsdp_plugin": "use lw.Fabric(strategy=lw.FSDPStrategy(...))",
-    "deepspeed_plugins": "use lw.Fabric(strategy='deepspeed_stage_2')",
-    "megatron_lm_plugin": "use lw.Fabric(strategy='mesh:tp=2')",
-    "torch_tp_plugin": "use lw.Fabric(strategy='mesh:tp=2')",
-    "parallelism_config": "use lw.Fabric(strategy='mesh:fsdp=2,tp=2')",
-    "dynamo_backend": "compile the model with torch.compile(model) before prepare",
-    "dynamo_plugin": "compile the model with torch.compile(model) before prepare",
-}
-_HOOKS = "use accelerator.register_for_checkpointing(object), or save and load in the program"
-_REFUSED_METHODS = {
-    "profile": "use torch.profiler.profile() around the block",
-    "join_uneven_inputs": "leave even_batches at True, or use lw.Fabric().setup_dataloaders(loader, uneven='stop_all')",
-    "register_save_state_pre_hook": _HOOKS,
-    "register_load_state_pre_hook": _HOOKS,
-}
 _REFUSED_VARIABLES = {
     "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
     "ACCELERATE_USE_FSDP": "fsdp_plugin",
@@ -123,6 +111,8 @@ class Accelerator:
         self.schedulers: list[Any] = []
         self.dataloaders: list[Any] = []
         self.custom: list[Any] = []
+        self._save_hooks: dict[int, Any] = OrderedDict()
+        self._load_hooks: dict[int, Any] = OrderedDict()
         self._flag: Tensor | None = None
 
     def _set_state(self, mixed_precision: Any, cpu: bool) -> None:
@@ -182,8 +172,10 @@ class Accelerator:
         """Return what the state and the configurations have: `device`, `is_main_process`, `print`, ..."""
         if name == "scaler":
             return getattr(self.fabric.precision, "scaler", None)
-        if name in _REFUSED_METHODS:
-            refuse(f"Accelerator.{name}", _REFUSED_METHODS[name])
+        if name in ("_models", "_optimizers", "_schedulers", "_dataloaders"):  # programs use them, although private
+            return getattr(self, name[1:])
+        if name in REFUSED_ATTRIBUTES:
+            refuse(f"Accelerator.{name}", REFUSED_ATTRIBUTES[name])
         for owner in ("state", "dataloader_config", "project_configuration"):
             if hasattr(self.__dict__.get(owner), name):
                 return getattr(self.__dict__[owner], name)
@@ -216,13 +208,18 @@ class Accelerator:
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Return a model that runs in the precision and, unless it is for evaluation, under the strategy."""
         moves = self.device_placement if device_placement is None else device_placement
-        if not is_wrapped(model):
+        is_plain = isinstance(self.fabric.strategy, SingleDeviceStrategy) and self.mixed_precision != "bf16"
+        if is_plain and self.scaler is None:  # nothing to add: the program keeps its object, as with Accelerate
+            model = self.fabric.to_device(model) if moves else model
+        elif not is_wrapped(model):
             is_trained = any(parameter.requires_grad for parameter in model.parameters())
             if evaluation_mode or not is_trained:
                 model = self.fabric.wrap_module(self.fabric.to_device(model) if moves else model, model)
             else:
                 model = self.fabric.setup(model, move_to_device=moves)
                 self._share_buffers(model)
+                if self.num_processes > 1:  # as DistributedDataParallel has it
+                    vars(model)["no_sync"] = partial(self.no_sync, model)
         _add(self.models, model)
         return model
 
@@ -236,7 +233,7 @@ class Accelerator:
         def share(*_: object) -> None:
             nonlocal is_due
             if torch.is_grad_enabled():
-                is_due = self.sync_gradients
+                is_due = self.sync_gradients or self.gradient_state.plugin.sync_each_batch
             elif is_due:
                 operations.broadcast(list(model.module.buffers()))
                 is_due = False
@@ -299,7 +296,7 @@ class Accelerator:
     @property
     def gradient_accumulation_steps(self) -> int:
         """Number of micro-batches by which losses are divided."""
-        return self.gradient_state.num_steps
+        return int(self.gradient_state.num_steps)
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
@@ -357,6 +354,28 @@ class Accelerator:
         if handler is not None and not handler.enabled:
             return torch.autocast(self.device.type, enabled=False)
         return self.fabric.autocast()
+
+    @contextmanager
+    def profile(self, profile_handler: Any = None) -> Iterator[Any]:
+        """Run the block under torch's profiler, with the settings of `ProfileKwargs`, and yield the profiler."""
+        options = (profile_handler or self.handlers.get("ProfileKwargs") or ProfileKwargs()).to_dict()
+        folder, schedule = options.pop("output_trace_dir"), options.pop("schedule_option")
+        kinds = [getattr(torch.profiler.ProfilerActivity, str(kind).upper()) for kind in options["activities"] or ()]
+        options |= {"activities": kinds or None, "schedule": schedule and torch.profiler.schedule(**schedule)}
+        with torch.profiler.profile(**options) as profiler:
+            yield profiler
+        if folder is not None:
+            os.makedirs(folder, exist_ok=True)
+            profiler.export_chrome_trace(os.path.join(folder, f"profile_{self.process_index}.json"))
+            self.fabric.barrier()
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Run the block; Accelerate does no more on the CPU or in one process, and elsewhere this is refused."""
+        if self.num_processes > 1 and self.device.type != "cpu":
+            refuse("Accelerator.join_uneven_inputs", "use lw.Fabric().setup_dataloaders(loader, uneven='stop_all')")
+        warnings.warn("join_uneven_inputs has an effect on several GPUs only.", stacklevel=3)
+        yield
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
@@ -466,6 +485,19 @@ class Accelerator:
             raise ValueError(f"Expected objects with state_dict and load_state_dict, got {wrong!r}.")
         self.custom.extend(objects)
 
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, weights, folder)` before `save_state` writes; it may take weights out of the list."""
+        return _registered(hook, self._save_hooks)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(models, folder)` before `load_state` reads; it may take models out of the list."""
+        return _registered(hook, self._load_hooks)
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next folder with automatic names."""
+        return int(self.project_configuration.iteration)
+
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: object
     ) -> Path:
@@ -479,6 +511,8 @@ class Accelerator:
         folder = saved_states.next_folder(self, output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         weights = [self.get_state_dict(model) for model in self.models]
+        for hook in self._save_hooks.values():
+            hook(self.models, weights, str(folder))
         saved_states.write_state(self, folder, weights=weights, is_safe=safe_serialization)
         self.project_configuration.iteration += 1
         return folder
@@ -495,23 +529,32 @@ class Accelerator:
         """
         folder = saved_states.last_folder(self, input_dir)
         kwargs.pop("map_location", None)
-        saved_states.read_state(self, folder, kwargs)
+        models = list(self.models)
+        for hook in self._load_hooks.values():
+            hook(models, str(folder))
+        saved_states.read_state(self, folder, models, kwargs)
 
 
 def _check(refused: dict[str, object], steps: int, plugin: Any) -> None:
     for name, value in refused.items():
-        if name not in _REFUSED:
-            raise TypeError(f"Accelerator has no argument {name!r}{nearest(name, _REFUSED)}.")
+        if name not in REFUSED_ARGUMENTS:
+            raise TypeError(f"Accelerator has no argument {name!r}{nearest(name, REFUSED_ARGUMENTS)}.")
         if value not in (None, "no"):
-            refuse(f"Accelerator({name}=...)", _REFUSED[name])
+            refuse(f"Accelerator({name}=...)", REFUSED_ARGUMENTS[name])
     for variable, name in _REFUSED_VARIABLES.items():
         if os.environ.get(variable, "").lower() == "true":
-            refuse(f"{variable}=true", _REFUSED[name])
+            refuse(f"{variable}=true", REFUSED_ARGUMENTS[name])
     if plugin is not None and steps != 1:
         raise ConfigError(
             "Expected either gradient_accumulation_steps or gradient_accumulation_plugin, got both.",
             fix="pass GradientAccumulationPlugin(num_steps=...) only.",
         )
+
+
+def _registered(hook: Callable[..., None], hooks: dict[int, Any]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
 def _add(known: list[Any], one: Any) -> None:

@@ -62,6 +62,11 @@ _HANDLERS: dict[str, dict[str, Any]] = {
     "GradScalerKwargs": {
         "init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "enabled": True,
     },
+    "ProfileKwargs": {
+        "activities": None, "schedule_option": None, "on_trace_ready": None, "record_shapes": False,
+        "profile_memory": False, "with_stack": False, "with_flops": False, "with_modules": False,
+        "output_trace_dir": None,
+    },
     "InitProcessGroupKwargs": {"backend": "nccl", "init_method": None, "timeout": None},
     "GradientAccumulationPlugin": {
         "num_steps": None, "adjust_scheduler": True, "sync_with_dataloader": True, "sync_each_batch": False,
@@ -75,9 +80,10 @@ _PROJECT = {
     "project_dir": None, "logging_dir": None, "automatic_checkpoint_naming": False, "total_limit": None,
     "iteration": 0, "save_on_each_node": False,
 }  # fmt: skip
-AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, GradientAccumulationPlugin = (
-    _made(name, defaults, KwargsHandler) for name, defaults in _HANDLERS.items()
-)
+(
+    AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, ProfileKwargs, InitProcessGroupKwargs,
+    GradientAccumulationPlugin,
+) = (_made(name, defaults, KwargsHandler) for name, defaults in _HANDLERS.items())  # fmt: skip
 DataLoaderConfiguration = _made("DataLoaderConfiguration", _LOADERS)
 ProjectConfiguration = _made(
     "ProjectConfiguration",

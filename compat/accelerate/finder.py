@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec, spec_from_loader
+from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -56,7 +56,8 @@ class AccelerateFinder:
 
         def lookup(name: str) -> object:  # whatever the name means
             path = f"{module.__name__}.{name}"
-            value = import_module(path) if path in MODULES else resolve(module.__name__, name)
+            is_module = path in MODULES and name not in HOMES  # accelerate.utils.tqdm is both
+            value = import_module(path) if is_module else resolve(module.__name__, name)
             setattr(module, name, value)
             return value
 
@@ -78,7 +79,8 @@ def resolve(place: str, name: str) -> Any:  # Any: whatever the name means
         return getattr(import_module(f"{__package__}.{HOMES[name]}"), name)
     if name in REFUSED:
         return absent.make_absent(name, place, REFUSED[name], kind=_Refused)
-    package = name.removeprefix("is_").removesuffix("_available")
-    if name == f"is_{package}_available":
-        return lambda *args, **kwargs: find_spec(package) is not None
+    if name.startswith("is_") and name.endswith("_available"):
+        from .utilities import availability
+
+        return availability(name.removeprefix("is_").removesuffix("_available"))
     raise AttributeError(f"module {place!r} has no attribute {name!r}{nearest(name, HOMES)}", name=name, obj=None)

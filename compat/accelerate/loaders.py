@@ -232,8 +232,8 @@ class DataLoaderShard:
     @property
     def total_batch_size(self) -> int | None:
         """Number of samples of a batch over all processes; None if batches have no size."""
-        sampler: Any = _batch_sampler(self.loader) or self.loader
-        size, is_split = getattr(sampler, "batch_size", None), getattr(sampler, "split_batches", False)
+        sampler, size = _batch_sampler(self.loader), _batch_size(self.loader)
+        is_split = getattr(sampler, "split_batches", False)
         return size if size is None or is_split else size * getattr(sampler, "num_processes", 1)
 
     @property
@@ -285,7 +285,7 @@ class DataLoaderDispatcher(DataLoaderShard):
     @property
     def total_batch_size(self) -> int | None:
         """Number of samples of a batch over all processes; None if it has no size."""
-        size = self.loader.batch_size
+        size = _batch_size(self.loader)
         return size if size is None or self.split_batches else size * self.state.num_processes
 
     def _batches(self) -> Iterator[Any]:
@@ -351,7 +351,7 @@ def prepare_data_loader(
     is_iterable = isinstance(dataloader.dataset, IterableDataset)
     is_dispatched = is_iterable and put_on_device if config.dispatch_batches is None else config.dispatch_batches
     if config.split_batches:
-        _require_multiple(getattr(_batch_sampler(dataloader) or dataloader, "batch_size", None), size)
+        _require_multiple(_batch_size(dataloader), size)
     loader, generator = copy.copy(dataloader), None
     if config.use_seedable_sampler and not is_iterable:
         loader = _seedable(loader, config.data_seed)
@@ -401,6 +401,12 @@ def _require_multiple(batch_size: int | None, num_processes: int) -> None:
 def _batch_sampler(loader: Any) -> Any:
     """Return what yields lists of indices; None for an iterable data set or a loader without batches."""
     return loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+
+
+def _batch_size(loader: Any) -> int | None:
+    """Return the number of samples in a batch; None if batches have no size."""
+    sampler = _batch_sampler(loader)  # its length, and so its truth, may not exist
+    return getattr(loader if sampler is None else sampler, "batch_size", None)
 
 
 def _with_batches(loader: Any, batches: BatchSampler) -> Any:

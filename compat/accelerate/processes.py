@@ -64,6 +64,11 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
             if in_order:
                 state.wait_for_everyone()
 
+    @functools.cache  # noqa: B019  # as many entries as texts of warnings
+    def warning_once(self, *args: object, **kwargs: Any) -> None:
+        """Log a warning that has not been logged before."""
+        self.warning(*args, **kwargs)
+
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     """Return a logger that logs on rank 0.
@@ -79,9 +84,14 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     return MultiProcessAdapter(logger, {})
 
 
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Release what torch keeps of the device's memory."""
+    free_memory(PartialState().device)
+
+
 def release_memory(*objects: object) -> list[None]:
     """Return None for each object, for the program to assign, and release what torch keeps."""
-    free_memory(PartialState().device)
+    clear_device_cache()
     return [None] * len(objects)
 
 

@@ -24,6 +24,7 @@ from ...checkpoint.file.reading import require_small
 from ...checkpoint.file.safetensors_file import read_weights, write_weights
 from ...checkpoint.tensors import read_tensor
 from ...errors import CheckpointError, ConfigError
+from .operations import extract_model_from_parallel
 from .state import PartialState
 
 if TYPE_CHECKING:
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
 
 # Any in this file: state dicts.
 
-SCALER_NAME, RNG_STATE_NAME = "scaler.pt", "random_states"
-WEIGHTS_NAME, SAFE_WEIGHTS_NAME = "pytorch_model.bin", "model.safetensors"
+SCALER_NAME, RNG_STATE_NAME, SAMPLER_NAME = "scaler.pt", "random_states", "sampler"
+OPTIMIZER_NAME, SCHEDULER_NAME, MODEL_NAME, SAFE_MODEL_NAME = "optimizer", "scheduler", "pytorch_model", "model"
+WEIGHTS_NAME, SAFE_WEIGHTS_NAME = f"{MODEL_NAME}.bin", f"{SAFE_MODEL_NAME}.safetensors"
+WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_INDEX_NAME = f"{WEIGHTS_NAME}.index.json", f"{SAFE_WEIGHTS_NAME}.index.json"
 NOTE = "loopwright.json"
 """The note beside the files."""
 
@@ -82,12 +85,13 @@ def write_state(accelerator: Accelerator, folder: Path, *, weights: list[Any], i
     fabric.barrier()
 
 
-def read_state(accelerator: Accelerator, folder: Path, load_kwargs: Mapping[str, Any]) -> None:
+def read_state(accelerator: Accelerator, folder: Path, models: list[Any], load_kwargs: Mapping[str, Any]) -> None:
     """Load a folder of this layer or of Accelerate into everything that was prepared. Called on all processes.
 
     Args:
         accelerator: Has the objects.
         folder: The folder.
+        models: Those whose weights are loaded.
         load_kwargs: Arguments of `load_state_dict` of modules.
 
     Raises:
@@ -101,8 +105,8 @@ def read_state(accelerator: Accelerator, folder: Path, load_kwargs: Mapping[str,
             f"{len(found)} and {len(accelerator.custom)}.",
             fix="register the same objects, in the same order, as the program that saved the folder.",
         )
-    for index, model in enumerate(accelerator.models):
-        load_weights(model.module, _weights_file(folder, index), load_kwargs)
+    for index, model in enumerate(models):
+        load_weights(extract_model_from_parallel(model), _weights_file(folder, index), load_kwargs)
     for name, one in _objects(accelerator).items():
         one.load_state_dict(read_plain(folder / name))
     states = folder / f"{RNG_STATE_NAME}_{fabric.global_rank}.pkl"

@@ -81,11 +81,13 @@ class PartialState:
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        names = ("distributed_type", "num_processes", "process_index", "local_process_index", "device")
-        return "".join(f"{name.replace('_', ' ').capitalize()}: {getattr(self, name)}\n" for name in names)
+        names = ("num_processes", "process_index", "local_process_index", "device")
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        rest = "".join(f"{name.replace('_', ' ').capitalize()}: {getattr(self, name)}\n" for name in names)
+        return f"Distributed environment: {self.distributed_type}{backend}\n{rest}"
 
     @classmethod
-    def _reset_state(cls) -> None:
+    def _reset_state(cls, reset_partial_state: bool = False) -> None:
         cls._shared_state.clear()
 
     def __getattr__(self, name: str) -> Any:
@@ -145,10 +147,17 @@ class PartialState:
 class AcceleratorState(PartialState):
     """The same with the precision; it exists once there is an `Accelerator`."""
 
+    # What programs ask before they use other engines, which this layer refuses.
+    deepspeed_plugin = fsdp_plugin = torch_tp_plugin = parallelism_config = None
+    is_fsdp2 = is_composable_parallelism_enabled = has_lomo_optimizer = fork_launched = False
+
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: object) -> None:
         if "mixed_precision" not in self._shared_state:
             raise ValueError("AcceleratorState has no values before Accelerator() was called: create one first.")
         super().__init__(cpu)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
 
 
 class GradientState:
@@ -165,20 +174,23 @@ class GradientState:
         if gradient_accumulation_plugin is not None:
             self.plugin = gradient_accumulation_plugin
 
-    @property
-    def num_steps(self) -> int:
-        """Number of micro-batches in a window."""
-        return int(self.plugin.num_steps or 1)
+    # Number of micro-batches in a window.
+    num_steps = property(lambda self: int(self.plugin.num_steps or 1))
+    plugin_kwargs = property(lambda self: self.plugin.to_kwargs())
+    adjust_scheduler = property(lambda self: self.plugin.adjust_scheduler)
+    sync_with_dataloader = property(lambda self: self.plugin.sync_with_dataloader)
+    # The loader that the loop reads, whether it has its last batch, and how many samples of the last global batch are
+    # not repeated: 0 for all, -1 if it is unknown.
+    active_dataloader = property(lambda self: self.loaders[-1] if self.loaders else None)
+    in_dataloader = property(lambda self: bool(self.loaders))
+    end_of_dataloader = property(lambda self: bool(self.loaders) and self.loaders[-1].end_of_dataloader)
+    remainder = property(lambda self: self.loaders[-1].remainder if self.loaders else -1)
 
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the loop has the loader's last batch."""
-        return bool(self.loaders) and bool(self.loaders[-1].end_of_dataloader)
-
-    @property
-    def remainder(self) -> int:
-        """Number of samples of the last global batch that are not repeated; 0 for all, -1 if it is unknown."""
-        return int(self.loaders[-1].remainder) if self.loaders else -1
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\nAt end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\nGradient accumulation plugin: {self.plugin_kwargs}\n"
+        )
 
 
 def is_initialized() -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-import torch
+import yaml
 
 from ...errors import ConfigError, nearest
-from ...loggers import TensorBoardLogger, WandbLogger
 from .configuration import LoggerType
 from .finder import refuse
 from .state import PartialState
@@ -67,29 +68,40 @@ class TensorBoardTracker(GeneralTracker):
     requires_logging_directory = True
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
-        self.logger = TensorBoardLogger(logging_dir, name="", version=run_name, default_hp_metric=False, **kwargs)
-        self.tracker = self.logger.experiment
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.logging_dir = os.path.join(logging_dir, run_name)
+        self.tracker = self.writer = SummaryWriter(self.logging_dir, **kwargs)
         super().__init__()
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Write hyperparameters, also as `hparams.yaml`."""
-        self.logger.log_hyperparams(values)
+        """Write hyperparameters, also as `hparams.yml`."""
+        self.writer.add_hparams(values, metric_dict={})
+        self.writer.flush()
+        folder = Path(self.logging_dir, str(time.time()))
+        folder.mkdir()
+        (folder / "hparams.yml").write_text(yaml.dump(values))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write numbers, texts, and dicts of numbers under one title."""
         for name, value in values.items():
-            value = value.tolist() if isinstance(value, torch.Tensor) else value
+            value = value.tolist() if hasattr(value, "tolist") else value
             if isinstance(value, str):
-                self.tracker.add_text(name, value, global_step=step, **kwargs)
-            elif isinstance(value, Mapping):
-                self.tracker.add_scalars(name, value, global_step=step, **kwargs)
+                self.writer.add_text(name, value, global_step=step, **kwargs)
+            elif isinstance(value, dict):
+                self.writer.add_scalars(name, value, global_step=step, **kwargs)
             elif isinstance(value, int | float):
-                self.tracker.add_scalar(name, value, global_step=step, **kwargs)
-        self.tracker.flush()
+                self.writer.add_scalar(name, value, global_step=step, **kwargs)
+        self.writer.flush()
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write batches of images."""
+        for name, images in values.items():
+            self.writer.add_images(name, images, global_step=step, **kwargs)
 
     def finish(self) -> None:
         """Close the files."""
-        self.logger.finalize("success")
+        self.writer.close()
 
 
 class WandBTracker(GeneralTracker):
@@ -104,7 +116,10 @@ class WandBTracker(GeneralTracker):
     requires_logging_directory = False
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
-        self.tracker: Any = WandbLogger(project=run_name, **kwargs).experiment
+        import wandb
+
+        self.tracker: Any = wandb.init(project=run_name, **kwargs)
+        self.run = self.tracker
         super().__init__()
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:

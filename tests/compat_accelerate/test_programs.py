@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(not REAL, reason="ACCELERATE_FOLDER names no fol
 RUNS = {
     "accumulation": ["accumulation.py"],
     "bfloat16": ["bfloat16.py"],
+    "by_feature": ["by_feature.py"],
     "early_stopping": ["early_stopping.py"],
     "gan": ["gan.py"],
     "processes": ["processes.py"],

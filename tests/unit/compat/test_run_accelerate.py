@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import loopwright as lw
 from loopwright.cli.commands.run_accelerate import run_accelerate
@@ -60,6 +61,29 @@ def test_refused_arguments_name_themselves(argument: str, installed: None) -> No
 def test_an_unknown_name_suggests_one(installed: None) -> None:
     with pytest.raises(ImportError, match="Acelerator"):
         exec("from accelerate import Acelerator")
+
+
+def test_libraries_find_the_names_that_they_import(installed: None) -> None:
+    # transformers and peft import these, and call the last two while they are imported.
+    code = """
+from accelerate import PartialState, dispatch_model, infer_auto_device_map, init_empty_weights
+from accelerate.big_modeling import check_device_map
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
+from accelerate.utils import get_balanced_memory, is_peft_model, named_module_tensors, tqdm
+from accelerate.utils.dataclasses import get_module_class_from_name
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from accelerate.utils.imports import is_bf16_available, is_xpu_available
+"""
+    names: dict[str, object] = {}
+    exec(code, names)
+    utils = importlib.import_module("accelerate.utils")
+    assert list(utils.tqdm(range(2), disable=True)) == [0, 1]
+    assert utils.is_bf16_available()
+    assert utils.is_cuda_available() is torch.cuda.is_available()
+    assert utils.is_xpu_available() is torch.xpu.is_available()
+    assert not utils.is_peft_model(torch.nn.Linear(1, 1))
+    with pytest.raises(lw.ConfigError, match="check_device_map"):
+        names["check_device_map"]()  # type: ignore[operator]
 
 
 def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
