@@ -219,7 +219,10 @@ class Rounds:
         """Set weights, or gradients of the outer optimizer, to the mean over groups; return whether all were there."""
         parameters = trained(self._run)
         if self._outer is None:
-            values: list[Tensor] = [one.detach() for one in parameters]
+            # 16-bit weights in float32: a sum of many would lose the digits in which groups differ.
+            values: list[Tensor] = [
+                one.detach().to(torch.promote_types(one.dtype, torch.float32)) for one in parameters
+            ]
         else:
             values = [anchor.detach() - one.detach() for anchor, one in zip(self._anchors, parameters, strict=True)]
         if not has_trained:
@@ -227,7 +230,9 @@ class Rounds:
         if not self._groups.reduce(values):
             return False
         torch._foreach_div_(values, num_groups)
-        if self._outer is not None:
+        if self._outer is None:
+            _copy(values, to=parameters)
+        else:
             for anchor, value in zip(self._anchors, values, strict=True):
                 anchor.grad = value
         return True

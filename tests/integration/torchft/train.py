@@ -21,6 +21,7 @@ from loopwright.trainer.replica_groups import groups, healing
 FOLDER, CONFIG = Path(sys.argv[1]), json.loads(sys.argv[2])
 GROUP = os.environ.get("REPLICA_GROUP_ID", "reference")
 IS_PLAIN = GROUP == "reference"
+DTYPE = torch.float32 if CONFIG.get("precision") else torch.float64
 
 
 def turns() -> list[str]:
@@ -76,8 +77,8 @@ groups.ReplicaGroups._connect = connect_late  # type: ignore[method-assign]
 class Net(lw.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = torch.nn.Linear(8, 16).double(), torch.nn.Dropout(CONFIG.get("dropout", 0.0))
-        self.second = torch.nn.Linear(16, 1).double()
+        self.first, self.norm = torch.nn.Linear(8, 16).to(DTYPE), torch.nn.Dropout(CONFIG.get("dropout", 0.0))
+        self.second = torch.nn.Linear(16, 1).to(DTYPE)
 
     def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
         out: torch.Tensor = self.second(self.norm(self.first(batch[0]).tanh()))
@@ -145,7 +146,7 @@ if __name__ == "__main__":
     module = Net()
     lw.seed_everything(3)
     generator = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randn(96, 8, generator=generator, dtype=torch.float64), torch.arange(96))
+    data = TensorDataset(torch.randn(96, 8, generator=generator, dtype=torch.float64).to(DTYPE), torch.arange(96))
     rounds = CONFIG.get("rounds", {})  # the arguments of TorchFT for separate steps
     averages = [] if rounds else [lw.EMA(decay=0.9)]
     folder = FOLDER / ("files" if not IS_PLAIN else "files-reference")
@@ -157,6 +158,8 @@ if __name__ == "__main__":
         strategy=CONFIG.get("strategy", "ddp"),
         accumulate_grad_batches=CONFIG.get("micro_batches", 2),
         gradient_clip_val=1.0,
+        precision=CONFIG.get("precision"),
+        compile=CONFIG.get("compile", False),
         callbacks=[Watch(), *averages, checkpoint],
         logger=lw.CSVLogger(folder / "logs", flush_logs_every_n_steps=1),
         log_every_n_steps=rounds.get("sync_every", 1),

@@ -58,25 +58,58 @@ def fit(module: Any, **arguments: Any) -> lw.Trainer:
     return trainer
 
 
-def test_local_sgd_of_one_group_is_a_trainer_without_groups(managers: list[LoneManager]) -> None:
+ARGUMENTS: list[dict[str, Any]] = [
+    {}, {"precision": "bf16-mixed"}, {"precision": "bf16-true", "compile": {"backend": "aot_eager"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+def test_local_sgd_of_one_group_is_a_trainer_without_groups(
+    managers: list[LoneManager], arguments: dict[str, Any]
+) -> None:
     managers.append(LoneManager(answers()))
     plain, grouped = net(ValidatedNet, optimizer=adam), net(ValidatedNet, optimizer=adam)
     torch.manual_seed(7)
-    fit(plain)
+    fit(plain, **arguments)
     torch.manual_seed(7)
-    fit(grouped, fault_tolerance=LOCAL_SGD)
+    fit(grouped, fault_tolerance=LOCAL_SGD, **arguments)
     assert_same(weights(plain), weights(grouped))
 
 
+def test_the_mean_of_equal_weights_of_16_bits_is_these_weights(
+    managers: list[LoneManager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    managers.append(LoneManager(answers()))
+    monkeypatch.setattr(ReplicaGroups, "exchange", lambda self, own: [own] * 7)
+    monkeypatch.setattr(ReplicaGroups, "reduce", _sum_of_seven)
+    plain, grouped = net(optimizer=adam), net(optimizer=adam)
+    quiet(max_steps=12, precision="bf16-true").fit(plain, loader(48))
+    quiet(max_steps=12, precision="bf16-true", fault_tolerance=LOCAL_SGD).fit(grouped, loader(48))
+    assert grouped.net[0].weight.dtype == torch.bfloat16
+    assert_same(weights(plain), weights(grouped))
+
+
+def _sum_of_seven(groups: ReplicaGroups, tensors: list[torch.Tensor]) -> bool:
+    """Add up as gloo does, one group after the other."""
+    for tensor in tensors:
+        own = tensor.clone()
+        for _ in range(6):
+            tensor += own
+    return True
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
 @pytest.mark.parametrize("options", [LOCAL_SGD, DILOCO], ids=["local_sgd", "diloco"])
-def test_a_refused_round_leaves_no_trace(managers: list[LoneManager], options: lw.TorchFT) -> None:
+def test_a_refused_round_leaves_no_trace(
+    managers: list[LoneManager], options: lw.TorchFT, arguments: dict[str, Any]
+) -> None:
     ends = []
     for refused in ((), (0, 3, 4)):
         manager, rows = LoneManager(answers(*refused)), Rows()
         managers.append(manager)
         torch.manual_seed(5)
         module = Drawing()
-        trainer = fit(module, fault_tolerance=options, callbacks=[rows])
+        trainer = fit(module, fault_tolerance=options, callbacks=[rows], **arguments)
         assert (manager.steps, manager.refused) == (6, len(refused))
         ends.append((trainer, module, dict(rows.rows), manager))
     (undisturbed, module, rows, _), (refused_run, other, other_rows, _) = ends
