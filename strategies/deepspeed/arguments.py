@@ -42,6 +42,10 @@ _NEEDED = (
 )  # fmt: skip
 
 
+# The name before DeepSpeed 0.15, and the one that later versions read.
+_THREADS = ("aio.thread_count", "aio.intra_op_parallelism")
+
+
 @dataclass(frozen=True)
 class DeepSpeedArguments:
     """The strategy's arguments that become DeepSpeed's configuration; its docstring describes each."""
@@ -62,7 +66,7 @@ class DeepSpeedArguments:
     queue_depth: int = _key(8, "aio.queue_depth")
     single_submit: bool = _key(False, "aio.single_submit")
     overlap_events: bool = _key(True, "aio.overlap_events")
-    thread_count: int = _key(1, "aio.thread_count")
+    thread_count: int = _key(1, *_THREADS)
     pin_memory: bool = _key(False, f"{_OPTIMIZER}.pin_memory", f"{_PARAMETERS}.pin_memory")
     sub_group_size: int = _key(1_000_000_000_000, f"{_ZERO}.sub_group_size")
     contiguous_gradients: bool = _key(True, f"{_ZERO}.contiguous_gradients")
@@ -150,6 +154,9 @@ def read_given(config: object, arguments: DeepSpeedArguments) -> ResolvedArgumen
     except ConfigError as error:
         problems.add(error.what.rstrip("."), error.fix.rstrip("."))
     problems += check_arguments(arguments) + _check_activations(content, where)
+    if arguments.remote_device == "nvme" and stage_of(content) == 3 and at(content, _PARAMETERS) is ABSENT:
+        what = "expected offloaded parameters for remote_device='nvme'"
+        problems.add(what, "pass offload_parameters=True and offload_params_device='nvme', or remote_device='cpu'")
     return ResolvedArguments(content, arguments, where, problems)
 
 
@@ -158,8 +165,11 @@ def _combined(config: Config, arguments: DeepSpeedArguments, where: str) -> tupl
 
     ZeRO's section is the configuration's, except for arguments that were passed. null is the same as a missing key.
     """
-    check_against(config, arguments, where)
     config = {key: value for key, value in config.items() if value is not None}
+    old, new = _THREADS
+    if at(config, old) is not ABSENT and at(config, new) is ABSENT:
+        write(config, new, at(config, old))
+    check_against(config, arguments, where)
     if "zero_optimization" not in config:
         return configs.merged(config, build(arguments)), arguments
     zero = config["zero_optimization"]
@@ -205,9 +215,12 @@ def without_effect(arguments: DeepSpeedArguments, config: Config) -> list[str]:
         needs = [next((needed for start, needed in _NEEDED if path.startswith(start)), "") for path in paths]
         is_unused = all(at(config, path) is ABSENT for path in paths)
         if any(needs) and (is_unused or (paths[0].startswith("aio") and not on_disk)):
-            found.append(f"{one.name} (for {' or '.join(needs)})")
+            found.append(f"{one.name} (for {' or '.join(dict.fromkeys(needs))})")
+    decides = section_of(zero, "offload_param").get("device", arguments.remote_device)
     if arguments.remote_device is not None and stage_of(config) != 3:
         found.append("remote_device (for stage=3)")
+    elif arguments.remote_device not in (None, decides):
+        found.append(f"remote_device (the device of offloaded parameters is {decides!r})")
     return found
 
 

@@ -57,7 +57,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         zero_optimization: Whether ZeRO is used; False is stage 0.
         stage: ZeRO stage, 0 to 3.
         remote_device: Device of the parameters that `configure_model` and `init_module` build in stage 3: "cpu" or
-            "nvme". None is the device of `offload_parameters`.
+            "nvme". None, and offloaded parameters, have the device of `offload_parameters`.
         offload_optimizer: Whether optimizer state and masters are in host memory, where the optimizer then steps.
         offload_parameters: Whether parameters are in host memory between their uses; stage 3.
         offload_params_device: Device for `offload_parameters`: "cpu" or "nvme".

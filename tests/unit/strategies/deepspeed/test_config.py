@@ -58,6 +58,7 @@ def test_every_argument_becomes_a_key() -> None:
             "single_submit": True,
             "overlap_events": False,
             "thread_count": 12,
+            "intra_op_parallelism": 12,
         },
         "zero_optimization": {
             "stage": 3,
