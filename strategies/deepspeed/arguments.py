@@ -24,6 +24,15 @@ _KEYS = (
     "steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu", "wall_clock_breakdown",
     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
 )  # fmt: skip
+# DeepSpeed refuses unknown keys in its other sections.
+_KEYS_OF = {
+    "activation_checkpointing": tuple(key for _, key, _ in configs.ACTIVATIONS),
+    "aio": (
+        "block_size", "intra_op_parallelism", "overlap_events", "queue_depth", "single_submit", "thread_count",
+        "use_gds",
+    ),
+    "data_types": ("grad_accum_dtype",),
+}  # fmt: skip
 
 
 def _key(default: T, *paths: str) -> T:
@@ -42,7 +51,7 @@ _NEEDED = (
 )  # fmt: skip
 
 
-# The name before DeepSpeed 0.15, and the one that later versions read.
+# The name before DeepSpeed 0.16.4 (its #7056), and the one that later versions read.
 _THREADS = ("aio.thread_count", "aio.intra_op_parallelism")
 
 
@@ -248,10 +257,13 @@ def check_arguments(arguments: DeepSpeedArguments) -> Clauses:
 def check_sections(config: Mapping[str, Any], where: str) -> Clauses:  # Any: values of a JSON document
     """Return the problems of the user's configuration that DeepSpeed would ignore, or fail at later."""
     found = Clauses()
+    for section, names in (("", _KEYS), *_KEYS_OF.items()):
+        for key in section_of(config, section) if section else config:
+            match = [] if key in names else get_close_matches(str(key), names, n=1, cutoff=0.85)
+            if match:
+                place = f"{section}.{key}" if section else str(key)
+                found.add(f"{where}: {place!r} is not a key of DeepSpeed", f"write {match[0]!r}")
     for key, value in config.items():
-        match = [] if key in _KEYS else get_close_matches(str(key), _KEYS, n=1, cutoff=0.85)
-        if match:
-            found.add(f"{where}: {key!r} is not a key of DeepSpeed", f"write {match[0]!r}")
         is_switch = key == "zero_optimization" and isinstance(value, bool)
         if key in _SECTIONS and value is not None and not is_switch and not isinstance(value, Mapping):
             found.add(f"{where}: {key}: expected an object, got {value!r}", "write {...}, or leave it out")

@@ -25,7 +25,7 @@ ENVIRONMENT_VARIABLES = ("LOOPWRIGHT_DEEPSPEED_CONFIG_PATH", "LT_DEEPSPEED_CONFI
 ABSENT: object = object()
 
 # Argument of `deepspeed.checkpointing.configure`, key in the configuration's section, default.
-_ACTIVATIONS = (
+ACTIVATIONS = (
     ("partition_activations", "partition_activations", False),
     ("contiguous_checkpointing", "contiguous_memory_optimization", False),
     ("num_checkpoints", "number_checkpoints", None),
@@ -202,7 +202,7 @@ def settle(config: Config, facts: Facts, where: str) -> Config:
 def activation_options(config: Mapping[str, Any]) -> Config:
     """Return the arguments of `deepspeed.checkpointing.configure` that a configuration names."""
     section = section_of(config, "activation_checkpointing")
-    found = {argument: section.get(key, default) for argument, key, default in _ACTIVATIONS}
+    found = {argument: section.get(key, default) for argument, key, default in ACTIVATIONS}
     return {argument: False if value == "auto" else value for argument, value in found.items()}
 
 

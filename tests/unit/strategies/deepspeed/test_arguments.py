@@ -81,3 +81,17 @@ def test_threads_of_a_file_written_for_an_older_deepspeed_are_used() -> None:
     assert strategy.config["aio"]["intra_op_parallelism"] == 8
     with pytest.raises(ConfigError, match="aio.thread_count"):
         DeepSpeedStrategy(thread_count=2, config={"aio": {"thread_count": 8}})
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"aio": {"queue_dept": 4}}, "'aio.queue_dept' is not a key of DeepSpeed"),
+        ({"activation_checkpointing": {"cpu_checkpoint": True}}, "'activation_checkpointing.cpu_checkpoint' is not"),
+        ({"data_types": {"grad_acum_dtype": "fp32"}}, "'data_types.grad_acum_dtype' is not"),
+        ({"zero_optimisation": {"stage": 3}}, "'zero_optimisation' is not"),
+    ],
+)
+def test_mistyped_keys_that_deepspeed_would_ignore_are_refused(config: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        DeepSpeedStrategy(config=config)
