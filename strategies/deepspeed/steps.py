@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from .strategy import DeepSpeedStrategy
 
 Step = Callable[..., StepOutput]
+_NORMS_ON_CPU = (
+    "A norm got a float32 input for its 16-bit weights, which autocast casts on a GPU, but not on the CPU. To fix it: "
+    "pass precision='bf16-true' or '32-true' on the CPU, or strategy='ddp' or 'fsdp'."
+)
 
 
 def bind_step(strategy: DeepSpeedStrategy, module: nn.Module, name: str) -> Step:
@@ -88,6 +92,11 @@ def _check_loss(strategy: DeepSpeedStrategy, output: StepOutput) -> None:
 def _within(context: Callable[[], AbstractContextManager[object]], step: Step) -> Step:
     def run(*args: object, **kwargs: object) -> StepOutput:
         with context():
-            return step(*args, **kwargs)
+            try:
+                return step(*args, **kwargs)
+            except RuntimeError as error:
+                if "mixed dtype (CPU)" in str(error):
+                    error.add_note(_NORMS_ON_CPU)
+                raise
 
     return run
