@@ -92,20 +92,25 @@ class LiveMemory(TorchDispatchMode):
 
     def now(self) -> dict[str, int]:
         """Return the live bytes by kind."""
-        return self._sums(self.moment)
+        return self.sums(self.moment)
 
     def peaks(self, moments: Sequence[int]) -> list[dict[str, int]]:
         """Return the live bytes by kind at the moment with the most of them, for each time between two moments."""
         totals = [0, *itertools.accumulate(change for _, change in self._changes)]
         return [
-            self._sums(max(range(begin, end + 1), key=totals.__getitem__)) for begin, end in itertools.pairwise(moments)
+            self.sums(max(range(begin, end + 1), key=totals.__getitem__)) for begin, end in itertools.pairwise(moments)
         ]
 
-    def _sums(self, moment: int) -> dict[str, int]:
+    def sums(self, moment: int) -> dict[str, int]:
+        """Return the live bytes by kind at a moment."""
         found = dict.fromkeys(KINDS, 0)
         for number, change in self._changes[:moment]:
             found[self._kinds[number]] += change
         return found
+
+    def changes(self, begin: int, end: int) -> list[tuple[str, int]]:
+        """Return the kinds of the storages that grew between two moments, and by how many bytes; fewer: released."""
+        return [(self._kinds[number], change) for number, change in self._changes[begin:end]]
 
     # -- storages ------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from ..strategies.optional import memory_shares
 from .child_process import run_in_child
 from .fake_world import NeedsValues
 from .formulas import bubble_fraction, bytes_per_parameter
-from .simulation import Training, Usage, simulate
+from .simulation import PARTS, Pass, Training, Usage, simulate
 from .table import Plan, Row, kind_of, read_size
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ def plan_choices(
         limit_s: Seconds after which no further row begins; None: no limit.
         until_fits: Whether kinds of strategies are left out after the first one of which a row fits.
     """
+    training = dataclasses.replace(training, casts_when_gathered=True)
     total = None if memory is None else read_size(memory)
     rate = read_size(bandwidth)
     begin = time.monotonic()
@@ -295,12 +296,50 @@ def _of_rank(training: Training, choice: Choice, rank: int) -> Usage:
         return simulate(training, choice.strategy(), devices=choice.devices, rank=rank)
     factor = (length - counts[0]) / (counts[1] - counts[0])
     return Usage(
-        [_line(one, other, factor) for one, other in zip(few.moments, more.moments, strict=True)],
+        _moments(few, more, factor),
         _line(few.after_backward, more.after_backward, factor),
         _line(few.sent, more.sent, factor),
+        (),
         few.has_assumed or more.has_assumed,
         few.lacks_workspace or more.lacks_workspace,
     )
+
+
+def _moments(few: Usage, more: Usage, factor: float) -> list[dict[str, float]]:
+    """Return the moments with the most bytes of a longer model."""
+    lines = [_line(one, other, factor) for one, other in zip(few.moments, more.moments, strict=True)]
+    if not few.passes or not all(map(_is_aligned, few.passes, more.passes)):
+        return lines
+    found = []
+    for one, other in zip(few.passes, more.passes, strict=True):
+        size = len(one.changes)
+        changes = [
+            (kind, low + factor * (high - low))
+            for (kind, low), (_, high) in zip(one.changes, _ends(other, size), strict=True)
+        ]
+        begin, end = _line(one.before, other.before, factor), _line(one.after, other.after, factor)
+        for kind, change in changes[size // 2 :]:
+            end[kind] -= change
+        held = most = begin
+        for number, (kind, change) in enumerate(changes):
+            held = dict(end) if number == size // 2 else held
+            held = {**held, kind: held[kind] + change}
+            most = max(most, held, key=lambda each: sum(each.values()))
+            if (number + 1) * PARTS // size != number * PARTS // size:
+                found.append({key: max(0.0, value) for key, value in most.items()})
+                most = held
+    return [*found, lines[-1]]
+
+
+def _ends(one: Pass, size: int) -> list[tuple[str, int]]:
+    """Return as many changes of a pass as a shorter model's has: those of the first blocks, and of the last."""
+    return [*one.changes[: size // 2], *one.changes[len(one.changes) - (size - size // 2) :]]
+
+
+def _is_aligned(one: Pass, other: Pass) -> bool:
+    """Whether the first and the last blocks of the longer model do what those of the shorter one do."""
+    pairs = zip(one.changes, _ends(other, len(one.changes)), strict=True)
+    return all(kind == same and (low > 0) == (high > 0) for (kind, low), (same, high) in pairs)
 
 
 def _line(few: Mapping[str, float], more: Mapping[str, float], factor: float) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 import warnings
@@ -27,6 +28,7 @@ from ..strategies.construction.activation_checkpointing import apply_activation_
 from ..strategies.ddp import DDPStrategy
 from ..strategies.ddp.replica import loss_tensor
 from ..strategies.distributed.gradients import average_tensors
+from ..strategies.fsdp import sharding
 from ..strategies.mesh.pipeline.blocks import plan_stages
 from ..strategies.mesh.pipeline.options import Pipeline
 from ..strategies.mesh.pipeline.shapes import shapes_of
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 # Any in this file: batches, and what users' steps return.
 
 _MOST_COMPUTED = 1 << 22  # parameters of a block that is computed with to compare
-_PARTS = 8  # of the passes of a step, of which each has its moment with the most bytes
+PARTS = 8  # of the passes of a step, of which each has its moment with the most bytes
 _MOST_TENSORS = 16  # that a block gets beside its hidden state
 _PIPELINE = Pipeline()
 _NOTHING = nullcontext()
@@ -83,6 +85,8 @@ class Training:
         batches_per_step: Micro-batches per optimizer step of all ranks, which replaces `accumulate`; None: it holds.
         checkpointing: Policy of activation checkpointing, as in the Trainer; None: none.
         sums_in_float32: Whether gradients of 16-bit parameters are summed in float32.
+        casts_when_gathered: Whether mixed precision casts sharded parameters when they are gathered, as on GPUs, and
+            not by autocast, which keeps its copies for the backward pass, as on CPUs.
         attach: Lets the module know what it trains with, as a Trainer does; None: it has no Trainer.
         kept: Makes the tensors that are kept beside a module's weights, such as averages of them; None: none.
         names: Names of parameters by id of those that the module's own functions may refer to.
@@ -100,11 +104,33 @@ class Training:
     batches_per_step: int | None = None
     checkpointing: Any = None
     sums_in_float32: bool = False
+    casts_when_gathered: bool = False
     attach: Callable[[nn.Module, Fabric, nn.Module, Made], None] | None = None
     kept: Callable[[nn.Module], Iterable[Tensor]] | None = None
     names: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     blocks: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The storages of a forward or backward pass.
+
+    Attributes:
+        before: Bytes by kind when it begins.
+        changes: Kind of each storage that was made or released, and the bytes, in order.
+    """
+
+    before: Mapping[str, float]
+    changes: Sequence[tuple[str, int]]
+
+    @property
+    def after(self) -> dict[str, float]:
+        """Bytes by kind when it ends."""
+        found = dict(self.before)
+        for kind, size in self.changes:
+            found[kind] += size
+        return found
 
 
 @dataclass(frozen=True)
@@ -116,6 +142,7 @@ class Usage:
             passes in equal numbers of operations, and the optimizer's step.
         after_backward: Bytes by kind, after the last backward pass of a step.
         sent: Bytes sent in rings in a step, by operation.
+        passes: Forward and backward passes of the step; empty where the strategy or the module runs them.
         has_assumed: Whether the step read values of tensors without memory; see `LiveMemory`.
         lacks_workspace: Whether an operation keeps a workspace whose size only the device knows.
     """
@@ -123,6 +150,7 @@ class Usage:
     moments: Sequence[Mapping[str, float]]
     after_backward: Mapping[str, float]
     sent: Mapping[str, float] = field(default_factory=dict)
+    passes: Sequence[Pass] = ()
     has_assumed: bool = False
     lacks_workspace: bool = False
 
@@ -165,6 +193,7 @@ def simulate(
         quiet(),
         naming_reads(),
         patch.object(auto, "group_problem", _problem),
+        patch.object(sharding, "casts_when_gathered", lambda device: training.casts_when_gathered),
         fake_world(devices, rank, num_nodes=num_nodes) as cluster,
     ):
         fabric = Fabric(
@@ -289,13 +318,14 @@ def _train(
     """Train one optimizer step, and return what it holds and sends."""
     live.sent.clear()
     begin, original = live.moment, fabric.strategy.unwrap(running)
+    passes: list[int] = []
     after_backward, middle = live.now(), begin
 
     def run_window() -> Tensor | None:
         nonlocal after_backward, middle
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss = _train_window(fabric, training, running, batch, step, live)
+        loss = _train_window(fabric, training, running, batch, step, live, passes)
         live.hold((one.grad for one in original.parameters()), "gradients")
         after_backward, middle = live.now(), live.moment
         return loss
@@ -314,15 +344,25 @@ def _train(
                 live.hold(sums.finish(), "gradients")
             for optimizer in optimizers:
                 fabric.optimizer_step(optimizer)
-    ends = [begin + (middle - begin) * part // _PARTS for part in range(_PARTS + 1)]
+    ends = [begin + (middle - begin) * part // PARTS for part in range(PARTS + 1)]
     moments = live.peaks([*ends, live.moment])
-    return Usage(moments, after_backward, dict(live.sent), live.has_assumed, live.lacks_workspace)
+    found = [Pass(live.sums(start), live.changes(start, end)) for start, end in itertools.pairwise(passes)]
+    return Usage(moments, after_backward, dict(live.sent), found, live.has_assumed, live.lacks_workspace)
 
 
 def _train_window(
-    fabric: Fabric, training: Training, running: nn.Module, batch: Any, step: Callable[..., Any], live: LiveMemory
+    fabric: Fabric,
+    training: Training,
+    running: nn.Module,
+    batch: Any,
+    step: Callable[..., Any],
+    live: LiveMemory,
+    passes: list[int],
 ) -> Tensor | None:
-    """Run forward and backward passes of a window's micro-batches; return the last loss, detached."""
+    """Run forward and backward passes of a window's micro-batches; return the last loss, detached.
+
+    The moments between passes are added to `passes`.
+    """
     strategy, loss = fabric.strategy, None
     with live.making("activations"):
         if strategy.traits.runs_windows and isinstance(strategy, RunsWindows):
@@ -330,14 +370,17 @@ def _train_window(
                 batches = [batch] * training.accumulate
                 strategy.run_window(batches, lambda one, number, counts=True: step(one, number), _loss_of)
             return None
+        passes.append(live.moment)
         for number in range(training.accumulate):
             is_last = number == training.accumulate - 1
             with nullcontext() if is_last else fabric.no_backward_sync(running):
                 output = step(batch, number)
                 loss = output.zero if isinstance(output, NoLoss) else _loss_of(output)
+                passes.append(live.moment)
                 fabric.backward(loss)
                 loss = loss.detach()
                 del output
+            passes.append(live.moment)
     return loss
 
 

@@ -141,7 +141,7 @@ def plan_memory(settings: TrainSettings, sizes: Sizes, shares: MemoryShares) -> 
         gradients=trained * width / shares.gradients,
         optimizer=trained * (moments * states + masters) / shares.optimizer,
         buffers=trained * width * shares.buckets,
-        activations=_activations(settings, sizes, 2 if is_short else 4) / shares.activations,
+        activations=_activations(settings, sizes, shares, 2 if is_short else 4) / shares.activations,
         logits=_logits(settings, sizes),
         is_adamw=is_adamw,
     )
@@ -164,15 +164,21 @@ def _moments(settings: TrainSettings) -> tuple[int, bool]:
     return 2, name in ("Adam", "AdamW", "NAdam", "RAdam")
 
 
-def _activations(settings: TrainSettings, sizes: Sizes, width: int) -> float:
+def _activations(settings: TrainSettings, sizes: Sizes, shares: MemoryShares, width: int) -> float:
     """Return the bytes of a micro-batch's activations before the output layer, from a simulation of a step."""
     shape = (settings.micro_batch, settings.max_length)
     ids = torch.zeros(shape, dtype=torch.int64)
     precision = settings.precision
     if isinstance(precision, str) and precision.startswith(("16", "fp16")):
         precision = f"bf{precision.removeprefix('fp')}"  # of equal sizes: a CPU need not have float16
+    is_cast = shares.casts_parameters and str(precision).startswith("bf16")
+
+    def build() -> nn.Module:
+        model = meta_model(settings.model_settings()).train()
+        return model.to(torch.bfloat16) if is_cast else model
+
     training = Training(
-        lambda: meta_model(settings.model_settings()).train(),
+        build,
         (ids, ids),
         None if precision is None else str(precision),
         optimizers=lambda model: torch.optim.SGD(model.parameters()),

@@ -83,6 +83,8 @@ class MemoryShares:
         activations: Number of processes that share the activations of a micro-batch.
         buckets: Bytes of the buffers in which gradients are reduced, as a multiple of the gradients' bytes.
         has_float32_copies: Whether the optimizer keeps float32 copies of the parameters that it updates.
+        casts_parameters: Whether the strategy itself casts parameters in mixed precision, on a GPU: then autocast keeps
+            no 16-bit copies of them for the backward pass.
         formula: Bytes of parameters, gradients and AdamW's state in float32, of P parameters on N processes.
     """
 
@@ -92,6 +94,7 @@ class MemoryShares:
     activations: int = 1
     buckets: int = 0
     has_float32_copies: bool = False
+    casts_parameters: bool = False
     formula: str = "16 P"
 
 

@@ -227,7 +227,9 @@ class DeepSpeedStrategy(ParallelStrategy):
             return MemoryShares()
         shared = num_processes if self.stage == 3 else 1
         formula = "20 P / N" if self.stage == 3 else "4 P + 16 P / N"
-        return MemoryShares(shared, num_processes, num_processes, has_float32_copies=True, formula=formula)
+        return MemoryShares(
+            shared, num_processes, num_processes, has_float32_copies=True, casts_parameters=True, formula=formula
+        )
 
     @property
     def helps_in_evaluation(self) -> bool:

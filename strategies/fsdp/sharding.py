@@ -319,6 +319,12 @@ def _placement(parameter: nn.Parameter, num_shards: int) -> Shard | None:
     return Shard(1)
 
 
+def casts_when_gathered(device: torch.device) -> bool:
+    """Return whether parameters are cast when they are gathered, so that autocast makes no copies of them."""
+    # On the CPU autocast leaves norms alone, which refuse half weights with float32 inputs.
+    return device.type != "cpu"
+
+
 def _mixed_precision(plan: ShardingPlan, precision: PrecisionPolicy, device: torch.device) -> MixedPrecisionPolicy:
     """Return the user's own mixed precision, or what follows from `precision=`."""
     own = plan.mixed_precision
@@ -329,9 +335,8 @@ def _mixed_precision(plan: ShardingPlan, precision: PrecisionPolicy, device: tor
             output_dtype=own.output_dtype,
             cast_forward_inputs=own.cast_forward_inputs,
         )
-    # Autocast casts inputs where an operation wants it: a regression's targets keep their digits. On the CPU it leaves
-    # norms alone, which refuse half weights with float32 inputs: there parameters are gathered as they are.
-    is_mixed = precision.compute_dtype != precision.param_dtype and device.type != "cpu"
+    # Autocast casts inputs where an operation wants it: a regression's targets keep their digits.
+    is_mixed = precision.compute_dtype != precision.param_dtype and casts_when_gathered(device)
     return MixedPrecisionPolicy(
         param_dtype=precision.compute_dtype if is_mixed else None,
         reduce_dtype=plan.accumulate_dtype or (precision.reduce_dtype if is_mixed else None),

@@ -121,7 +121,8 @@ class FSDPStrategy(ShardedStrategy):
         sizes = check_mesh(self.plan, num_processes, num_nodes)
         shards = num_processes if sizes is None else sizes[1]
         is_held = self.plan.reshard_after_forward is False  # from the first forward to the end of the backward pass
-        return MemoryShares(1 if is_held else shards, shards, shards, formula="16 P / N" if shards > 1 else "16 P")
+        formula = "16 P / N" if shards > 1 else "16 P"
+        return MemoryShares(1 if is_held else shards, shards, shards, casts_parameters=True, formula=formula)
 
     def _lw_make_groups(self) -> MeshGroups:
         """Return the processes as one axis, "shard", or two, "replicate" and "shard"."""

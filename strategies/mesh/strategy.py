@@ -93,7 +93,9 @@ class MeshStrategy(ShardedStrategy):
         axes = self.axes.resolve(num_processes)
         shards = axes.fsdp * axes.tp * axes.pp * axes.cp
         formula = f"16 P / {shards}" if shards > 1 else "16 P"
-        return MemoryShares(shards, shards, shards, activations=axes.cp * axes.tp, formula=formula)
+        return MemoryShares(
+            shards, shards, shards, activations=axes.cp * axes.tp, casts_parameters=axes.fsdp > 1, formula=formula
+        )
 
 
 def _check_options(pipeline: object, context: object) -> None:

@@ -52,6 +52,21 @@ def test_a_long_model_is_extrapolated_from_two_short_ones(name: str) -> None:
     assert extrapolated.sent == pytest.approx(whole.sent_bytes, rel=0.001)
 
 
+def test_recomputed_blocks_of_a_long_model_are_extrapolated_exactly() -> None:
+    task = planner.Training(build, training().batch, checkpointing=True)
+    extrapolated = run_in_child(lambda: planner.usage_of(task, planner.choices(1)[0]))
+    whole = run_in_child(lambda: planner.simulate(task, "single_device"))
+    assert extrapolated.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.001)
+
+
+def test_sharded_parameters_are_cast_when_they_are_gathered_as_on_a_gpu() -> None:
+    choice = next(one for one in planner.choices(2) if one.name == "fsdp")
+    task = planner.Training(lambda: build(5), torch.zeros(1, 2, dtype=torch.int64), precision="bf16-mixed")
+    planned = planner.plan_choices(task, [choice], devices=2).rows[0]
+    on_cpu = run_in_child(lambda: planner.simulate(task, "fsdp", devices=2))
+    assert planned.peak < 0.8 * on_cpu.peak_bytes  # where autocast keeps copies of all blocks
+
+
 def test_stages_of_a_pipeline_hold_what_ranks_of_a_real_one_do() -> None:
     task = training(accumulate=2)
     make = lambda: MeshStrategy(pp=2, verify=False)  # noqa: E731

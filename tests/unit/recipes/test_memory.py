@@ -42,3 +42,13 @@ def test_activations_are_those_of_a_real_step(inputs: Path, tmp_path: Path, chan
     assert planned == pytest.approx(max(one["activations"] for one in real.moments), rel=0.03)
     # The closed form, which counts what blocks keep, is too low for small models.
     assert planned > 1e5
+
+
+def test_autocast_keeps_no_copies_of_parameters_that_a_strategy_casts(inputs: Path, tmp_path: Path) -> None:
+    wanted = settings(inputs, tmp_path / "run", method="full", precision="bf16-mixed", micro_batch=1, max_length=4)
+    sizes = count_sizes(wanted.model_settings())
+    plain, cast = (
+        plan_memory(wanted, sizes, MemoryShares(casts_parameters=value)).activations for value in (False, True)
+    )
+    blocks = sizes.trained - sizes.vocab * sizes.hidden
+    assert plain - cast > blocks  # of the 2 bytes of each parameter in a block, most at the peak
