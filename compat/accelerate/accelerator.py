@@ -35,12 +35,6 @@ from .state import AcceleratorState, GradientState, PartialState, connect
 
 _PRECISIONS = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 _NAMES = {precision: name for name, precision in _PRECISIONS.items()}
-_REFUSED_VARIABLES = {
-    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
-    "ACCELERATE_USE_FSDP": "fsdp_plugin",
-    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
-}
 
 
 class Accelerator:
@@ -48,7 +42,7 @@ class Accelerator:
 
     Args:
         device_placement: Whether models and batches are moved to the device.
-        split_batches: See `DataLoaderConfiguration`.
+        split_batches: Without effect, as in Accelerate 1.15; that of `DataLoaderConfiguration` has one.
         mixed_precision: "no", "bf16" or "fp16" (without effect on the CPU, as in Accelerate); None is
             ACCELERATE_MIXED_PRECISION of the environment, else "no".
         gradient_accumulation_steps: Number of micro-batches in an optimizer step.
@@ -100,7 +94,13 @@ class Accelerator:
             gradient_accumulation_plugin = GradientAccumulationPlugin(num_steps=steps)
         self.gradient_state = GradientState(gradient_accumulation_plugin)
         self.device_placement = device_placement
-        self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
+        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
+        if split_batches and not self.dataloader_config.split_batches:
+            warnings.warn(
+                "Accelerator(split_batches=True) has no effect in Accelerate 1.15, and so none here: pass "
+                "dataloader_config=DataLoaderConfiguration(split_batches=True).",
+                stacklevel=2,
+            )
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = rng_types or ["generator"]
         self.log_with = trackers.find_trackers(log_with, self.logging_dir)
@@ -541,9 +541,10 @@ def _check(refused: dict[str, object], steps: int, plugin: Any) -> None:
             raise TypeError(f"Accelerator has no argument {name!r}{nearest(name, REFUSED_ARGUMENTS)}.")
         if value not in (None, "no"):
             refuse(f"Accelerator({name}=...)", REFUSED_ARGUMENTS[name])
-    for variable, name in _REFUSED_VARIABLES.items():
+    for name, instead in REFUSED_ARGUMENTS.items():  # `accelerate launch` sets ACCELERATE_USE_FSDP, ..._DEEPSPEED
+        variable = f"ACCELERATE_USE_{name.removesuffix('_plugin').upper()}"
         if os.environ.get(variable, "").lower() == "true":
-            refuse(f"{variable}=true", REFUSED_ARGUMENTS[name])
+            refuse(f"{variable}=true", instead)
     if plugin is not None and steps != 1:
         raise ConfigError(
             "Expected either gradient_accumulation_steps or gradient_accumulation_plugin, got both.",

@@ -190,7 +190,9 @@ class DataLoaderShard:
         try:
             yield from islice(self._batches(), self.skip_batches, None)
         finally:
-            self.gradient_state.loaders.remove(self)
+            # Both passes, where one stands in the other: Accelerate has no last batch of the outer one then.
+            loaders = self.gradient_state.loaders
+            loaders[:] = [one for one in loaders if one is not self]
         self.iteration += 1
 
     def _begin(self) -> None:
@@ -208,9 +210,9 @@ class DataLoaderShard:
                 if self.device is not None:
                     batch = send_to_device(batch, self.device, self.non_blocking)
                 following = next(batches, batches)
-                self.end_of_dataloader = following is batches
+                self.end_of_dataloader = is_last = following is batches
                 yield batch
-                if self.end_of_dataloader:
+                if is_last:  # a pass within this one sets the attribute, too
                     return
                 batch = following
 
@@ -326,6 +328,7 @@ def prepare_data_loader(
     device: torch.device | None = None,
     num_processes: int | None = None,
     process_index: int | None = None,
+    *,
     put_on_device: bool = False,
     rng_types: list[Any] | None = None,
     slice_fn_for_dispatch: Any = None,

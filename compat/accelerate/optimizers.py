@@ -114,15 +114,8 @@ class AcceleratedScheduler:
             if not is_over or self.scheduler.last_epoch < self.scheduler.total_steps:
                 self.scheduler.step(*args, **kwargs)
 
-    def state_dict(self) -> Any:
-        """Return the schedule's state."""
-        return self.scheduler.state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Load a state of `state_dict`."""
-        self.scheduler.load_state_dict(state_dict)
-
     def __getattr__(self, name: str) -> Any:
+        """Return what the schedule has: `state_dict`, `get_last_lr`, ..."""
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)

@@ -31,7 +31,7 @@ def connect(
     *, cpu: bool, precision: str | None = None, strategy: Strategy | str = "auto", plugins: Any = None
 ) -> Fabric:
     """Return a connected Fabric for the processes that a launcher has started, or for this one alone."""
-    is_on_cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    is_on_cpu = cpu or _is_set("USE_CPU")
     world_size = int(os.environ.get("WORLD_SIZE") or 1)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
     options: dict[str, Any] = {"num_nodes": world_size // local_size} if world_size > local_size else {}
@@ -72,7 +72,7 @@ class PartialState:
         size, rank, local_rank = fabric.world_size, fabric.global_rank, fabric.local_rank
         kind = _KINDS.get(fabric.device.type, DistributedType.MULTI_CPU) if size > 1 else DistributedType.NO
         self._shared_state.update(
-            fabric=fabric, device=fabric.device, num_processes=size, process_index=rank, debug=False,
+            fabric=fabric, device=fabric.device, num_processes=size, process_index=rank, debug=_is_set("DEBUG_MODE"),
             local_process_index=local_rank, distributed_type=kind, use_distributed=size > 1, is_main_process=rank == 0,
             is_local_main_process=local_rank == 0, is_last_process=rank == size - 1, print=fabric.print,
             backend=torch.distributed.get_backend() if size > 1 else None, wait_for_everyone=fabric.barrier,
@@ -201,6 +201,10 @@ def is_initialized() -> bool:
 def wait_for_everyone() -> None:
     """Wait until all processes have called this."""
     machine().barrier()
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(f"ACCELERATE_{name}", "").lower() in ("1", "true", "yes")
 
 
 def _only(function: Any = None, *, is_here: bool) -> Any:

@@ -48,6 +48,10 @@ prepared, optimizer, train, stream = accelerator.prepare(
 record("same", accelerator.unwrap_model(prepared) is model, prepared is model)
 for batch in stream:
     record("stream", batch, accelerator.gradient_state.in_dataloader)
+for _ in train:
+    for _ in train:
+        pass
+    record("within itself", accelerator.gradient_state.in_dataloader, accelerator.gradient_state.end_of_dataloader)
 record("nothing left", sum(1 for _ in accelerator.skip_first_batches(train, 50)))
 
 with accelerator.profile() as profiler:
@@ -90,4 +94,5 @@ with patch_environment(some_name=1):
 record("versions", is_torch_version(">=", "2.0"), compare_versions("torch", "<", "2.0"), "SOME_NAME" in os.environ)
 record("there", is_bf16_available(), is_cuda_available(), is_compiled_module(model))
 record_weights(accelerator.unwrap_model(prepared))
+record("without effect", Accelerator(cpu=True, split_batches=True).split_batches)
 accelerator.end_training()
