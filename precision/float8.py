@@ -110,18 +110,15 @@ class Float8Precision(MixedPrecision):
             ModuleError: No layer can be replaced.
         """
         is_fit = partial(_is_fit, self.ignore_modules, _MULTIPLE[self.recipe])
+        kind = self._kind()
         if self.recipe == _MX:
-            kind = _import_mx().MXLinear
             for name, one in module.named_modules():
                 if is_fit(one, name):
                     # In place: hooks and other references to the layer stay.
                     one.__class__ = kind
                     one.is_emulated = self.emulate
-        else:
+        elif not any(isinstance(one, kind) for one in module.modules()):
             torchao = _import_torchao(self.precision)
-            kind = torchao.float8_linear.Float8Linear
-            if any(isinstance(one, kind) for one in module.modules()):
-                return module
             config = torchao.Float8LinearConfig.from_recipe_name(self.recipe)
             object.__setattr__(config, "emulate", self.emulate)  # frozen, and made by name
             torchao.convert_to_float8_training(module, module_filter_fn=is_fit, config=config)
@@ -132,6 +129,26 @@ class Float8Precision(MixedPrecision):
                 fix="use precision='bf16-mixed', or layers of other sizes.",
             )
         return module
+
+    @contextmanager
+    def plain_products(self, module: nn.Module) -> Iterator[None]:
+        """Return a context in which converted layers multiply as `nn.Linear` does, for checks of a model.
+
+        A scale of "tensorwise" depends on all tokens of a batch, also on later ones.
+        """
+        converted = [one for one in module.modules() if isinstance(one, self._kind())]
+        try:
+            for one in converted:
+                one.forward = partial(nn.Linear.forward, one)
+            yield
+        finally:
+            for one in converted:
+                del one.forward
+
+    def _kind(self) -> Any:
+        return (
+            _import_mx().MXLinear if self.recipe == _MX else _import_torchao(self.precision).float8_linear.Float8Linear
+        )
 
 
 def _is_fit(ignored: frozenset[str], multiple: int, module: nn.Module, name: str) -> bool:

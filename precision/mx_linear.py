@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
-from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+from torchao.prototype.mx_formats.config import (
+    MXFP8Dim0CastKernelChoice,
+    MXFP8Dim1CastKernelChoice,
+    ScaleCalculationMode,
+)
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-BLOCK = 32  # values that share a scale
+from ..errors import ModuleError
+
+# Any in this file: torchao.
+
+_BLOCK = 32  # values that share a scale
 _CAST = (torch.float32, torch.float16)
+_OPTIONS = (
+    MXFP8Dim0CastKernelChoice.TRITON, MXFP8Dim1CastKernelChoice.CUDA, ScaleCalculationMode.RCEIL, False,
+)  # fmt: skip
+
+
+@torch._dynamo.allow_in_graph
+class _Product(mx_mm):  # type: ignore[misc]  # torchao has no types
+    """torchao's three products, without gradients of gradients: what torchao returns for these has no graph."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise ModuleError(
+                "Expected a backward pass without create_graph=True through a layer in MXFP8, whose gradients cannot "
+                "be differentiated.",
+                fix="use precision='bf16-mixed', or name the layer in Float8Precision(ignore_modules=...).",
+            )
+        return mx_mm.backward(ctx, gradient)
 
 
 class MXLinear(nn.Linear):
@@ -32,13 +60,12 @@ class MXLinear(nn.Linear):
         """Return the product, with the bias: shape (..., out_features) for an input of (..., in_features)."""
         rows = _cast(input).reshape(-1, self.in_features)
         count = rows.shape[0]
-        if count % BLOCK:
-            rows = nn.functional.pad(rows, (0, 0, 0, -count % BLOCK))
-        output: Tensor = _to_mxfp8_then_scaled_mm(
-            rows,
-            _cast(self.weight),
-            KernelPreference.EMULATED if self.is_emulated else KernelPreference.AUTO,
-            ScaleCalculationMode.RCEIL,
+        if count % _BLOCK:
+            rows = nn.functional.pad(rows, (0, 0, 0, -count % _BLOCK))
+        kernels = KernelPreference.EMULATED if self.is_emulated else KernelPreference.AUTO
+        e4m3 = torch.float8_e4m3fn
+        output: Tensor = _Product.apply(
+            rows.contiguous(), _cast(self.weight).contiguous(), e4m3, e4m3, e4m3, _BLOCK, kernels, *_OPTIONS
         )
         output = output[:count].reshape(*input.shape[:-1], self.out_features)
         if self.bias is not None:

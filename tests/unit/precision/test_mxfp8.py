@@ -191,6 +191,34 @@ def test_layers_stay_by_size_and_by_name_and_hooks_stay() -> None:
         module[0](torch.randn(2, 32).double())
 
 
+def test_operands_in_any_order_of_memory() -> None:
+    layer, transposed = nn.Linear(64, 96), nn.Linear(64, 96)
+    transposed.load_state_dict(layer.state_dict())
+    transposed.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    emulated().convert_module(nn.ModuleList([layer, transposed]))
+    inputs = torch.randn(32, 64)
+    found = layer(inputs)
+    assert torch.equal(transposed(inputs.t().contiguous().t()), found)
+    assert torch.equal(layer(inputs.repeat_interleave(2, 1)[:, ::2]), found)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "tensorwise"])
+def test_products_may_be_plain_for_a_block(recipe: str) -> None:
+    precision, inputs = lw.Float8Precision("cpu", recipe=recipe, emulate=True), torch.randn(32, 32)
+    module, plain = Net(), Net()
+    precision.convert_module(module)
+    with precision.plain_products(module):
+        assert torch.equal(module.body(inputs), plain.body(inputs))
+    assert not torch.equal(module.body(inputs), plain.body(inputs))
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    layer, inputs = nn.Linear(64, 96), torch.randn(32, 64, requires_grad=True)
+    emulated().convert_module(nn.Sequential(layer))
+    with pytest.raises(ModuleError, match=r"create_graph=True.*cannot be differentiated"):
+        torch.autograd.grad(layer(inputs).sum(), inputs, create_graph=True)
+
+
 def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModuleError, match="multiples of 32"):
         emulated().convert_module(nn.Sequential(nn.Linear(16, 16)))
