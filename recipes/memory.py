@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # 4 bits, and a float32 scale for each block of 64 values.
 _NF4_BYTES = 0.5 + 4 / 64
 _LOGITS_COPIES = 3  # logits, their softmax, and its gradient
-_TWO_BYTES = {"bf16-mixed", "16-mixed", "bf16-true", "16-true", "bf16", "16"}
+_TWO_BYTES = {"bf16-mixed", "16-mixed", "bf16-true", "16-true", "bf16", "16", "float8", "mxfp8"}
 
 
 @dataclass(frozen=True)

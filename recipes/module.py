@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..errors import CheckpointError, ConfigError
+from ..precision.float8 import Float8Precision
 from ..trainer.chunked_cross_entropy import default_chunk_size
 from ..trainer.loop.loss import Loss
 from ..trainer.module import Module
@@ -182,7 +184,9 @@ class RecipeModule(Module):
         self._is_checked = True
         ids = batch["input_ids"]
         parts = find_parts(self.model) if self._may_select else None
-        with without_dropout(self.model):
+        precision = self.trainer.precision_plugin
+        plain = precision.plain_products(self.model) if isinstance(precision, Float8Precision) else nullcontext()
+        with without_dropout(self.model), plain:
             if not {"pp", "cp"} & self._sizes.keys():
                 output = own_output(self.model, ids)
                 if self.settings.router_aux_loss_coef != 0:
@@ -191,7 +195,8 @@ class RecipeModule(Module):
                     parts = None
             if self.verify_packing and "pp" not in self._sizes:
                 forward = self._logits if parts is None else partial(hidden_states, parts)
-                check_packing(compare_packing(forward, ids), has_experts=has_experts(self.model))
+                found, dtype = compare_packing(forward, ids), precision.policy.compute_dtype
+                check_packing(found, has_experts=has_experts(self.model), dtype=dtype)
         self.__dict__["_parts"] = parts
         if parts is None and self.chunk_tokens != 0:
             self._note_full()

@@ -21,6 +21,7 @@ Forward = Callable[[Tensor, Tensor], Tensor]
 _SAMPLES = 3
 _NOISE = 0.1  # 16-bit models of many layers reach 0.03 between batches of different shapes
 _LEAST = 1e-3  # float32 reaches 1e-5
+_LEAST_16_BITS = 0.03  # also where the first sample has the same bits by chance; `before` and `after` see influences
 _FACTOR = 4.0
 # Between batches of one shape that differ in other samples only: most models compute the same bits. Experts do not, as
 # the tokens of one expert are computed together.
@@ -111,11 +112,12 @@ def _differences(found: Tensor, expected: Tensor) -> Tensor:
     return largest
 
 
-def check_packing(found: Packing, *, has_experts: bool = False) -> None:
+def check_packing(found: Packing, *, has_experts: bool = False, dtype: torch.dtype = torch.float32) -> None:
     """Refuse a model in which samples influence each other.
 
     Args:
         found: What was measured.
+        dtype: Of products.
         has_experts: Whether a token's rounding depends on the tokens that the same expert gets.
 
     Raises:
@@ -128,7 +130,8 @@ def check_packing(found: Packing, *, has_experts: bool = False) -> None:
             f"{later:.1g} of their magnitude when later tokens are left out or changed.",
             fix="choose a causal language model, with an attention that follows position_ids.",
         )
-    is_apart = found.others <= max(_LEAST, _FACTOR * found.first)
+    least = _LEAST if torch.finfo(dtype).bits > 16 else _LEAST_16_BITS
+    is_apart = found.others <= max(least, _FACTOR * found.first)
     if not (is_apart and found.after <= max(_LEAST_INFLUENCE, _FACTOR * found.before)):
         got, rounding = (found.after, found.before) if is_apart else (found.others, found.first)
         raise ConfigError(

@@ -51,10 +51,18 @@ def test_sixteen_bits_do_not_hide_it(tmp_path: Path, wrong: dict[str, Any]) -> N
     model = open_model(settings(folder, dtype="bfloat16")).eval()
     found = compare_packing(forward_of(model, **wrong), batch(length=48)["input_ids"])
     if not wrong:
-        check_packing(found)
+        check_packing(found, dtype=torch.bfloat16)
         return
     with pytest.raises(ConfigError, match="packing=false"):
-        check_packing(found)
+        check_packing(found, dtype=torch.bfloat16)
+
+
+def test_rounding_to_16_bits_is_no_influence_where_the_first_sample_has_none() -> None:
+    check_packing(Packing(0.0, 2**-8), dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="packing=false"):
+        check_packing(Packing(0.0, 2**-8))
+    with pytest.raises(ConfigError, match="packing=false"):
+        check_packing(Packing(0.0, 2**-8, after=1e-5), dtype=torch.bfloat16)
 
 
 def test_tokens_that_see_later_ones_are_found() -> None:
