@@ -565,7 +565,11 @@ class Strategy:
         return obj if tensor is None else tensor
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until all ranks have called this method."""
+        """Wait until all ranks have called this method.
+
+        Args:
+            name: What is waited for, for readers of the program and of stack traces; it is not compared over ranks.
+        """
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start to sum a tensor over ranks, in place, while other work continues.
