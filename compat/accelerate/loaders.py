@@ -145,7 +145,7 @@ class SkipBatchSampler(BatchSampler):
         return len(self.batch_sampler) - self.skip_batches
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":
+        if name in ("batch_sampler", "sampler", "set_epoch"):
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
@@ -187,12 +187,9 @@ class DataLoaderShard:
     def __iter__(self) -> Iterator[Any]:
         synchronize_rng_states(self.rng_types, self.synchronized_generator)
         self._begin()
-        try:
-            yield from islice(self._batches(), self.skip_batches, None)
-        finally:
-            # Both passes, where one stands in the other: Accelerate has no last batch of the outer one then.
-            loaders = self.gradient_state.loaders
-            loaders[:] = [one for one in loaders if one is not self]
+        yield from islice(self._batches(), self.skip_batches, None)
+        # Not after `break`: as with Accelerate, the loader stays the active one until a pass over it ends.
+        self.gradient_state.leave(self)
         self.iteration += 1
 
     def _begin(self) -> None:
@@ -200,7 +197,7 @@ class DataLoaderShard:
         size = self.total_batch_size
         if not self.loader.drop_last and size and hasattr(self.dataset, "__len__"):
             self.remainder = self.total_dataset_length % size
-        self.gradient_state.loaders.append(self)
+        self.gradient_state.enter(self)
         self.set_epoch(self.iteration)
 
     def _batches(self) -> Iterator[Any]:
@@ -219,17 +216,12 @@ class DataLoaderShard:
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next pass, also in the samplers or the data set."""
         self.iteration = epoch
-        owner: Any = _batch_sampler(self.loader)
-        has_epochs = False
-        while owner is not None:
-            samplers: list[Any] = [owner, getattr(owner, "sampler", None)]
-            for one in samplers:
-                if hasattr(one, "set_epoch"):
-                    one.set_epoch(epoch)
-                    has_epochs = True
-            owner = getattr(owner, "batch_sampler", None)
-        if not has_epochs and hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        batches: Any = self.loader.batch_sampler
+        inner = getattr(getattr(batches, "batch_sampler", None), "sampler", None)
+        others = [] if hasattr(inner, "set_epoch") else [self.dataset]
+        for one in [batches, getattr(batches, "sampler", None), inner, *others]:
+            if hasattr(one, "set_epoch"):
+                one.set_epoch(epoch)
 
     @property
     def total_batch_size(self) -> int | None:

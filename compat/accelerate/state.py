@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
+from weakref import ref
 
 import torch
 
@@ -169,7 +170,8 @@ class GradientState:
         self.__dict__ = self._shared_state
         if not self.__dict__:
             self.sync_gradients = True
-            self.loaders: list[Any] = []
+            # Loaders that the program reads, the innermost last. Those that are gone keep their place.
+            self.loaders: list[ref[Any]] = []
             self.plugin = GradientAccumulationPlugin(num_steps=1)
         if gradient_accumulation_plugin is not None:
             self.plugin = gradient_accumulation_plugin
@@ -181,10 +183,18 @@ class GradientState:
     sync_with_dataloader = property(lambda self: self.plugin.sync_with_dataloader)
     # The loader that the loop reads, whether it has its last batch, and how many samples of the last global batch are
     # not repeated: 0 for all, -1 if it is unknown.
-    active_dataloader = property(lambda self: self.loaders[-1] if self.loaders else None)
-    in_dataloader = property(lambda self: bool(self.loaders))
-    end_of_dataloader = property(lambda self: bool(self.loaders) and self.loaders[-1].end_of_dataloader)
-    remainder = property(lambda self: self.loaders[-1].remainder if self.loaders else -1)
+    active_dataloader = property(lambda self: self.loaders[-1]() if self.loaders else None)
+    in_dataloader = property(lambda self: self.active_dataloader is not None)
+    end_of_dataloader = property(lambda self: self.in_dataloader and self.active_dataloader.end_of_dataloader)
+    remainder = property(lambda self: self.active_dataloader.remainder if self.in_dataloader else -1)
+
+    def enter(self, loader: Any) -> None:
+        """Let a loader be the active one."""
+        self.loaders.append(ref(loader))
+
+    def leave(self, loader: Any) -> None:
+        """Forget all passes over a loader."""
+        self.loaders[:] = [one for one in self.loaders if one() is not loader]
 
     def __repr__(self) -> str:
         return (

@@ -52,6 +52,13 @@ for _ in train:
     for _ in train:
         pass
     record("within itself", accelerator.gradient_state.in_dataloader, accelerator.gradient_state.end_of_dataloader)
+for _ in train:  # a loader that was left by `break` stays the active one until a pass over it ends
+    for _ in stream:
+        break
+    record("broken off", accelerator.gradient_state.in_dataloader, accelerator.gradient_state.end_of_dataloader)
+record("broken off", accelerator.gradient_state.active_dataloader is stream)
+for _ in stream:
+    pass
 record("nothing left", sum(1 for _ in accelerator.skip_first_batches(train, 50)))
 
 with accelerator.profile() as profiler:
@@ -65,6 +72,7 @@ with accelerator.profile() as profiler:
 record("profiled", any(event.key == "aten::addmm" for event in profiler.key_averages()), sorted(os.listdir("trace")))
 prepared.eval()
 with torch.no_grad():
+    record("summed", accelerator.reduce(torch.tensor([1.5]), "none"))
     record("evaluated", accelerator.reduce(prepared(x[:1]).sum(), "mean"))
 prepared.train()
 if accelerator.num_processes > 1:
