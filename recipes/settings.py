@@ -280,6 +280,10 @@ class PlanPretrainSettings(PretrainSettings):
     data: SourceLike | Sequence[SourceLike] = ()
     out: Path = field(default=Path("runs/planned"), metadata={"is_folder": True})
 
+    def model_settings(self) -> ModelSettings:
+        """Return the settings of the model; without data, its configuration is enough."""
+        return replace(super().model_settings(), needs_weights=bool(self.data))
+
 
 def plain_settings(settings: TrainSettings) -> dict[str, Any]:
     """Return settings as values that YAML can hold; paths are absolute."""

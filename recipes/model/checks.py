@@ -121,10 +121,9 @@ def _path_problems(settings: ModelSettings) -> Iterator[str]:
     litgpt = config_file(path)
     config = litgpt or (path if path.is_file() else path / "config.json")
     reads_weights = settings.needs_weights and not settings.from_scratch
-    if path.parent == CONFIGS and reads_weights:
-        yield f"model: Expected a folder with weights, got the name {settings.model}, a configuration without weights."
-    elif path.is_file() and reads_weights:
-        yield f"model: Expected a folder with weights, got the file {path}; a config.json is for from_scratch."
+    bare = f"the name {settings.model}, a configuration" if path.parent == CONFIGS else f"the file {path}"
+    if reads_weights and (path.parent == CONFIGS or path.is_file()):
+        yield f"model: Expected a folder with weights, got {bare} without weights; pass a folder that has them."
     elif not config.is_file():
         yield f"model: Expected a folder with config.json, got {path}{_instead(path)}."
     else:

@@ -162,6 +162,9 @@ def test_a_plan_without_data_is_that_of_the_model(tmp_path: Path, monkeypatch: p
     eight = plan(PlanPretrainSettings(model=Path("tinyllama-1.1b"), max_length=64, devices=8, strategy="fsdp"))
     assert eight is not None
     assert eight.memory.state == one.memory.state / 8
+    continued = plan(PlanPretrainSettings(model=Path("TinyLlama-1.1B"), max_length=64, devices=1, from_scratch=False))
+    assert continued is not None
+    assert continued.memory == one.memory  # no weights are asked for
     adapters = plan(PlanFinetuneSettings(model=Path("tinyllama-1.1b"), max_length=64, devices=1))
     assert adapters is not None
     assert (adapters.sizes.frozen, adapters.sizes.trained) == (PARAMETERS["tinyllama-1.1b"], 12_615_680)
