@@ -173,6 +173,40 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {next(near, matches[0])!r}?)"
 
 
+_VARKEYWORDS = 0x08  # inspect.CO_VARKEYWORDS; this file imports little
+
+
+class UnknownArgument(ConfigError, TypeError):
+    """An argument that a constructor does not have; a TypeError, as Python's own."""
+
+
+class ChecksKeywords:
+    """Base of classes that users construct: a keyword that their constructor lacks is refused with the nearest name.
+
+    Python's own error has it from 3.13 on. Constructors of users are left to Python.
+    """
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # `__init__` is the signature
+
+        def __new__(cls, *args, **kwargs):
+            start, new = cls.__init__, super().__new__
+            code = getattr(start, "__code__", None)
+            is_ours = code is not None and start.__globals__["__name__"].partition(".")[0] == __package__
+            if kwargs and is_ours and not code.co_flags & _VARKEYWORDS:
+                known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+                unknown = [f"{name}={nearest(name, known)}" for name in kwargs if name not in known]
+                if unknown:
+                    what = f"{cls.__name__} has no argument{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}."
+                    raise UnknownArgument(what, fix=f"it takes {', '.join(known)}.")
+            if new is not object.__new__:
+                return new(cls, *args, **kwargs)
+            if (args or kwargs) and start is object.__init__:
+                raise TypeError(f"{cls.__name__}() takes no arguments")
+            return new(cls)
+
+
 class Clauses(list[tuple[str, str]]):
     """Problems of the arguments of one object with their remedies, as clauses of one message."""
 

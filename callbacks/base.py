@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from ..errors import ChecksKeywords
 from ..protocols import StepFunction, Tree
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ R = TypeVar("R")
 AnyModule: TypeAlias = Any  # lw.Module or any nn.Module that trains; Any, so that a subclass may narrow it
 
 
-class Callback:
+class Callback(ChecksKeywords):
     """Take part in a run without changing the module: override the hooks of interest.
 
     With several ranks, a decision that depends on a file, a clock or a metric of one rank must be made on rank 0 and

@@ -27,7 +27,7 @@ from ..console import show_logs
 from ..data.hparams import without_omegaconf
 from ..data.move import move_to_device
 from ..deferred_compiler import defer_compiler_of_optimizers
-from ..errors import ArgumentTypeError, ConfigError, LaunchError
+from ..errors import ArgumentTypeError, ChecksKeywords, ConfigError, LaunchError
 from ..messages import warn
 from ..precision import MixedPrecision, Precision
 from ..precision.base import compute_gradients
@@ -70,7 +70,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Fabric:
+class Fabric(ChecksKeywords):
     """Runs a handwritten loop on any device, precision and number of processes; the low-level API of Trainer.
 
     A subclass may define `run(self, ...)`: calling it starts the processes first.

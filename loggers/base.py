@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-from ..errors import ConfigError
+from ..errors import ChecksKeywords, ConfigError
 from ..messages import current_rank, warn
 from ..protocols import AnyBatch, Tree
 
@@ -43,7 +43,7 @@ Pictures: TypeAlias = object  # one or several, in a form that `Logger.log_image
 EachOption: TypeAlias = "Sequence[Any] | str"  # a list with one entry per picture, such as its caption
 
 
-class Logger(ABC):
+class Logger(ChecksKeywords, ABC):
     """Record of the metrics and hyperparameters of a run.
 
     A subclass defines `name`, `version`, `log_metrics` and `log_hyperparams`; all other methods do nothing by default.

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError, nearest
+from ..errors import ChecksKeywords, ConfigError, nearest
 from ..remote import is_url
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Profiler:
+class Profiler(ChecksKeywords):
     """Receive the start and the stop of every activity, and report at the end of the run.
 
     A subclass defines `start` and `stop`, and `summary` for the report. Activities nest, and an activity may start

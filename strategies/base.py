@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, ConfigError, NonFiniteError
+from ..errors import CheckpointError, ChecksKeywords, ConfigError, NonFiniteError
 from ..precision.base import Precision, clip_dense_norm, compute_gradients, take_step
 from .traits import Given, Launcher, TrainerConfig, Traits
 
@@ -141,7 +141,7 @@ RunWindow = Callable[[Sequence[Any], Callable[..., Any], Callable[[Any], Tensor]
 """The type of `RunsWindows.run_window`."""
 
 
-class Strategy:
+class Strategy(ChecksKeywords):
     """The base class of strategies: one process on one device, with a working default for every method.
 
     A subclass that defines `reduce` also has `all_reduce`, and the reverse. The same holds for `root_device` and

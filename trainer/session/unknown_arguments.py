@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import NoReturn
 
-from ...errors import ConfigError, nearest
+from ...errors import UnknownArgument, nearest
 
 REPLACEMENTS = {
     "amp": "precision='16-mixed' or 'bf16-mixed'",
@@ -65,10 +65,6 @@ REPLACEMENTS = {
     "weights_summary": "enable_model_summary=, or callbacks=[ModelSummary(max_depth=...)]",
 }
 """Replacements for arguments of other trainers and of earlier Lightning."""
-
-
-class UnknownArgument(ConfigError, TypeError):
-    """An argument that a constructor does not have; a TypeError, as Python's own."""
 
 
 def refuse_arguments(unknown: Iterable[str], known: Collection[str]) -> NoReturn:

@@ -157,8 +157,7 @@ def test_wrong_paths_are_named(folder: Path, tmp_path: Path) -> None:
         empty: "model: Expected a folder with config.json, got .*empty",
         bare: r"model: Expected weights \(model.safetensors or .*\), got none in .*bare",
         adapter: "model: Expected a folder with config.json, got .*adapter, an adapter of .*llama; pass its base",
-        folder
-        / "config.json": "model: Expected a folder with weights, got the file .*; pass a folder that has them",
+        folder / "config.json": "model: Expected a folder with weights, got the file .*; pass a folder that has them",
         coded: "trust_remote_code: Expected true for .*coded, whose model is code in its folder, got false",
         packed: "model: Expected weights that are not quantized, got gptq",
         unknown: "model: Expected the configuration of a causal language model, got .*unknown .*of_tomorrow",
