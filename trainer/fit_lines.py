@@ -69,11 +69,10 @@ def tell_end(trainer: Trainer, seconds: float) -> None:
         return
     progress, took = trainer.progress, timedelta(seconds=round(seconds))
     steps = counted(trainer.global_step, "step")
-    if progress.epoch_open:
-        logger.info("Training ended in epoch %d, after %s, %s: %s.", progress.epochs, steps, took, reason(trainer))
-    else:
-        epochs = counted(progress.epochs, "epoch")
-        logger.info("Training ended after %s, %s, %s: %s.", epochs, steps, took, reason(trainer))
+    epochs = counted(progress.epochs, "epoch")
+    where = f"in epoch {progress.epochs}, after" if progress.epoch_open else f"after {epochs},"
+    line, why = f"Training ended {where} {steps}, {took}:", f"{reason(trainer)}."
+    logger.info("%s", f"{line} {why}" if len(line) + len(why) < _COLUMNS else f"{line}\n  {why}")
     for straggler in trainer.timeline.stragglers():
         logger.info("Slow: %s.", straggler)
     _warn_of_no_step(trainer)
@@ -210,8 +209,10 @@ def _holds_metrics(folder: str) -> bool:
 
 def shown(path: str) -> str:
     """Return a path for messages: relative where it is below the current folder."""
-    if "://" in path or not os.path.isabs(path):
+    if "://" in path:
         return path
+    if not os.path.isabs(path):
+        return os.path.normpath(path) if path else ""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative
 

@@ -235,6 +235,8 @@ class Arguments:
             )
         if not isinstance(self.accumulate_across_epochs, bool):
             problems.add(f"accumulate_across_epochs={self.accumulate_across_epochs!r}.", fix="pass True or False.")
+        if not isinstance(self.default_root_dir, str | os.PathLike | None):
+            problems.add(f"default_root_dir={self.default_root_dir!r}.", fix="pass a path or a URL, or None.")
         if self.deterministic not in (None, True, False, "warn"):
             problems.add(f"deterministic={self.deterministic!r}.", fix="pass True, False or 'warn'.")
         if self.matmul_precision not in (None, *MATMUL_PRECISIONS):

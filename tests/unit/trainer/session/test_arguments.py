@@ -98,6 +98,7 @@ WRONG: list[tuple[str, Any]] = [
     ("reload_dataloaders_every_n_epochs", 0.5),
     ("model_registry", "hub"),
     ("nonfinite_loss", "panic"),
+    ("default_root_dir", 5),
     ("nonfinite_loss", None),
 ]
 
