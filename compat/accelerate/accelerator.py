@@ -208,8 +208,9 @@ class Accelerator:
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Return a model that runs in the precision and, unless it is for evaluation, under the strategy."""
         moves = self.device_placement if device_placement is None else device_placement
-        is_plain = isinstance(self.fabric.strategy, SingleDeviceStrategy) and self.mixed_precision != "bf16"
-        if is_plain and self.scaler is None:  # nothing to add: the program keeps its object, as with Accelerate
+        is_float32 = self.fabric.precision.precision == "32-true"
+        if is_float32 and isinstance(self.fabric.strategy, SingleDeviceStrategy):
+            # Nothing to add: the program keeps its object, as with Accelerate.
             model = self.fabric.to_device(model) if moves else model
         elif not is_wrapped(model):
             is_trained = any(parameter.requires_grad for parameter in model.parameters())

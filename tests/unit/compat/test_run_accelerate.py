@@ -86,6 +86,22 @@ from accelerate.utils.imports import is_bf16_available, is_xpu_available
         names["check_device_map"]()  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_model_stays_the_programs_object_where_nothing_is_added(
+    precision: str, installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LT_PRECISION", precision)
+    accelerate = importlib.import_module("accelerate")
+    model = torch.nn.Linear(2, 1)
+    try:
+        prepared = accelerate.Accelerator(cpu=True).prepare(model)
+    finally:
+        accelerate.PartialState._reset_state()
+    assert (prepared is model) == (precision == "32-true")
+    assert prepared(torch.ones(1, 2)).dtype is torch.get_default_dtype()
+    assert model.weight.dtype is (torch.float32 if precision == "32-true" else torch.bfloat16)
+
+
 def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     return subprocess.run(
