@@ -170,14 +170,15 @@ def quiet_torchao() -> None:
     if "torchao" in sys.modules or torch.cuda.is_available() or importlib.util.find_spec("torchao") is None:
         return
     with (
-        _errors_only("torchao", "torch.utils._pytree"),
+        errors_only("torchao", "torch.utils._pytree"),
         contextlib.suppress(ImportError),  # what needs it names it
     ):
         importlib.import_module("torchao.prototype.safetensors.safetensors_support")  # which transformers imports
 
 
 @contextmanager
-def _errors_only(*names: str) -> Iterator[None]:
+def errors_only(*names: str) -> Iterator[None]:
+    """Return a context in which loggers of these names show errors only."""
     loggers = [logging.getLogger(name) for name in names]
     before = [one.level for one in loggers]
     try:
@@ -201,8 +202,7 @@ def _import_torchao(precision: str) -> Any:
 def _import_mx() -> Any:
     _import_torchao(_MX)
     try:
-        with _errors_only("torch.utils._pytree"):
-            return importlib.import_module(".mx_linear", __package__)
+        return importlib.import_module(".mx_linear", __package__)
     except ImportError as error:
         raise ConfigError(
             f"precision='mxfp8' needs a torchao with torchao.prototype.moe_training.mxfp8_linear, as in 0.18, got "

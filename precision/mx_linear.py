@@ -6,15 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchao.prototype.moe_training.mxfp8_linear import mx_mm
-from torchao.prototype.mx_formats.config import (
-    MXFP8Dim0CastKernelChoice,
-    MXFP8Dim1CastKernelChoice,
-    ScaleCalculationMode,
-)
-from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
 from ..errors import ModuleError
+from .float8 import errors_only, quiet_torchao
+
+quiet_torchao()  # here, since ranks that wait for their launch import this file by itself
+with errors_only("torch.utils._pytree"):
+    from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+    from torchao.prototype.mx_formats.config import (
+        MXFP8Dim0CastKernelChoice,
+        MXFP8Dim1CastKernelChoice,
+        ScaleCalculationMode,
+    )
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
 # Any in this file: torchao.
 

@@ -46,12 +46,14 @@ def test_bitsandbytes_does_not_fetch_its_kernel(tmp_path: Path, first: str) -> N
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its warnings are shown where there is a GPU")
-def test_torchao_is_imported_without_warnings_on_a_cpu() -> None:
-    program = """
+@pytest.mark.parametrize("name", ["float8", "mx_linear"])
+def test_torchao_is_imported_without_warnings_on_a_cpu(name: str) -> None:
+    program = f"""
 import logging, sys
-from loopwright.precision.float8 import quiet_torchao
+import loopwright.precision.float8
 logging.getLogger("torchao").setLevel(logging.INFO)
-quiet_torchao()
+import loopwright.precision.{name}
+loopwright.precision.float8.quiet_torchao()
 assert "torchao" in sys.modules
 assert logging.getLogger("torchao").level == logging.INFO
 """
