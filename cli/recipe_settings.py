@@ -14,6 +14,7 @@ from ..settings.parameters import EMPTY, Parameter, parameters_of
 from ..settings.tree import CLASS_KEYS, WRONG, Settings, SettingsTree, is_class_node, resolve
 from ..settings.typed import Typed
 from .help_text import describe_class, describe_parameter
+from .litgpt_options import LITGPT_OPTIONS, options_in
 from .sources import CONFIG_VARIABLE, PREFIX
 
 # Any in this file: values of settings, and dataclasses of them.
@@ -137,11 +138,23 @@ class RecipeSettings:
 
     def _planned(self, settings: Settings) -> tuple[SettingsTree, dict[str, Any], list[str]]:
         """Return the settings, each converted to its type or planned, and the problems."""
-        tree = {name: _text_of(name, value) for name, value in resolve(settings, self._default).items()}
+        resolved = resolve(settings, self._default)
+        tree = {name: _text_of(name, value) for name, value in resolved.items()}
         typed = Typed(settings, problems=list(settings.problems))
         plans = {}
         for name, value in tree.items():
-            if name not in self._named:
+            options = [] if name in self._named and name != "data" else list(options_in(name, resolved[name]))
+            if options:
+                typed.problems += [
+                    f"{settings.named(one)}: unknown setting; LitGPT's {one} is {LITGPT_OPTIONS[one]} here"
+                    for one in options
+                ]
+                plans[name] = WRONG
+            elif name == "model" and is_class_node(resolved[name]) and resolved[name].get("init_args"):
+                unknown = [f"{settings.named(f'model.{key}')}: unknown setting" for key in resolved[name]["init_args"]]
+                typed.problems += unknown
+                plans[name] = WRONG
+            elif name not in self._named:
                 hint = nearest(name, self._named) or f"; settings: {', '.join(self._named)}"
                 typed.problems.append(f"{settings.named(name)}: unknown setting{hint}")
             elif name in _CLASSES and isinstance(value, dict):

@@ -13,6 +13,7 @@ import yaml
 
 from loopwright.cli import run
 from loopwright.cli.commands.recipe import RECIPES, recipe
+from loopwright.cli.litgpt_options import LITGPT_OPTIONS
 
 # Any in this file: YAML and JSON.
 
@@ -106,6 +107,34 @@ def test_a_printed_configuration_is_one_that_gives_the_same(capsys: pytest.Captu
     file = tmp_path / "printed.yaml"
     file.write_text(yaml.safe_dump(first))
     assert printed(capsys, "finetune", "--config", str(file)) == first
+
+
+def test_options_of_litgpt_are_refused_with_their_names_here(capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(
+        capsys, "finetune", "model=base", "out=x", "--data", "JSON", "--data.json_path", "sums.json", "--lora_r", "8",
+        "--num_nodes", "2", "--train.micro_batch_size", "2", "--train.max_seq_length", "512",
+    )  # fmt: skip
+    for part in (
+        "data.json_path (command line): unknown setting; LitGPT's data.json_path is data here",
+        "lora_r (command line): unknown setting; LitGPT's lora_r is lora.r here",
+        "num_nodes (command line): unknown setting; LitGPT's num_nodes is trainer.num_nodes here",
+        "LitGPT's train.micro_batch_size is micro_batch here",
+        "LitGPT's train.max_seq_length is max_length here",
+        "got 5 problems",
+    ):
+        assert part in text, text
+
+
+def test_a_setting_below_the_path_of_the_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(capsys, "finetune", "model=base", "data=x", "out=x", "model.dtype=bfloat16")
+    assert "model.dtype (command line): unknown setting" in text, text
+
+
+def test_settings_that_litgpts_options_name_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    names = {setting.partition(",")[0].partition(" ")[0] for setting in LITGPT_OPTIONS.values()}
+    for name in sorted(names):
+        recipe = "pretrain" if name in ("tokens", "tokenizer") else "finetune"
+        assert run(["recipe", recipe, "--help", name]) == 0, capsys.readouterr().err
 
 
 def test_all_problems_of_settings_are_named(capsys: pytest.CaptureFixture[str]) -> None:
