@@ -18,7 +18,11 @@ try:
 except OSError:  # it has been removed
     START_FOLDER = None
 
-_OTHER_NAMES = {"LightningDataModule": "DataModule", "LightningModule": "Module"}
+_OTHER_NAMES = {
+    "LightningDataModule": "DataModule",
+    "LightningModule": "Module",
+    **{name: f"strategies.{name}" for name in ("DeepSpeedStrategy", "MeshStrategy", "ModelParallelStrategy")},
+}
 _ROOT = f"{__name__.partition('.')[0]}."
 # Class that is shown under another library's path -> its `__module__`, `__name__` and `__qualname__` before.
 _SHOWN: dict[type, tuple[str, str, str]] = {}

@@ -16,6 +16,7 @@ from loopwright.lazy import is_core, origin, restore_paths, show_path
         ("ModelCheckpont", "ModelCheckpoint"),
         ("LightningModule", "Module"),
         ("LightningDataModule", "DataModule"),
+        ("DeepSpeedStrategy", "strategies.DeepSpeedStrategy"),
     ],
 )
 def test_a_name_that_there_is_not_is_answered_once_with_the_one_that_is_meant(name: str, meant: str) -> None:
