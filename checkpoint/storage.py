@@ -121,6 +121,7 @@ def load(
         return read_file(local, str(path), map_location, is_safe=weights_only is not False, mmap=mmap, verify=verify)
     remote = Remote(str(path), storage_options)
     if not remote.exists():
+        remote.check_readable()
         raise verified.not_found(str(path), remote.neighbours())
     with tempfile.TemporaryDirectory(prefix="loopwright-") as folder:
         copy = Path(folder, "checkpoint.ckpt")

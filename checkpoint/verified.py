@@ -74,6 +74,7 @@ def verify(
         return verify_as(local, str(path), advance)
     remote = Remote(str(path), storage_options)
     if not remote.exists():
+        remote.check_readable()
         raise not_found(str(path), remote.neighbours())
     file, size = remote.open()
     with closing(file):

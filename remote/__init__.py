@@ -24,11 +24,16 @@ def local_dir(path: str) -> str:
 
 
 def names_in(folder: str) -> set[str]:
-    """Return the names in a folder, on this machine or at a URL; none if it is not there."""
-    if is_url(folder):
-        from .store import RemoteStore  # imports fsspec, for URLs alone
+    """Return the names in a folder, on this machine or at a URL; none if it is not there.
 
-        return RemoteStore(folder).names()
+    Raises:
+        ConfigError: The store at the URL cannot be read.
+    """
+    if is_url(folder):
+        from .store import RemoteStore, explained  # imports fsspec, for URLs alone
+
+        with explained(folder):
+            return RemoteStore(folder).names()
     try:
         return set(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):

@@ -11,7 +11,7 @@ import contextlib
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from fsspec import AbstractFileSystem, get_filesystem_class
 from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
-from ..errors import ConfigError, MissingDependency
+from ..errors import ConfigError, LoopwrightError, MissingDependency
 
 PART_BYTES = 1 << 20
 _PART = re.compile(r"(?P<name>.+)\.part-(?P<base>\d{12})-(?P<begin>\d{12})")
@@ -49,6 +49,26 @@ def check_protocol(url: str, argument: str) -> None:
         raise ConfigError(
             f"{argument}={url!r} cannot be understood: {error}.",
             fix="pass a local directory, or a URL of a protocol that fsspec knows, such as s3://bucket/logs.",
+        ) from error
+
+
+@contextlib.contextmanager
+def explained(url: str) -> Iterator[None]:
+    """Name the URL in errors of a store's library while it is read; that nothing is there remains a FileNotFoundError.
+
+    Not as a CheckpointError: for a damaged checkpoint an older one is taken, which must not happen without a network.
+
+    Raises:
+        ConfigError: The store cannot be read: wrong credentials, no network.
+    """
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, LoopwrightError):
+        raise
+    except Exception as error:  # each store has its own errors
+        raise ConfigError(
+            f"{url!r} cannot be read: {type(error).__name__}: {error}",
+            fix="check the address, the credentials and the network.",
         ) from error
 
 

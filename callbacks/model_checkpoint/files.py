@@ -145,10 +145,17 @@ def _walk_local(folder: str, extension: str) -> Iterator[str]:
 
 
 def _walk_remote(folder: str, extension: str) -> Iterator[str]:
-    filesystem, root = _filesystem(folder)
-    root = root.rstrip("/")
+    from ...remote.store import explained
+
+    with explained(folder):
+        filesystem, root = _filesystem(folder)
+        root = root.rstrip("/")
+        try:
+            paths = filesystem.find(root)
+        except FileNotFoundError:  # a bucket that does not exist, in some stores; in others it has no files
+            paths = []
     seen = set()
-    for path in filesystem.find(root):
+    for path in paths:
         below = path[len(root) :].lstrip("/").split("/")
         # A sharded checkpoint is a folder: the outermost name counts. Without a manifest it is an unfinished write.
         depth = next((depth for depth, name in enumerate(below) if name.endswith(extension)), None)
@@ -393,7 +400,10 @@ def write_trial(dirpath: str) -> None:
     except Exception as error:  # each store has errors of its own
         raise ConfigError(
             f"ModelCheckpoint: nothing can be written to {dirpath}: {type(error).__name__}: {error}",
-            fix="choose another dirpath or default_root_dir, or change its permissions.",
+            fix="choose another dirpath or default_root_dir, or change its permissions."
+            if is_local(dirpath)
+            else "check that the bucket exists, the credentials and the network, or choose another dirpath or "
+            "default_root_dir.",
         ) from error
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 import posixpath
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 from urllib.parse import unquote
@@ -43,15 +44,17 @@ class Remote:
     Raises:
         MissingDependency: The protocol needs a package that is not installed.
         CheckpointError: The protocol is unknown.
+        ConfigError: The protocol's package does not accept its settings: no credentials, for example.
     """
 
     def __init__(self, url: str, options: StorageOptions | None = None) -> None:
+        from fsspec import get_filesystem_class
         from fsspec.core import url_to_fs
 
-        from ...remote.store import package_of
+        from ...remote.store import explained, package_of
 
         try:
-            self._store, self._key = url_to_fs(url, **(options or {}))
+            get_filesystem_class(re.split("::|://", url)[0])
         except ImportError as error:
             package = package_of(url.partition("://")[0])
             raise MissingDependency(package, needed_for=f"the checkpoint path {url!r}") from error
@@ -60,11 +63,27 @@ class Remote:
                 f"the checkpoint path {url!r} cannot be understood: {error}.",
                 fix="pass a local path, or a URL of a protocol that fsspec knows, such as s3://bucket/run.ckpt.",
             ) from error
+        with explained(url):
+            self._store, self._key = url_to_fs(url, **(options or {}))
         self.url = url
 
     def exists(self) -> bool:
-        """Return whether there is such a file."""
-        return bool(self._store.isfile(self._key))
+        """Return whether there is such a file; False, too, where most stores do not say."""
+        from ...remote.store import explained
+
+        with explained(self.url):
+            return bool(self._store.isfile(self._key))
+
+    def check_readable(self) -> None:
+        """Refuse a store that cannot say whether the file is there.
+
+        Raises:
+            ConfigError: Wrong credentials, or no network.
+        """
+        from ...remote.store import explained
+
+        with explained(self.url), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            self._store.info(self._key)
 
     def is_folder(self) -> bool:
         """Return whether the address is a folder."""
@@ -72,7 +91,10 @@ class Remote:
 
     def open(self) -> tuple[IO[bytes], int]:
         """Return the file, open for reading, and its size in bytes."""
-        return self._store.open(self._key, "rb"), int(self._store.size(self._key))
+        from ...remote.store import explained
+
+        with explained(self.url):
+            return self._store.open(self._key, "rb"), int(self._store.size(self._key))
 
     def send(self, source: Path) -> None:
         """Put a local file there: under a temporary key first, then moved.

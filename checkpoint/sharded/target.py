@@ -63,6 +63,12 @@ def _in_the_way(shown: str, what: str) -> CheckpointError:
     )
 
 
+def _is_unfinished(name: str) -> bool:
+    """Whether a killed save has left it: a file of ours under the temporary name with which `Remote.send` begins."""
+    own, _, end = name.removeprefix(".").rpartition(".tmp-")
+    return name.startswith(".") and bool(OWN_NAME.fullmatch(own)) and bool(end)
+
+
 class LocalTarget:
     """A path on disk.
 
@@ -194,7 +200,8 @@ class RemoteTarget:
             raise
         self.is_committed = True
         stages.reached("manifest-renamed")
-        stale = {name for name in self.backend.names() if OWN_NAME.fullmatch(name)} - set(manifest.files)
+        names = self.backend.names()
+        stale = {name for name in names if OWN_NAME.fullmatch(name) or _is_unfinished(name)} - set(manifest.files)
         try:
             self.backend.remove(stale)
         except Exception as error:  # each remote store has errors of its own; the checkpoint is complete without this

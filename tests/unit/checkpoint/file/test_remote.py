@@ -11,7 +11,7 @@ from object_store import ObjectStore
 
 from loopwright.checkpoint import load, newest_valid, remove, save, sharded, storage, verify
 from loopwright.checkpoint.file.remote import Remote, as_local
-from loopwright.errors import CheckpointError, MissingDependency
+from loopwright.errors import CheckpointError, ConfigError, MissingDependency
 from loopwright.remote.store import RemoteStore
 
 
@@ -166,3 +166,51 @@ def test_no_bucket_is_made_in_an_object_store(checkpoint: dict[str, Any]) -> Non
     store.write("y/remote.py", __file__, 0, 10)
     RemoteStore("simplecache::r2://bucket").mark("z/.claim")
     assert store.names() == {"a.ckpt", "folder", "x", "y", "z"}
+
+
+def test_what_a_killed_save_was_sending_into_a_folder_is_removed_by_the_next(url: str) -> None:
+    content = {"weight": torch.ones(2)}
+    sharded.save(content, url)
+    store, key = fsspec.core.url_to_fs(url)
+    store.pipe_file(f"{key}/.state-29657-37a384af.ckpt.tmp-40703664", b"half")
+    store.pipe_file(f"{key}/.notes.tmp-40703664", b"of somebody else")
+    sharded.save(content, url)
+    left = [name for name in store.ls(key, detail=False) if "/." in name]
+    assert left == [f"{key}/.notes.tmp-40703664"]
+
+
+class Closed(ObjectStore):
+    """A store that refuses the login with an error of its library."""
+
+    protocol = "closed"
+
+    def info(self, path: str, **kwargs: Any) -> Any:
+        raise RuntimeError("AuthorizationFailure")
+
+    ls = find = info
+
+
+def test_a_store_that_cannot_be_read_is_no_missing_and_no_damaged_checkpoint(tmp_path: Path) -> None:
+    from toys import loader, net, quiet
+
+    fsspec.register_implementation("closed", Closed, clobber=True)
+    for read in (load, verify, storage.load):
+        with pytest.raises(ConfigError, match=r"'closed://runs/a\.ckpt' cannot be read: RuntimeError: Authorization"):
+            read("closed://runs/a.ckpt")
+    with pytest.raises(ConfigError, match="'closed://runs/a.ckpt' cannot be read"):
+        newest_valid(["closed://runs/a.ckpt"], lambda path, error: pytest.fail("skipped as damaged"))
+    trainer = quiet(max_epochs=1, default_root_dir="closed://runs", enable_checkpointing=True)
+    with pytest.raises(ConfigError, match="'closed://runs/checkpoints' cannot be read"):
+        trainer.fit(net(), loader(), ckpt_path="last")
+
+
+def test_settings_that_a_store_refuses_are_not_taken_for_an_unknown_protocol() -> None:
+    class Strict(ObjectStore):
+        protocol = "strict"
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            raise ValueError("Must provide either a connection_string or account_name")
+
+    fsspec.register_implementation("strict", Strict, clobber=True)
+    with pytest.raises(ConfigError, match="'strict://runs/a.ckpt' cannot be read: ValueError: Must provide either"):
+        load("strict://runs/a.ckpt")
