@@ -13,6 +13,7 @@ import signal
 import sys
 from typing import Any
 
+import fsspec
 from toys import ValidatedNet, adam, loader, net, quiet
 
 import loopwright as lw
@@ -20,21 +21,24 @@ import loopwright as lw
 _WRITES = {"put_object", "copy_object", "delete_object", "upload_part", "complete_multipart_upload"}
 
 
-def kill_before(number: int) -> None:
+def kill_before(root: str, number: int) -> None:
     """Kill this process and its other ranks before the request of this number that changes a checkpoint."""
-    from s3fs import S3FileSystem
-
-    call, seen = S3FileSystem._call_s3, 0
+    store = type(fsspec.filesystem(root.partition("://")[0]))
+    name = "_call_s3" if root.startswith("s3://") else "_request"
+    call, seen = getattr(store, name), 0
 
     async def counted(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         nonlocal seen
-        if method in _WRITES and "/checkpoints/" in kwargs.get("Key", ""):
+        # Google's requests have the name in the address or in the data.
+        if (method in _WRITES and "/checkpoints/" in kwargs.get("Key", "")) or (
+            name == "_request" and method.upper() != "GET" and "/checkpoints/" in f"{args} {kwargs}"
+        ):
             seen += 1
             if seen == number:
                 os.killpg(0, signal.SIGKILL)
         return await call(self, method, *args, **kwargs)
 
-    S3FileSystem._call_s3 = counted
+    setattr(store, name, counted)
 
 
 def main(
@@ -48,7 +52,7 @@ def main(
     kill_at: int | None = None,
 ) -> None:
     if kill_at is not None and not int(os.environ.get("LOCAL_RANK", "0")):
-        kill_before(kill_at)
+        kill_before(root, kill_at)
     trainer = quiet(
         max_epochs=epochs,
         default_root_dir=root,
