@@ -42,15 +42,15 @@ digits: $(VENV)/installed-examples  ## train a classifier of handwritten digits,
 
 test: export OMP_NUM_THREADS ?= 1
 test: setup $(VENV)/apart/installed  ## run the tests: TESTS=path, ARGS="-k name"
-	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 -m "not gpu and not slow" $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 --dist worksteal -m "not gpu and not slow" $(TESTS) $(ARGS)
 
 test-slow: export OMP_NUM_THREADS ?= 1
 test-slow: setup $(VENV)/apart/installed $(VENV)/hydra/installed $(VENV)/lightning/installed  ## run the tests that take long: the examples, kills, the benchmarks in short
-	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 -m "slow and not gpu" $(TESTS) $(ARGS)
+	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 --dist worksteal -m "slow and not gpu" $(TESTS) $(ARGS)
 
 test-mesh: export OMP_NUM_THREADS ?= 1
 test-mesh: setup  ## run the tests of N-D parallelism, on up to eight processes: ARGS="-k name"
-	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 -m "not gpu" tests/integration/mesh $(ARGS)
+	$(BIN)/python -m pytest -c tests/pytest.ini --rootdir tests -n 2 --dist worksteal -m "not gpu" tests/integration/mesh $(ARGS)
 
 gpu: $(VENV)/installed-gpu  ## measure on a GPU, at most ten minutes; writes benchmarks/GPU.md: WHEELS=folder
 	$(BIN)/python benchmarks/accelerator/run.py $(ARGS)
