@@ -546,6 +546,8 @@ def _check(refused: dict[str, object], steps: int, plugin: Any) -> None:
         variable = f"ACCELERATE_USE_{name.removesuffix('_plugin').upper()}"
         if os.environ.get(variable, "").lower() == "true":
             refuse(f"{variable}=true", instead)
+    if (backend := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")).lower() not in ("", "no"):
+        refuse(f"ACCELERATE_DYNAMO_BACKEND={backend}", REFUSED_ARGUMENTS["dynamo_backend"])
     if plugin is not None and steps != 1:
         raise ConfigError(
             "Expected either gradient_accumulation_steps or gradient_accumulation_plugin, got both.",

@@ -58,6 +58,17 @@ def test_refused_arguments_name_themselves(argument: str, installed: None) -> No
         accelerate.Accelerator(**{argument: object()})
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"), [("ACCELERATE_USE_FSDP", "true"), ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")]
+)
+def test_refused_variables_name_themselves(
+    variable: str, value: str, installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(lw.ConfigError, match=f"{variable}={value}"):
+        importlib.import_module("accelerate").Accelerator()
+
+
 def test_an_unknown_name_suggests_one(installed: None) -> None:
     with pytest.raises(ImportError, match="Acelerator"):
         exec("from accelerate import Acelerator")
