@@ -180,6 +180,20 @@ class UnknownArgument(ConfigError, TypeError):
     """An argument that a constructor does not have; a TypeError, as Python's own."""
 
 
+class _SignatureOfInit:
+    """Attribute `__signature__` of classes, since inspect would take the one of `ChecksKeywords.__new__` for some."""
+
+    def __get__(self, instance: object, owner: type[object]) -> object:
+        import inspect
+
+        if instance is not None or owner.__new__ is not ChecksKeywords.__new__:
+            return None  # inspect finds it
+        if owner.__init__ is object.__init__:
+            return inspect.Signature()
+        of_init = inspect.signature(owner.__init__)
+        return of_init.replace(parameters=list(of_init.parameters.values())[1:])
+
+
 class ChecksKeywords:
     """Base of classes that users construct: a keyword that their constructor lacks is refused with the nearest name.
 
@@ -189,6 +203,7 @@ class ChecksKeywords:
     __slots__ = ()
 
     if not TYPE_CHECKING:  # `__init__` is the signature
+        __signature__ = _SignatureOfInit()
 
         def __new__(cls, *args, **kwargs):
             start, new = cls.__init__, super().__new__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -50,3 +51,25 @@ def test_constructors_of_users_are_left_to_python() -> None:
     assert Mixed("text") == "text"
     stopping = lw.EarlyStopping("loss", patience=7)
     assert [one.patience for one in (copy.deepcopy(stopping), pickle.loads(pickle.dumps(stopping)))] == [7, 7]
+
+
+def test_signatures_are_those_of_the_constructors() -> None:
+    class Sized:
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+    class Bare(lw.Callback):
+        pass
+
+    class Mixed(lw.Callback, Sized):
+        pass
+
+    class Made(lw.Callback):
+        def __new__(cls, size: int) -> Made:
+            return super().__new__(cls)
+
+        def __call__(self, text: str) -> None: ...
+
+    shown = {one: list(inspect.signature(one).parameters) for one in (lw.Callback, Bare, Mixed, Made, Made(1))}
+    assert list(shown.values()) == [[], [], ["size"], ["size"], ["text"]]
+    assert Mixed(3).size == 3
