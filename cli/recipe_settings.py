@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -150,8 +150,7 @@ class RecipeSettings:
                     for one in options
                 ]
                 plans[name] = WRONG
-            elif name == "model" and is_class_node(resolved[name]) and resolved[name].get("init_args"):
-                unknown = [f"{settings.named(f'model.{key}')}: unknown setting" for key in resolved[name]["init_args"]]
+            elif unknown := list(_below_path(settings, name, resolved[name])):
                 typed.problems += unknown
                 plans[name] = WRONG
             elif name not in self._named:
@@ -217,6 +216,19 @@ def _text_of(name: str, value: Any) -> Any:
     """Return the text that a source wrote where an earlier source has a mapping, so that it looks like a class."""
     is_path = name in CLASS_KEYS[:2] and is_class_node(value)
     return value["class_path"] if is_path else value
+
+
+def _below_path(settings: Settings, name: str, value: Any) -> Iterator[str]:
+    """Yield a problem for each setting below a path, but for those of an earlier source, which the path replaces."""
+    if name not in CLASS_KEYS[:2] or not is_class_node(value):
+        return
+    source, fix = settings.origin(f"{name}.class_path"), ""
+    if name == "data":
+        fix = f"; data is a path here: write data.path={value['class_path']} for a source with settings"
+    for key in value.get("init_args", ()):
+        at = f"{name}.init_args.{key}"
+        if name == "model" or settings.origin(at) == source:
+            yield f"{settings.named(f'{name}.{key}', at)}: unknown setting{fix}"
 
 
 def _class_below(name: str, annotation: Any) -> Any:

@@ -130,6 +130,20 @@ def test_a_setting_below_the_path_of_the_model_is_refused(capsys: pytest.Capture
     assert "model.dtype (command line): unknown setting" in text, text
 
 
+def test_settings_below_the_path_of_data_are_refused_unless_an_earlier_file_has_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refused(capsys, "finetune", "model=base", "data=x", "data.weight=2", "out=x")
+    assert "data.weight (command line): unknown setting; data is a path here: write data.path=x" in text, text
+
+    file = tmp_path / "earlier.yaml"
+    file.write_text("data:\n  path: a.jsonl\n  weight: 2\n")
+    text = refused(capsys, "finetune", "--config", str(file), "model=base", "data=x", "out=x")
+    assert "data.weight" not in text, text
+    text = refused(capsys, "finetune", "--config", str(file), "model=base", "data=x", "data.weight=3", "out=x")
+    assert "data.weight (command line): unknown setting" in text, text
+
+
 def test_settings_that_litgpts_options_name_exist(capsys: pytest.CaptureFixture[str]) -> None:
     names = {setting.partition(",")[0].partition(" ")[0] for setting in LITGPT_OPTIONS.values()}
     for name in sorted(names):
