@@ -114,7 +114,8 @@ def test_a_wheel_made_from_the_sdist_has_every_file_of_the_package(built: tuple[
         folder = Path(*package.split(".")[1:])
         expected |= {f"loopwright/{file.relative_to(ROOT)}" for file in (ROOT / folder).glob("*.py")}
     expected |= {f"loopwright/{file.relative_to(ROOT)}" for file in ROOT.glob("recipes/model/configs/*.json")}
-    expected |= {"loopwright/py.typed", "loopwright/report/page.css", "loopwright/report/page.js"}
+    others = ("py.typed", "report/page.css", "report/page.js", "compat/accelerate/names.toml")
+    expected |= {f"loopwright/{name}" for name in others}
     assert {name for name in wheel if ".dist-info/" not in name} == expected
     assert f"{NAME}.dist-info/licenses/LICENSE" in wheel
 
