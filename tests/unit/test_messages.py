@@ -76,7 +76,7 @@ def test_a_text_of_help_is_fitted_to_the_terminal(monkeypatch: pytest.MonkeyPatc
        program SHORT
 
 A paragraph of several words that is longer
-than a line, and goes on.
+than a line, and so continued.
 Kept:
   --option VALUE  a description that has to be continued below
   some.setting: int | str | float | dict[str, int] (default 5)
@@ -88,7 +88,7 @@ Kept:
         "       program SHORT",
         "",
         "A paragraph of several words that is longer than a",
-        "line, and goes on. Kept:",
+        "line, and so continued. Kept:",
         "  --option VALUE  a description that has to be",
         "                  continued below",
         "  some.setting: int | str | float | dict[str, int]",

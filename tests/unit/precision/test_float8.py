@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from float8_models import Net, batches
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -17,31 +18,13 @@ from loopwright.precision import check_format
 pytest.importorskip("torchao", reason="needs torchao: pip install 'loopwright[float8]'")
 
 
-class Net(lw.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-        self.head = nn.Linear(32, 3)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return (self.head(self.body(batch)) - batch[:, :3]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-
-def batches() -> list[Tensor]:
-    return list(torch.randn(8, 32, 32, generator=torch.Generator().manual_seed(1)))
-
-
 def fit(folder: Path, epochs: int, **kwargs: Any) -> tuple[lw.Trainer, Net]:
     module, path = Net(), kwargs.pop("ckpt_path", None)
     trainer = lw.Trainer(
         max_epochs=epochs, accelerator="cpu", default_root_dir=folder, logger=False, enable_progress_bar=False,
         enable_model_summary=False, **{"precision": "float8", **kwargs},
     )  # fmt: skip
-    trainer.fit(module, batches(), ckpt_path=path)
+    trainer.fit(module, batches(32), ckpt_path=path)
     return trainer, module
 
 
@@ -81,7 +64,7 @@ def _gradient(rank: int, size: int, strategy: str) -> Tensor:
     fabric.launch()
     module = Net()
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
-    fabric.backward(model.training_step(batches()[rank], 0))
+    fabric.backward(model.training_step(batches(32)[rank], 0))
     optimizer.step()
     weight: Any = module.body[2].weight
     return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from float8_models import Net, batches
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -21,25 +22,6 @@ pytest.importorskip("torchao", reason="needs torchao: pip install 'loopwright[fl
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
-class Net(lw.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-        self.head = nn.Linear(32, 3)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return (self.head(self.body(batch)) - batch[:, :3]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-
-def batches(rows: int = 24) -> list[Tensor]:
-    """Return batches whose rows are no multiple of a block."""
-    return list(torch.randn(8, rows, 32, generator=torch.Generator().manual_seed(1)))
-
-
 def emulated(**kwargs: Any) -> lw.Float8Precision:
     return lw.Float8Precision("cpu", recipe="mxfp8", emulate=True, **kwargs)
 
@@ -48,7 +30,7 @@ def fit(folder: Path, epochs: int, ckpt_path: str | None = None, **kwargs: Any) 
     module = Net()
     chosen = {} if "precision" in kwargs else {"plugins": [emulated()]}
     trainer = lw.Trainer(max_epochs=epochs, accelerator="cpu", default_root_dir=folder, **QUIET, **chosen, **kwargs)
-    trainer.fit(module, batches(), ckpt_path=ckpt_path)
+    trainer.fit(module, batches(24), ckpt_path=ckpt_path)
     return trainer, module
 
 
@@ -112,7 +94,7 @@ def test_ddp_and_fsdp_make_the_step_of_one_process_bit_for_bit() -> None:
     alone = Net()
     emulated().convert_module(alone)
     gradients = []
-    for batch in batches()[:2]:
+    for batch in batches(24)[:2]:
         with emulated().forward_context():
             loss = alone.training_step(batch, 0)
         gradients.append(torch.autograd.grad(loss, list(alone.parameters())))
@@ -127,7 +109,7 @@ def _step(rank: int, size: int, strategy: str) -> list[Tensor]:
     fabric.launch()
     module = Net()
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
-    fabric.backward(model.training_step(batches()[rank], 0))
+    fabric.backward(model.training_step(batches(24)[rank], 0))
     optimizer.step()
     whole: list[Any] = list(module.parameters())
     return [(one.full_tensor() if hasattr(one, "full_tensor") else one).detach() for one in whole]
