@@ -21,6 +21,7 @@ They are raised as early as possible: in a constructor, or before processes star
 
 from __future__ import annotations
 
+import inspect
 from difflib import get_close_matches
 from operator import ne
 from typing import TYPE_CHECKING
@@ -173,9 +174,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {next(near, matches[0])!r}?)"
 
 
-_VARKEYWORDS = 0x08  # inspect.CO_VARKEYWORDS; this file imports little
-
-
 class UnknownArgument(ConfigError, TypeError):
     """An argument that a constructor does not have; a TypeError, as Python's own."""
 
@@ -184,8 +182,6 @@ class _SignatureOfInit:
     """Attribute `__signature__` of classes, since inspect would take the one of `ChecksKeywords.__new__` for some."""
 
     def __get__(self, instance: object, owner: type[object]) -> object:
-        import inspect
-
         if instance is not None or owner.__new__ is not ChecksKeywords.__new__:
             return None  # inspect finds it
         if owner.__init__ is object.__init__:
@@ -209,7 +205,7 @@ class ChecksKeywords:
             start, new = cls.__init__, super().__new__
             code = getattr(start, "__code__", None)
             is_ours = code is not None and start.__globals__["__name__"].partition(".")[0] == __package__
-            if kwargs and is_ours and not code.co_flags & _VARKEYWORDS:
+            if kwargs and is_ours and not code.co_flags & inspect.CO_VARKEYWORDS:
                 known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
                 unknown = [f"{name}={nearest(name, known)}" for name in kwargs if name not in known]
                 if unknown:
