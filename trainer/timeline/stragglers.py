@@ -22,7 +22,7 @@ _LEAST_LATE = 0.1  # of a step
 _LEAST_LOST = 0.05  # of all measured steps
 _SIGMAS = 4.0  # chance makes each rank the last one now and then
 _LEAST_TIMES, _MOSTLY = 4, 0.75  # saves or validations
-_LEAST_LOST_WHOLE = 0.1  # of the fit
+_LEAST_LOST_WHOLE, _LEAST_LOST_WHOLE_S = 0.1, 0.5  # of the fit, and in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def find_stragglers(ranks: Sequence[RankTimes], total_s: float) -> list[Straggle
     a step. It is named if the steps in which it was late cost a twentieth of the time, and are more than those of other
     ranks (in the median) by four standard deviations of what chance brings: at least 16. For saves and validations, it
     must be the last in three quarters of at least four, take half as long again as the rank before it, and cost a tenth
-    of the fit.
+    of the fit, at least half a second: in a fit of milliseconds a rank that alone writes the file would be named.
 
     Args:
         ranks: What each rank has measured.
@@ -134,6 +134,7 @@ def _in_whole(phase: str, ranks: Sequence[Sequence[float]], total_s: float) -> S
     for rank, found in late.items():
         late_s, before_s = (median(one) for one in zip(*found, strict=True))
         is_mostly = len(times) >= _LEAST_TIMES and len(found) >= _MOSTLY * len(times)
-        if is_mostly and late_s >= before_s / 2 and sum(one for one, _ in found) >= _LEAST_LOST_WHOLE * total_s:
+        least_s = max(_LEAST_LOST_WHOLE * total_s, _LEAST_LOST_WHOLE_S)
+        if is_mostly and late_s >= before_s / 2 and sum(one for one, _ in found) >= least_s:
             return Straggler(rank, phase, len(found) / len(times), late_s, times=len(times))
     return None

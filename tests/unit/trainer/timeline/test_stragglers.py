@@ -88,6 +88,12 @@ def test_saves_and_validations_have_their_own_limits(
     assert [str(one) for one in found] == [text] * is_named
 
 
+@pytest.mark.parametrize(("late_s", "is_named"), [(0.007, False), (0.13, True)])
+def test_a_rank_is_not_named_for_milliseconds_of_a_short_fit(late_s: float, is_named: bool) -> None:
+    found = find_stragglers([RankTimes(whole={"checkpoint": one}) for one in ([0.002 + late_s] * 4, [0.002] * 4)], 0.2)
+    assert [one.rank for one in found] == [0] * is_named
+
+
 def test_the_text_names_rank_share_phase_and_time() -> None:
     text = "rank 3 was waited for in 31% of the steps, in data loading (median 12 ms late)"
     assert str(Straggler(3, "data", 0.31, 0.012)) == text
