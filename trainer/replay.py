@@ -36,7 +36,7 @@ from ..errors import ConfigError, ReplayEnd
 from ..fabric.seed import known_seed
 from ..files import replace_file
 from ..loggers import DummyLogger
-from .checkpointing.locate import read_rollbacks, rollbacks_file
+from .checkpointing.locate import read_rollbacks, rollbacks_file, rollbacks_of
 
 if TYPE_CHECKING:
     from ..protocols import AnyBatch, AnyOutput, Indices, Owner, StateDict
@@ -67,7 +67,7 @@ class ReplayRequest:
         debug: Rank whose debugger stops in `training_step` of the step; None for none.
         terminal: Process whose standard input the debugger reads; None: the rank's.
         anomaly: Whether autograd's anomaly detection is on in the step.
-        since_ns: Time of the run's first checkpoint, in nanoseconds; None without one.
+        newest: The run's last checkpoint, by which its rollbacks are known; None without one.
         rolled_back_ns: Time of the run's first rollback; 0 if no checkpoint was written after it.
     """
 
@@ -80,7 +80,7 @@ class ReplayRequest:
     debug: int | None = None
     terminal: int | None = None
     anomaly: bool = False
-    since_ns: int | None = None
+    newest: str | None = None
     rolled_back_ns: int = 0
 
     def to_variable(self) -> dict[str, str]:
@@ -144,12 +144,8 @@ def replay_in(session: FitSession) -> None:
 
 def _rollbacks_before(trainer: Trainer, request: ReplayRequest) -> list[StateDict]:
     """Return the rollbacks of the run behind which the step lies."""
-    found = read_rollbacks(rollbacks_file(trainer))
-    if not found or request.since_ns is None:
-        return []
-    first = found[0]["time_ns"]
-    is_of_run = request.rolled_back_ns == first if request.rolled_back_ns else request.since_ns <= first
-    return [one for one in found if one["to_step"] <= request.step] if is_of_run else []
+    found = rollbacks_of(read_rollbacks(rollbacks_file(trainer)), request.rolled_back_ns, request.newest)
+    return [one for one in found if one["to_step"] <= request.step]
 
 
 def _is_seeded() -> bool:

@@ -1,7 +1,8 @@
 """Rolling back: a fit returns to one of its checkpoints without a restart, and leaves out batches from then on.
 
 A callback calls `prepare` in `on_train_start`, and later, at a step boundary and on every rank, `find` and `request`.
-What was rolled back is kept in `rollbacks.json` in `default_root_dir`, which a resumed run reads; a new one does not.
+What was rolled back is kept in `rollbacks.json` in `default_root_dir`. A resumed run reads its training's part. It is
+known by the first rollback, which later checkpoints hold, or by the checkpoints that the training had at a rollback.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..callbacks.model_checkpoint.files import (
     find_checkpoints,
     modified_ns,
     newest_first,
+    normalized,
     same_file,
     set_aside,
     step_in,
@@ -29,7 +31,7 @@ from ..files import replace_file
 from ..loggers.folder import FolderLogger
 from ..messages import counted
 from .checkpointing import snapshot
-from .checkpointing.locate import newer_in_memory, newest_intact, read_rollbacks, rollbacks_file
+from .checkpointing.locate import newer_in_memory, newest_intact, read_rollbacks, rollbacks_file, rollbacks_of
 from .loop.fit_loop import Rewind
 from .loop.schedule import step_due_schedules
 from .replica_groups.healing import restore
@@ -73,28 +75,23 @@ class LeftOutBatches:
             log.info("%s: %d ranges of batches are left out; remove it for other data", self.path, len(self.entries))
 
     def _read(self, trainer: Trainer, run: FitRun) -> list[StateDict]:
-        """Return the entries of the file if they are of this training: it has made them, or resumes from before them.
+        """Return the entries of this training: it has made them, or resumes from a checkpoint before them.
 
-        Another training, perhaps of other data, may have begun in the same folder since.
+        Other trainings, perhaps of other data, may have theirs in the same file.
         """
-        entries, resumed = read_rollbacks(self.path), trainer.ckpt_path
-        if not entries or trainer._lw_saving.is_elsewhere:  # of a replay
-            return entries
+        everyone, resumed = read_rollbacks(self.path), trainer.ckpt_path
+        if not everyone or trainer._lw_saving.is_elsewhere:  # of a replay
+            return everyone
         known = run.progress.rolled_back_ns
-        if known and known != entries[0]["time_ns"]:
+        entries = rollbacks_of(everyone, known, resumed)
+        if known and not entries:
             raise ConfigError(
                 f"Expected in {self.path} the rollbacks of this training, got those of another one.",
-                fix="restore the file (another training may have renamed it to rollbacks-earlier.json), and give each "
-                "training its own default_root_dir.",
+                fix="restore the file, and give trainings that run at the same time a default_root_dir each.",
             )
-        if known:
-            return entries
-        if resumed is None:
-            return []
-        if not exists(resumed) or modified_ns(resumed) <= entries[0]["time_ns"]:
-            return entries
-        log.warning("%s is not read: %s has been written after it, by a training without rollbacks", self.path, resumed)
-        return []
+        if resumed is not None and not entries:
+            log.warning("%s is not read: no training in it had the checkpoint %s at a rollback", self.path, resumed)
+        return entries
 
     def _ahead(self, run: FitRun) -> list[StateDict]:
         here = (run.progress.epochs, run.progress.batches_in_epoch)
@@ -113,8 +110,9 @@ class LeftOutBatches:
     def of_files(self, trainer: Trainer, path: str, step: int) -> StateDict:
         """Return the part of an entry about files. On rank 0.
 
-        They are the checkpoints of this run after the one to return to, with their modification times, and the time up
-        to which checkpoints are older than the return: by the clock of their file system, or by that of this process.
+        They are the checkpoints of this run after the one to return to, with their modification times; those that stay,
+        by which a resumed run knows its training; and the time of the return, by the clock of their file system, or by
+        that of this process if it is later.
         """
         modified = modified_ns(path)
         found = {one: modified_ns(one) for one in _all_files(trainer) if self.is_of_run(one)}
@@ -122,7 +120,13 @@ class LeftOutBatches:
         after = {one: time for one, time in found.items()
                  if (_step(one) > step if is_copy else (_step(one), time) > (step, modified))}  # fmt: skip
         abandoned = {one: time for one, time in after.items() if not same_file(one, path)}
-        return {"abandoned": abandoned, "time_ns": max(time_ns(), modified)}
+        kept = {one: time for one, time in found.items() if one not in abandoned} | {path: modified}
+        resumed = trainer.ckpt_path
+        if resumed is not None and exists(resumed):
+            kept[normalized(resumed)] = modified_ns(resumed)
+        now = max(time_ns(), modified)
+        first = self.entries[0]["training"] if self.entries else now
+        return {"abandoned": abandoned, "kept": kept, "time_ns": now, "training": first}
 
     def is_of_run(self, path: str) -> bool:
         """Whether this run has written the file. On rank 0."""
@@ -138,18 +142,16 @@ class LeftOutBatches:
         from_rank_zero(trainer, self._write)
 
     def _write(self) -> None:
-        earlier = self.entries[:-1]
+        earlier, training = self.entries[:-1], self.entries[0]["training"]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if earlier and read_rollbacks(self.path) != json.loads(json.dumps(earlier)):
+        everyone = read_rollbacks(self.path)
+        if rollbacks_of(everyone, training, None) != json.loads(json.dumps(earlier)):
             raise ConfigError(
                 f"Expected in {self.path} the {counted(len(earlier), 'rollback')} of this training, got another list.",
                 fix="give each of the trainings that run at the same time its own default_root_dir.",
             )
-        if not earlier and self.path.exists():
-            renamed = self.path.with_name("rollbacks-earlier.json")
-            self.path.replace(renamed)
-            log.warning("%s is of another training, and is now %s", self.path, renamed)
-        replace_file(self.path, json.dumps(self.entries, indent=1))
+        others = [one for one in everyone if one["training"] != training]
+        replace_file(self.path, json.dumps([*others, *self.entries], indent=1))
 
     def around(self, train_window: Callable[[FitRun, int], bool]) -> Callable[[FitRun, int], bool]:
         """Return a function that trains on the next window, or reads it and leaves it out."""
@@ -299,7 +301,7 @@ def _go_back(trainer: Trainer, run: FitRun, left_out: LeftOutBatches, entry: Sta
     ):  # services without a state in it had sent nothing then: they pass over what they have sent since
         snapshot.put_back_loggers(run.output, {**snapshot.logger_states(run.output), **loggers})
     put_back = restore(run, content, path)
-    run.progress.rolled_back_ns = left_out.entries[0]["time_ns"]
+    run.progress.rolled_back_ns = left_out.entries[0]["training"]
     trainer._lw_saving.return_to(entry["to_step"], path)
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from ...callbacks.model_checkpoint.files import modified_ns
 from ...checkpoint.content import OWN_KEY
 from ...checkpoint.tools.diff import Tolerance, compare
 from ...checkpoint.tools.formats import Reading, open_checkpoint
@@ -46,14 +45,13 @@ is written: loggers and checkpoints are switched off.
 class _Checkpoint:
     """A full checkpoint of a run: where it is, the steps made before it, its number of ranks, and the program.
 
-    `since_ns` is its time, `rolled_back_ns` that of the run's first rollback, or 0.
+    `rolled_back_ns` is the time of the run's first rollback, or 0.
     """
 
     path: Path
     steps: int
     world_size: int | None
     program: StateDict | None
-    since_ns: int
     rolled_back_ns: int
 
 
@@ -160,7 +158,7 @@ class _Run:
         size = known.world_size if known is not None else None
         request = replace(
             request, checkpoint=None if start is None else str(start.path.absolute()), world_size=size,
-            since_ns=min((one.since_ns for one in self.checkpoints), default=None),
+            newest=str(self.checkpoints[-1].path.absolute()) if self.checkpoints else None,
             rolled_back_ns=max((one.rolled_back_ns for one in self.checkpoints), default=0),
         )  # fmt: skip
         command, folder, variables = self._command(known)
@@ -276,9 +274,7 @@ def _read(path: Path) -> _Checkpoint | None:
         return None
     rolled_back_ns = own["progress"].get("rolled_back_ns", 0)
     program = own.get("program")
-    return _Checkpoint(
-        path, own["progress"]["steps"], own.get("world_size"), program, modified_ns(str(path)), rolled_back_ns
-    )
+    return _Checkpoint(path, own["progress"]["steps"], own.get("world_size"), program, rolled_back_ns)
 
 
 def _revision(words: list[str], folder: str) -> str | None:

@@ -18,7 +18,9 @@ from ...callbacks.model_checkpoint.files import (
     find_checkpoints,
     is_inside,
     is_local,
+    modified_ns,
     newest_first,
+    normalized,
     set_aside,
     step_in,
 )
@@ -36,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_OTHERS = 3  # that are named
 _ENTRY: dict[str, type] = {"callback": str, "epoch": int, "batches": list, "left_out": bool, "to_step": int,
-                           "reading": str, "time_ns": int, "abandoned": dict}  # fmt: skip
+                           "reading": str, "time_ns": int, "training": int, "kept": dict,
+                           "abandoned": dict}  # fmt: skip
 
 
 def can_be_requeued(trainer: Trainer) -> bool:
@@ -147,12 +150,12 @@ def _last(trainer: Trainer, requeued: str | None = None) -> str | None:
 
 
 def rollbacks_file(trainer: Trainer) -> Path:
-    """Return the file of what a training was rolled back for."""
+    """Return the file of what the trainings of this folder were rolled back for."""
     return Path(local_dir(trainer.default_root_dir)) / "rollbacks.json"
 
 
 def read_rollbacks(path: Path) -> list[StateDict]:
-    """Return what the file lists, the oldest first; nothing if it does not exist.
+    """Return what the file lists, of each training the oldest first; nothing if it does not exist.
 
     Raises:
         ConfigError: It was changed, or is another program's.
@@ -170,6 +173,23 @@ def read_rollbacks(path: Path) -> list[StateDict]:
             fix="restore the file; without it a run trains on the samples that were left out.",
         )
     return entries
+
+
+def rollbacks_of(entries: list[StateDict], rolled_back_ns: int, checkpoint: str | None) -> list[StateDict]:
+    """Return the entries of one training.
+
+    Args:
+        entries: Those of all trainings in the folder.
+        rolled_back_ns: What its checkpoints say since its first rollback; 0 before.
+        checkpoint: One of its checkpoints, which tells the training by its name and time before that; None for no
+            training.
+    """
+    if not rolled_back_ns and checkpoint is not None and exists(checkpoint):
+        known = os.path.basename(normalized(checkpoint)), modified_ns(checkpoint)
+        for one in entries:  # equal ones are of forks: the last counts
+            if known in ((os.path.basename(path), time) for path, time in one["kept"].items()):
+                rolled_back_ns = one["training"]
+    return [one for one in entries if one["training"] == rolled_back_ns]
 
 
 def _finish_rollback(trainer: Trainer) -> None:

@@ -217,8 +217,7 @@ def test_a_replay_leaves_out_what_the_run_has_left_out(
     checkpoint = str(next(run.rglob(f"*step={begin}.ckpt"))) if begin else None
     found = read(next(run.rglob("*step=12.ckpt")))
     assert found is not None
-    times = {"since_ns": found.since_ns, "rolled_back_ns": found.rolled_back_ns}
-    request = ReplayRequest(9, str(tmp_path / "replay"), checkpoint, **times)
+    request = ReplayRequest(9, str(tmp_path / "replay"), checkpoint, rolled_back_ns=found.rolled_back_ns)
     record = replay(monkeypatch, net(Jumps), request, run, spikes())
     assert [(one["batch_idx"], one["loss"]) for one in record["micro_batches"]] == [(10, original.steps[11][0][0])]
     assert record["gradients"][0]["norm"] == original.steps[11][1]  # after 10 steps, and two of them again
@@ -230,7 +229,7 @@ def test_a_replay_that_would_miss_what_followed_a_rollback_is_refused(
     spikes = Lowers(on_spike="rollback", warmup=2, rtol=20.0)
     fit(net(Jumps), tmp_path / "run", spikes)
     checkpoint = str(next((tmp_path / "run").rglob("*step=4.ckpt")))
-    request = ReplayRequest(9, str(tmp_path), checkpoint, since_ns=0)
+    request = ReplayRequest(9, str(tmp_path), checkpoint, newest=checkpoint)
     monkeypatch.setenv("LOOPWRIGHT_REPLAY", request.to_variable()["LOOPWRIGHT_REPLAY"])
     with pytest.raises(lw.ConfigError, match="step 8, to which the run has returned and where SpikeDetection"):
         fit(net(Jumps), tmp_path / "run", spikes)

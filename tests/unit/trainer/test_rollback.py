@@ -217,11 +217,11 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
 class Stops(lw.Callback):
     """Ends the program right after the rollback."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, before: int = 0) -> None:
+        self.root, self.before = root, before
 
     def on_train_batch_start(self, trainer: lw.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if (self.root / "rollbacks.json").exists():
+        if (self.root / "rollbacks.json").exists() and len(entries(self.root)) > self.before:
             raise SystemExit
 
 
@@ -251,9 +251,7 @@ def test_another_training_in_the_folder_does_not_leave_out_these_samples(tmp_pat
     assert_same(module, reference)
     assert trainer.global_step == 12
     fit(tmp_path, batches(7), spikes())
-    assert [one["batches"] for one in entries(tmp_path)] == [[7, 7]]
-    earlier = json.loads((tmp_path / "rollbacks-earlier.json").read_text())
-    assert [one["batches"] for one in earlier] == [[5, 5]]
+    assert [one["batches"] for one in entries(tmp_path)] == [[5, 5], [7, 7]]
 
 
 def test_a_later_training_that_resumes_in_the_folder_does_not_leave_out_these_samples(
@@ -263,10 +261,38 @@ def test_a_later_training_that_resumes_in_the_folder_does_not_leave_out_these_sa
     fit(tmp_path, batches(), spikes(), max_steps=4)
     newest = max((tmp_path / "checkpoints").iterdir(), key=lambda one: one.stat().st_mtime_ns)
     module, trainer = fit(tmp_path, batches(), spikes(), ckpt_path=str(newest))
-    assert "by a training without rollbacks" in caplog.text
+    assert f"no training in it had the checkpoint {newest}" in caplog.text
     reference, _ = fit(tmp_path / "reference", batches())
     assert_same(module, reference)
     assert trainer.global_step == 12
+
+
+@pytest.mark.parametrize("kinds", ["AB", "BA"])
+def test_two_trainings_in_one_folder_that_are_killed_after_their_rollbacks_keep_their_lists(
+    kinds: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, bad = tmp_path / "both", {"A": 5, "B": 7}
+
+    def saves(name: str, place: Path = root) -> lw.ModelCheckpoint:
+        return lw.ModelCheckpoint(place / name, every_n_train_steps=2, save_top_k=-1)
+
+    fit(root, batches(), spikes(), saves=saves("C"), max_steps=4)  # has never rolled back
+    for before, name in enumerate("AB"):
+        with pytest.raises(SystemExit):
+            fit(root, batches(bad[name]), spikes(), Stops(root, before), saves=saves(name))
+    assert [one["batches"] for one in entries(root)] == [[5, 5], [7, 7]]
+    for name in kinds:
+        module, trainer = fit(root, batches(bad[name]), spikes(), saves=saves(name), ckpt_path="last")
+        kept = batches(bad[name])
+        kept.pop(bad[name])
+        reference, _ = fit(tmp_path / name, kept)
+        assert_same(module, reference)
+        assert (trainer.global_step, trainer.progress.total_batches) == (11, 12)
+    assert len(entries(root)) == 2
+    module, trainer = fit(root, batches(), spikes(), saves=saves("C"), ckpt_path="last")
+    reference, _ = fit(tmp_path / "C", batches())
+    assert_same(module, reference)
+    assert "C/epoch=0-step=4.ckpt" in caplog.text.partition("no training in it had the checkpoint")[2]
 
 
 class JumpsTwice(Logs):
@@ -293,7 +319,7 @@ class Alters(lw.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         file = self.root / "rollbacks.json"
         if file.exists() and batch_idx == 6:
-            file.write_text(json.dumps([{**entries(self.root)[0], "time_ns": 1}]))
+            file.write_text(json.dumps([{**entries(self.root)[0], "training": 1}]))
 
 
 def test_runs_that_write_one_list_of_rollbacks_are_refused(tmp_path: Path) -> None:
@@ -392,7 +418,7 @@ def test_only_checkpoints_of_the_run_are_set_aside_whatever_the_file_names(writt
         path.write_text("mine")
     path = (run / "checkpoints").joinpath(written.format(root=str(tmp_path).strip("/")))
     entry = {"callback": "Sentinel", "epoch": 0, "batches": [0, 0], "left_out": False, "to_step": 0, "reading": "",
-             "time_ns": 0, "abandoned": {str(path): path.stat().st_mtime_ns}}  # fmt: skip
+             "time_ns": 0, "training": 0, "kept": {}, "abandoned": {str(path): path.stat().st_mtime_ns}}  # fmt: skip
     (run / "rollbacks.json").write_text(json.dumps([entry]))
     before = {str(one) for one in tmp_path.rglob("*")}
     fit(run, batches(), ckpt_path="last", max_steps=2)
