@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from .console import is_notebook
-from .errors import LoopwrightError
+from .errors import LoopwrightError, add_nearest
 from .messages import is_of_library, is_of_loopwright
 
 _LINE = "_loopwright_line"
@@ -78,7 +78,11 @@ def _print(kind: type[BaseException], error: BaseException, trace: TracebackType
 
 
 def _trim_all(error: BaseException) -> bool:
-    """Take Loopwright's frames out of an error and its causes; return whether anything was left out."""
+    """Take Loopwright's frames out of an error and its causes; return whether anything was left out.
+
+    An error about a misspelled keyword names the nearest one.
+    """
+    add_nearest(error)
     is_trimmed, seen = False, set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:

@@ -10,7 +10,7 @@ import time
 import traceback
 from dataclasses import asdict, dataclass, field
 
-from ..errors import RankFailure
+from ..errors import RankFailure, add_nearest
 from ..tracebacks import trimmed
 
 
@@ -41,6 +41,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, *, rank: int, place: dict[str, object] | None = None) -> Failure:
         """Return the failure of this process's exception."""
+        add_nearest(error)
         text = "".join(traceback.format_exception(type(error), error, trimmed(error)))
         how = "".join(traceback.format_exception_only(error)).strip()
         return cls(rank, socket.gethostname(), os.getpid(), how, dict(place or {}), text, time.time())

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..accelerators.matmul_precision import get_matmul_precision
 from ..accelerators.usage import synchronize
+from ..errors import names_nearest
 from ..messages import warn
 
 # Dense peaks in TFLOP/s as commonly quoted: without sparsity, with float32 accumulation where that differs. They have
@@ -151,6 +152,7 @@ def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
     return flops / seconds / peak if peak and seconds > 0 else None
 
 
+@names_nearest
 def measure_flops(
     model: nn.Module, forward_fn: Callable[[], object], loss_fn: Callable[[object], Tensor] | None = None
 ) -> int:

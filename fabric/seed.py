@@ -13,7 +13,7 @@ import torch
 
 from ..console import show_logs
 from ..data.rng import KINDS, RngStream, capture_rng, derive_key, kinds_that_moved, restore_rng, seed_global_generators
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, names_nearest
 from ..messages import warn
 from ..protocols import StateDict
 
@@ -26,6 +26,7 @@ _WORKERS = "PL_SEED_WORKERS"
 _LARGEST = 2**32 - 1
 
 
+@names_nearest
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
     """Seed Python's, NumPy's and torch's generators (the latter on all devices).
 

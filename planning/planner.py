@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ConfigError, LoopwrightError
+from ..errors import ConfigError, LoopwrightError, names_nearest
 from ..fabric.choose import choose_strategy
 from ..strategies.mesh import MeshStrategy
 from ..strategies.mesh.pipeline.blocks import plan_stages
@@ -62,6 +62,7 @@ class Choice:
         return self.name.removesuffix(_CHECKPOINTED) if self.make is None else self.make()
 
 
+@names_nearest
 def plan(
     build: Callable[[], nn.Module],
     batch: Any,

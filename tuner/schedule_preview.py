@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks import Callback
-from ..errors import ConfigError
+from ..errors import ConfigError, names_nearest
 from ..trainer.loop.schedule import LRSchedulerConfig, step_scheduler
 from ..trainer.run import FitRun
 from ..trainer.session.checks import split_datamodule, unwrapped
@@ -148,6 +148,7 @@ def _name(index: int, number: int, optimizer: Optimizer, num_optimizers: int) ->
     return name if len(optimizer.param_groups) == 1 else f"{name}/{group.get('name', f'pg{number + 1}')}"
 
 
+@names_nearest
 def preview_schedule(
     trainer: Trainer,
     model: nn.Module,

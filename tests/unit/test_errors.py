@@ -8,8 +8,11 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
+from toys import Net, adam, quiet
 
 import loopwright as lw
+from loopwright.errors import add_nearest
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,56 @@ def test_constructors_of_users_are_left_to_python() -> None:
     assert Mixed("text") == "text"
     stopping = lw.EarlyStopping("loss", patience=7)
     assert [one.patience for one in (copy.deepcopy(stopping), pickle.loads(pickle.dumps(stopping)))] == [7, 7]
+
+
+class Misspells(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("loss", 1.0, progbar=True)  # type: ignore[call-arg]  # it is wrong
+
+
+def text_of(error: BaseException) -> str:  # from Python 3.13 on, Python's own message has the name
+    add_nearest(error)
+    add_nearest(error)
+    lines = [str(error), *getattr(error, "__notes__", ())]
+    assert len(lines) == len(set(lines))
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("call", "wrong", "right"),
+    [(lw.seed_everything, "sed", "seed"), (lw.Trainer.fit, "modle", "model"), (lw.Fabric.setup, "modul", "module"),
+     (lw.Fabric.load, "stat", "state"), (lw.Fabric.save, "pth", "path"), (lw.Module.log_dict, "on_steps", "on_step"),
+     (lw.plan, "device", "devices"), (lw.preview_schedule, "modle", "model")],
+)  # fmt: skip
+def test_a_misspelt_keyword_of_a_function_names_the_nearest(call: Any, wrong: str, right: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        call(**{wrong: 1})
+    assert f"id you mean '{right}'" in text_of(caught.value)
+
+
+def test_a_run_that_ends_with_a_misspelt_keyword_names_the_nearest() -> None:
+    with pytest.raises(TypeError) as caught:
+        quiet(max_steps=1).fit(Misspells(adam), [torch.zeros(1)])
+    assert "id you mean 'prog_bar'" in text_of(caught.value)
+
+
+class Profiler:
+    """A class with the name of one of Loopwright's."""
+
+    def profile(self, action: int) -> None:
+        """Do nothing."""
+
+
+def calls_wrongly(name: str) -> None:
+    lw.seed_everything(seed=Profiler().profile(acton=name))  # type: ignore[call-arg, func-returns-value]  # it is wrong
+
+
+@pytest.mark.parametrize("call", [Profiler().profile, calls_wrongly])
+def test_functions_of_users_are_left_to_python(call: Any) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword") as caught:
+        call(acton="it")
+    add_nearest(caught.value)
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_signatures_are_those_of_the_constructors() -> None:

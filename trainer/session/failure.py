@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...accelerators.out_of_memory import is_out_of_memory
-from ...errors import LoopwrightError, ReplayEnd, StopBySignal
+from ...errors import LoopwrightError, ReplayEnd, StopBySignal, add_nearest
 from ...strategies.memory_report import advise, memory_report
 from ..batch_shapes import shapes_of
 from ..checkpointing.requeue import requeue
@@ -76,6 +76,7 @@ def _explain(session: Session, run: Run, error: BaseException) -> None:
     if not isinstance(error, Exception) or isinstance(error, LoopwrightError):
         return
     add_place(error, place_of(session.trainer, run, error))
+    add_nearest(error)
     if is_out_of_memory(error):
         add_place(error, _report_memory(session, run, error))
     hook = run.metrics.table.hook
