@@ -9,7 +9,10 @@ from ...errors import Problems
 from ...messages import counted
 
 # A file with one of these is one of `accelerate config`.
-_MARKS = ("compute_environment", "distributed_type", "num_machines", "num_processes", "machine_rank", "main_process_ip")
+_MARKS = (
+    "compute_environment", "distributed_type", "mixed_precision", "num_machines", "num_processes", "machine_rank",
+    "main_process_ip", "use_cpu",
+)  # fmt: skip
 _STRATEGIES = {
     "NO": None, "MULTI_CPU": "ddp", "MULTI_GPU": "ddp", "MULTI_XPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed",
     "XLA": "xla", "TPU": "xla",
@@ -24,7 +27,7 @@ _LEFT_OUT = {
     "dynamo_config": "pass compile=True in the program",
     "downcast_bf16": "pass precision='bf16-true'",
     "main_training_function": "the program is run as a script",
-    "same_network": "it has no meaning here",
+    "parallelism_config": "pass strategy='mesh:dp=...,fsdp=...,tp=...,cp=...' in the program",
     "debug": "ranks are always watched",
     "enable_cpu_affinity": "set it with numactl or the scheduler",
 }
@@ -55,17 +58,27 @@ def is_accelerates(content: Mapping[object, object]) -> bool:
 def translate(content: Mapping[object, object], path: str) -> AccelerateConfig:
     """Return the options of `loopwright launch` for a file of `accelerate config`."""
     found, keys = AccelerateConfig(), dict(content)
-    if keys.pop("compute_environment", "LOCAL_MACHINE") == "AMAZON_SAGEMAKER":
+    where = keys.pop("compute_environment", None) or "LOCAL_MACHINE"
+    if where != "LOCAL_MACHINE":
+        starts = ", which starts a job" if where == "AMAZON_SAGEMAKER" else ""
         found.problems.add(
-            f"Expected compute_environment: LOCAL_MACHINE in {path}, got AMAZON_SAGEMAKER, which starts a job.",
-            fix="start the job with SageMaker's own tools, and `loopwright launch train.py` in it.",
+            f"Expected compute_environment: LOCAL_MACHINE in {path}, got {where}{starts}.",
+            fix="start the job with the service's own tools, and `loopwright launch train.py` in it.",
         )
-    _set_kind(keys, path, found)
-    _set_machines(keys, path, found)
+        return found  # the other keys are the job's
+    keys.pop("same_network", None)  # the rendezvous does not need it
+    if keys.pop("fp16", False):  # in files of early versions, as the next one
+        keys.setdefault("mixed_precision", "fp16")
+    if (compiler := keys.pop("dynamo_backend", None)) not in _OFF:
+        keys["dynamo_config"] = {"dynamo_backend": compiler}
+    kind = _set_kind(keys, path, found)
+    _set_machines(keys, path, found, is_distributed=kind != "NO")
     name = str(keys.pop("mixed_precision", None) or "no").lower()
     if name not in _PRECISIONS:
         found.problems.add(
-            f"Expected mixed_precision: no, fp16 or bf16 in {path}, got {name}.", fix="choose one of these."
+            f"Expected mixed_precision: no, fp16 or bf16 in {path}, got {name}.",
+            fix="choose one of these; for fp8, leave it out and pass precision='float8' or 'transformer-engine' in the "
+            "program.",
         )
     elif precision := _PRECISIONS[name]:
         found.options["precision"] = precision
@@ -80,9 +93,9 @@ def translate(content: Mapping[object, object], path: str) -> AccelerateConfig:
     return found
 
 
-def _set_kind(keys: dict[object, object], path: str, found: AccelerateConfig) -> None:
-    """Set strategy and accelerator."""
-    kind = str(keys.pop("distributed_type", "NO")).upper()
+def _set_kind(keys: dict[object, object], path: str, found: AccelerateConfig) -> str:
+    """Set strategy and accelerator, and return the distributed_type."""
+    kind = str(keys.pop("distributed_type", None) or "NO").upper()  # NO without quotes is false in YAML
     if kind not in _STRATEGIES:
         found.problems.add(
             f"Expected distributed_type to be one of {', '.join(_STRATEGIES)} in {path}, got {kind}.",
@@ -91,31 +104,46 @@ def _set_kind(keys: dict[object, object], path: str, found: AccelerateConfig) ->
     strategy = _STRATEGIES.get(kind)
     settings = keys.get("deepspeed_config")
     if strategy == "deepspeed" and isinstance(settings, Mapping):
-        stage = settings.get("zero_stage")
-        if stage in (1, 2, 3):
+        stage = str(settings.get("zero_stage", ""))
+        if stage in ("1", "2", "3"):
             strategy = f"deepspeed_stage_{stage}"
+        elif stage:
+            found.problems.add(
+                f"Expected zero_stage of 1, 2 or 3 in {path}, got {stage}.",
+                fix="without a stage, use distributed_type: MULTI_GPU, which is ddp.",
+            )
         rest = {key: value for key, value in settings.items() if key != "zero_stage" and value not in (*_OFF, "none")}
         keys["deepspeed_config"] = rest
     if strategy is not None:
         found.options["strategy"] = strategy
-    accelerator = "cpu" if keys.pop("use_cpu", False) else _ACCELERATORS.get(kind)
+    is_cpu = str(keys.pop("use_cpu", None)).lower() in ("true", "yes", "1")
+    accelerator = "cpu" if is_cpu else _ACCELERATORS.get(kind)
     if accelerator is not None:
         found.options["accelerator"] = accelerator
+    return kind
 
 
-def _set_machines(keys: dict[object, object], path: str, found: AccelerateConfig) -> None:
+def _set_machines(keys: dict[object, object], path: str, found: AccelerateConfig, *, is_distributed: bool) -> None:
     """Set processes, machines and their rendezvous; Accelerate counts the processes of all machines."""
-    machines, total = _number(keys, "num_machines", 1, path, found), _number(keys, "num_processes", 1, path, found)
-    if total % machines:
+    machines = _number(keys, "num_machines", path, found) or 1
+    if str(keys.get("num_processes")) == "-1":  # Accelerate's default
+        del keys["num_processes"]
+    total = _number(keys, "num_processes", path, found)  # None: one for each GPU
+    if total is None and not is_distributed:
+        total = 1
+    if total is not None and total % machines:
         found.problems.add(
             f"Expected num_processes to be a multiple of num_machines in {path}, got {total} and {machines}.",
             fix=f"start as many processes on each of the {counted(machines, 'machine')}.",
         )
-    local = total // machines or 1
-    found.options["nproc-per-node"] = str(local)
-    devices = str(keys.pop("gpu_ids", None) or "all").replace(" ", "")
-    if devices not in ("all", ",".join(map(str, range(local)))):
-        found.options["devices"] = devices
+    devices = str(keys.pop("gpu_ids", None) or "all").replace(" ", "").strip(",")
+    if total is not None:
+        local = total // machines or 1
+        found.options["nproc-per-node"] = str(local)
+        if devices == ",".join(map(str, range(local))):
+            devices = "all"
+    if devices != "all":
+        found.options["devices"] = devices if "," in devices else f"{devices},"  # a number alone would be a count
     address, port, rank = (keys.pop(name, None) for name in ("main_process_ip", "main_process_port", "machine_rank"))
     backend = str(keys.pop("rdzv_backend", None) or "static")
     if machines == 1:
@@ -125,15 +153,16 @@ def _set_machines(keys: dict[object, object], path: str, found: AccelerateConfig
         given = {"node-rank": rank or 0, "main-address": address, "main-port": port}
         found.options |= {name: str(value) for name, value in given.items() if value is not None}
     else:
-        endpoint = f"{address}:{port}" if port is not None else str(address)
-        found.options |= {"rdzv-backend": backend, "rdzv-endpoint": endpoint, "rdzv-id": "accelerate"}
+        found.options |= {"rdzv-backend": backend, "rdzv-id": "accelerate"}
+        if address is not None:
+            found.options["rdzv-endpoint"] = f"{address}:{port}" if port is not None else str(address)
 
 
-def _number(keys: dict[object, object], name: str, default: int, path: str, found: AccelerateConfig) -> int:
+def _number(keys: dict[object, object], name: str, path: str, found: AccelerateConfig) -> int | None:
     value = keys.pop(name, None)
     if value is None:
-        return default
+        return None
     if not str(value).isdecimal() or int(str(value)) < 1:
         found.problems.add(f"Expected {name} of 1 or more in {path}, got {value!r}.", fix="write a number.")
-        return default
+        return None
     return int(str(value))

@@ -281,11 +281,12 @@ def _read_file(path: str) -> _Found:
     """Return the options of a YAML file: ours, or one of `accelerate config`."""
     content = _load(path)
     found = _Found()
+    by_name = {name: option for option in OPTIONS for name in (option.name, *option.other_names)}
     if is_accelerates(content):
         theirs = translate(content, path)
-        found.options, found.problems, content = theirs.options, theirs.problems, theirs.others
-        found.left_out = theirs.left_out
-    by_name = {name: option for option in OPTIONS for name in (option.name, *option.other_names)}
+        found.problems, content, found.left_out = theirs.problems, theirs.others, theirs.left_out
+        for name, text in theirs.options.items():
+            found.add(by_name[name], text, f"{name} in {path}")
     for key, value in content.items():
         name = str(key).replace("_", "-")
         if value is None or name in _PROGRAM_KEYS:

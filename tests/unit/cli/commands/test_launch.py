@@ -419,7 +419,7 @@ def test_a_file_of_accelerate_starts_the_same_processes(tmp_path: Path) -> None:
     )  # fmt: skip
     assert made.variables["LT_STRATEGY"] == "ddp"
     assert made.variables["LT_PRECISION"] == "bf16-mixed"
-    assert [line.split()[0] for line in request.left_out] == ["same_network"]
+    assert not request.left_out
     assert by_file(tmp_path, ACCELERATES, "--node-rank", "0").options["node-rank"] == "0"
 
 
@@ -432,6 +432,13 @@ def test_a_file_of_accelerate_starts_the_same_processes(tmp_path: Path) -> None:
         ({"distributed_type": "FSDP", "num_processes": 2}, {"strategy": "fsdp"}),
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}, {"strategy": "deepspeed_stage_3"}),
         ({**ACCELERATES, "rdzv_backend": "c10d"}, {"rdzv-endpoint": "10.0.0.1:29500", "rdzv-backend": "c10d"}),
+        ({"distributed_type": False, "mixed_precision": False}, {"nproc-per-node": "1", "strategy": None}),
+        ({"num_processes": -1}, {"nproc-per-node": None, "strategy": "ddp"}),
+        ({**ACCELERATES, "num_processes": None}, {"nproc-per-node": None, "nnodes": "2"}),
+        ({"num_processes": 1, "gpu_ids": 3}, {"devices": "3,", "nproc-per-node": "1"}),
+        ({"num_processes": 2, "use_cpu": "false"}, {"accelerator": "cuda"}),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": "2"}}, {"strategy": "deepspeed_stage_2"}),
+        ({"fp16": True, "dynamo_backend": "NO"}, {"precision": "16-mixed"}),
     ],
 )  # fmt: skip
 def test_settings_of_accelerate(tmp_path: Path, changes: dict[str, object], options: dict[str, str]) -> None:
@@ -448,6 +455,10 @@ def test_settings_of_accelerate(tmp_path: Path, changes: dict[str, object], opti
         ({"num_processes": "many"}, "num_processes of 1 or more"),
         ({"mixed_precision": "fp8"}, "mixed_precision"),
         ({"num_procs": 3}, "num_procs"),
+        ({"machine_rank": "first"}, "node-rank"),
+        ({"main_process_port": 99999}, "main-port"),
+        ({"compute_environment": "AZURE"}, "AZURE"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 0}}, "zero_stage of 1, 2 or 3"),
     ],
 )
 def test_what_accelerate_can_and_a_launch_cannot_is_an_error(
@@ -455,6 +466,12 @@ def test_what_accelerate_can_and_a_launch_cannot_is_an_error(
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         by_file(tmp_path, {**ACCELERATES, **changes})
+
+
+def test_a_file_of_accelerate_without_an_address_names_the_missing_option(tmp_path: Path) -> None:
+    request = by_file(tmp_path, {**ACCELERATES, "rdzv_backend": "c10d", "main_process_ip": None})
+    with pytest.raises(ConfigError, match="--rdzv-endpoint"):
+        make_plan(request, num_gpus=4, num_cpus=8, variables={})
 
 
 def test_questions_write_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
