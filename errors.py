@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _UNKNOWN_KEYWORD = re.compile(
     r"([\w.]+)\(\) got an unexpected keyword argument '(\w+)'"
 )  # from Python 3.13 on there is more
@@ -182,6 +183,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     # One wrong letter is likelier than a missing one: "dpp" is "ddp", not "dp".
     near = (one for one in matches if len(one) == len(name) and sum(map(ne, one, name)) == 1)
     return f" (did you mean {next(near, matches[0])!r}?)"
+
+
+def own_arguments(owner: type) -> list[str]:
+    """Return the names of a constructor's arguments."""
+    return [name for name, one in inspect.signature(owner).parameters.items() if one.kind not in _VARIABLE]
 
 
 class UnknownArgument(ConfigError, TypeError):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import Clauses, ModuleError
+from ..errors import Clauses, ModuleError, own_arguments
 from ..precision.base import compute_gradients
 from .base import NoLoss, Topology, non_finite_norm, refuse_complex
 from .construction.activation_checkpointing import choose_checkpointed
@@ -94,7 +94,8 @@ class ShardedStrategy(ParallelStrategy):
         verify: bool = False,
     ) -> None:
         problems = Clauses()
-        plan = read_arguments({name: one for name, one in arguments.items() if name not in OF_PROCESSES}, problems)
+        of_plan = {name: one for name, one in arguments.items() if name not in OF_PROCESSES}
+        plan = read_arguments(of_plan, problems, own_arguments(type(self)))
         super().__init__(**{name: one for name, one in arguments.items() if name in OF_PROCESSES}, problems=problems)
         # A stage needs its parameters for all micro-batches of a window.
         self.plan = plan if stages is None else replace(plan, reshard_after_forward=False)

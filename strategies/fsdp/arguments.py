@@ -6,7 +6,7 @@ starting processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -53,15 +53,16 @@ OF_PROCESSES = (
 """Names of the arguments that strategies with processes have in common."""
 
 
-def read_arguments(given: Mapping[str, object], problems: Clauses) -> ShardingPlan:
+def read_arguments(given: Mapping[str, object], problems: Clauses, own: Sequence[str] = ()) -> ShardingPlan:
     """Return the sharding plan for the arguments of FSDPStrategy.
 
     Args:
         given: Arguments of FSDPStrategy, FullyShardedDataParallel and fully_shard by name. None selects the default of
             each.
         problems: Gets what is unknown or unsupported; the plan is only valid without any.
+        own: Names of the strategy's further arguments, for messages.
     """
-    _check_names(given, problems)
+    _check_names(given, problems, own)
     notes: list[str] = []
     wanted: Options = {name: given.get(name) for name in _NAMES}
     mesh = _read_mesh(_either(wanted, ("device_mesh", "mesh"), problems), problems)
@@ -107,14 +108,15 @@ def read_arguments(given: Mapping[str, object], problems: Clauses) -> ShardingPl
 # -- one argument each -------------------------------------------------------------------------------------------------
 
 
-def _check_names(given: Mapping[str, object], problems: Clauses) -> None:
+def _check_names(given: Mapping[str, object], problems: Clauses, own: Sequence[str]) -> None:
     for name, value in given.items():
         if name in _REFUSED:
             if value is not None:
                 problems.append(_REFUSED[name])
         elif name not in _NAMES:
-            hint = nearest(name, [*_NAMES, *OF_PROCESSES])
-            problems.add(f"{name}= is not an argument of this strategy{hint}", f"use some of {', '.join(_NAMES)}")
+            known = list(dict.fromkeys([*own, *_NAMES]))
+            hint = nearest(name, [*known, *OF_PROCESSES])
+            problems.add(f"{name}= is not an argument of this strategy{hint}", f"use some of {', '.join(known)}")
     if given.get("process_group") is not None and given.get("device_mesh") is not None:
         problems.add("process_group= and device_mesh= set the same option", "pass only device_mesh=")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...accelerators.xla import import_xla
-from ...errors import Clauses, nearest
+from ...errors import Clauses, nearest, own_arguments
 from ..construction.activation_checkpointing import (
     apply_activation_checkpointing,
     check_checkpointing,
@@ -178,7 +178,7 @@ def _refused(kwargs: dict[str, object]) -> list[tuple[str, str]]:
         "execute_sharding_on_init": lambda value: True,
     }
     return [
-        (f"{name}={value!r} is not supported", f"leave {name} out")
+        (f"{name}={value!r} is not supported{nearest(name, own_arguments(XLAFSDPStrategy))}", f"leave {name} out")
         for name, value in kwargs.items()
         if name not in harmless or not harmless[name](value)
     ]

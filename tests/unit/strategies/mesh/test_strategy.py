@@ -46,7 +46,9 @@ def test_the_number_of_processes_is_compared_before_they_start() -> None:
     [
         ({"device_mesh": (2, 2)}, r"device_mesh= to be left out of MeshStrategy, got \(2, 2\)"),
         ({"sharding_strategy": "HYBRID_SHARD"}, "sharding_strategy='FULL_SHARD' or 'SHARD_GRAD_OP'"),
-        ({"fsdpp": 2}, "fsdpp= is not an argument of this strategy"),
+        ({"fsdpp": 2}, r"fsdpp= is not an argument of this strategy \(did you mean 'fsdp'\?\)"),
+        ({"tensor_plans": {}}, r"tensor_plans= .* \(did you mean 'tensor_plan'\?\)(.|\n)*use some of .*tensor_plan, "),
+        ({"timout": 9}, r"timout= .* \(did you mean 'timeout'\?\)"),
     ],
 )
 def test_arguments_that_contradict_the_axes_are_refused(arguments: dict[str, Any], what: str) -> None:
