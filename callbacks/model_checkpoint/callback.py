@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ...console import ONLY_LOGS
 from ...errors import CheckpointError, ConfigError, StopBySignal
+from ...remote import is_url
 from ...strategies.distributed.shards import local
 from ..base import AnyModule, Checkpoint, from_rank_zero
 from . import files as files
@@ -182,6 +183,10 @@ class ModelCheckpoint(Checkpoint):
 
     @dirpath.setter
     def dirpath(self, dirpath: str | os.PathLike[str] | None) -> None:
+        if dirpath is not None and is_url(dirpath):
+            from ...remote.store import check_protocol
+
+            check_protocol(os.fspath(dirpath), "dirpath")
         self._lw_dirpath = self.given_dirpath = None if dirpath is None else files.normalized(dirpath)
 
     @property

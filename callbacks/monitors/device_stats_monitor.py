@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...accelerators.cpu import CPUAccelerator
+from ...errors import MissingDependency
 from ..base import AnyModule, Callback, as_hook
 from .measuring import is_evaluation_due, require_logger
 from .network_rates import NetworkRates
@@ -33,7 +35,7 @@ class DeviceStatsMonitor(Callback):
 
     Raises:
         ConfigError: At the beginning of a run: the Trainer has no logger.
-        MissingDependency: At the beginning of a run: statistics of the CPU or the network are logged, and psutil is
+        MissingDependency: Before a run: statistics of the CPU or the network are logged, and psutil is
             not installed.
     """
 
@@ -43,6 +45,15 @@ class DeviceStatsMonitor(Callback):
         self._lw_noted: dict[str, float] = {}
         self._lw_noted_step = -1
         self._lw_is_on = False
+
+    def _lw_check_packages(self, trainer: Trainer, verb: str) -> None:
+        if verb == "predict" or not trainer.log_every_n_steps:
+            return
+        reads_cpu = self._cpu_stats is not False and (
+            self._cpu_stats or isinstance(trainer.accelerator, CPUAccelerator)
+        )
+        if (reads_cpu or self._lw_network is not None) and find_spec("psutil") is None:
+            raise MissingDependency("psutil", needed_for="DeviceStatsMonitor", extra="stats")
 
     def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Refuse a run without a logger; read everything once, so that what is missing is found now."""

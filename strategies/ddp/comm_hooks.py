@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,9 +63,15 @@ def hook_name(hook: object) -> str | None:
 
 
 def check_comm_hook(hook: object, state: object, wrapper: object, period: int | None) -> Clauses:
-    """Return (what, fix) for every invalid argument of DDPStrategy."""
+    """Return (what, fix) for every invalid argument of DDPStrategy.
+
+    Raises:
+        MissingDependency: The hook needs numpy.
+    """
     problems = Clauses()
     name = hook_name(hook)
+    if name == "powersgd" and find_spec("numpy") is None:
+        raise MissingDependency("numpy", needed_for=f"ddp_comm_hook={getattr(hook, 'name', hook)!r}")
     if hook is not None and name is None and (isinstance(hook, enum.Enum) or not callable(hook)):
         near = nearest(hook.lower(), _HOOKS) if isinstance(hook, str) else ""
         problems.add(
@@ -111,7 +118,6 @@ class CommHook:
 
     Raises:
         ConfigError: The state does not fit the hook.
-        MissingDependency: PowerSGD needs numpy.
     """
 
     def __init__(self, hook: object, state: object, wrapper: Any, strategy: ParallelStrategy) -> None:
@@ -233,25 +239,22 @@ def _make_state(name: str | None, hook: object, state: object, strategy: Paralle
 
 
 def _power_sgd_state(hook: object, state: object) -> PowerSGDState:
-    try:
-        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-        if isinstance(state, PowerSGDState):
-            return state
-        rank = 2 if isinstance(hook, enum.Enum) and hook.name.endswith("RANK2") else 1
-        options: Kwargs = {"process_group": None, "matrix_approximation_rank": rank}
-        if isinstance(state, int) and not isinstance(state, bool):
-            options["matrix_approximation_rank"] = state
-        elif isinstance(state, Mapping):
-            options.update(state)
-        elif state is not None:
-            raise _wrong_state("powersgd", state, "a PowerSGDState, its keyword arguments as a dict, or a rank")
-        try:
-            return PowerSGDState(**options)
-        except (TypeError, ValueError) as error:
-            raise _wrong_state("powersgd", state, f"arguments that torch accepts: {error}") from error
-    except ImportError as error:
-        raise MissingDependency("numpy", needed_for="ddp_comm_hook='powersgd'") from error
+    if isinstance(state, PowerSGDState):
+        return state
+    rank = 2 if isinstance(hook, enum.Enum) and hook.name.endswith("RANK2") else 1
+    options: Kwargs = {"process_group": None, "matrix_approximation_rank": rank}
+    if isinstance(state, int) and not isinstance(state, bool):
+        options["matrix_approximation_rank"] = state
+    elif isinstance(state, Mapping):
+        options.update(state)
+    elif state is not None:
+        raise _wrong_state("powersgd", state, "a PowerSGDState, its keyword arguments as a dict, or a rank")
+    try:
+        return PowerSGDState(**options)
+    except (TypeError, ValueError) as error:
+        raise _wrong_state("powersgd", state, f"arguments that torch accepts: {error}") from error
 
 
 def _post_local_state(state: object, strategy: ParallelStrategy) -> PostLocalSGDState:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -11,6 +13,7 @@ from ...data.module import DataModule
 from ...data.tree import are_same_loaders
 from ...errors import ConfigError, ModuleError
 from ...protocols import Loaders
+from ...remote import is_url
 from ...strategies.adaptive_clipping import refuse_engine
 from ...strategies.optional import ChecksLayers, ConfiguresOptimizers
 from ..hooks import MODULE_BASES, Hook, find_override
@@ -139,6 +142,23 @@ def check_fit(session: FitSession, module: nn.Module) -> None:
             f"{' and '.join(wrong)}: the trainer does neither in manual optimization.",
             fix="accumulate manually, and call self.clip_gradients(optimizer, ...) in training_step.",
         )
+
+
+def check_packages(trainer: Trainer, verb: str, ckpt_path: str | Path | None) -> None:
+    """Refuse URLs and callbacks that need a package which is not installed.
+
+    Raises:
+        MissingDependency: Names it.
+    """
+    for name, place in (("default_root_dir", trainer.default_root_dir), ("ckpt_path", ckpt_path)):
+        if place is not None and "://" in str(place) and is_url(place):
+            from ...remote.store import check_protocol
+
+            with suppress(ConfigError):  # of an unknown protocol, which a plugin for checkpoints may read
+                check_protocol(str(place), name)
+    for callback in trainer.callbacks:
+        if hasattr(callback, "_lw_check_packages"):
+            callback._lw_check_packages(trainer, verb)
 
 
 def check_layers(strategy: Strategy, module: nn.Module) -> None:

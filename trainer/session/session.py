@@ -8,6 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
 
@@ -33,7 +34,7 @@ from ..module import Module
 from ..run import Run
 from . import assemble
 from .attach import attach, know_weakly
-from .checks import builders, check, check_layers, unwrapped
+from .checks import builders, check, check_layers, check_packages, unwrapped
 
 if TYPE_CHECKING:
     from signal import Signals
@@ -62,6 +63,7 @@ class Session(ABC):
     Attributes:
         module: The user's module; known from `begin` on.
         run: The state that loops and steps read; there from the middle of `begin` on.
+        ckpt_path: What the user passed.
         profiler: None where there is nothing to measure, so that steps are not bracketed.
         log: Where `self.log` of modules goes.
         ending: Undoes, when the verb ends, what it has begun.
@@ -75,6 +77,7 @@ class Session(ABC):
     lifecycle_type: type[Lifecycle] = Lifecycle
     module: nn.Module
     run: Run
+    ckpt_path: str | Path | None
 
     def __init__(
         self, trainer: Trainer, verb: str, *, datamodule: DataModule | None, given: dict[str, Loaders]
@@ -175,6 +178,7 @@ class Session(ABC):
         self.loaders.begin(self.module, self.datamodule, self.given)
         self.check_verb()
         check_layers(self.strategy, self.module)
+        check_packages(self.trainer, self.verb, self.ckpt_path)
 
     @abstractmethod
     def check_verb(self) -> None:

@@ -22,7 +22,7 @@ from ..checkpointing import snapshot
 from ..checkpointing.program import program_record
 from ..module import Module
 from . import assemble
-from .checks import builders, check_layers, unwrapped
+from .checks import builders, check_layers, check_packages, unwrapped
 
 if TYPE_CHECKING:
     from ...data.module import DataModule
@@ -53,6 +53,7 @@ def launch(trainer: Trainer, verb: str, model: nn.Module | None, **arguments: An
             data = arguments.get("train_dataloaders") if datamodule is None else datamodule
             trainer._lw_settle_strategy(unwrapped(model), data)
         check_layers(trainer.strategy, unwrapped(model))
+    check_packages(trainer, verb, arguments.get("ckpt_path"))
     module = model if model is not None else trainer.lightning_module
     trainer._lw_saving.program = program_record(trainer.fabric)
     if verb == "fit":
