@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, TypeGuard
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -35,17 +36,36 @@ class StepSchedule(LambdaLR):
 
     Its state is the number of steps and the rates of the groups, and not the curve: a run that is resumed with another
     length or warm-up continues at its step of the new curve.
+
+    Groups that are added to the optimizer during training follow the curve from the rate with which they are added:
+    each step multiplies their rate as it multiplies the others'.
     """
 
     _lw_interval = "step"
 
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the rates of all groups in the step that `last_epoch` counts."""
+        share = self.lr_lambdas[0]
+        now = share(self.last_epoch)
+        rates = [base * now for base in self.base_lrs]
+        if added := self.optimizer.param_groups[len(rates) :]:
+            before = share(max(0, self.last_epoch - 1))
+            rates += [group["lr"] * (now / before if before else 1.0) for group in added]
+        return rates
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the number of steps; the optimizer, loaded before, gets its rates of this curve where it is another."""
         super().load_state_dict(state_dict)
-        found = [base * share(self.last_epoch) for base, share in zip(self.base_lrs, self.lr_lambdas, strict=True)]
-        if found != self._last_lr:
+        now = self.lr_lambdas[0](self.last_epoch)
+        found = [base * now for base in self.base_lrs]
+        before = self._last_lr[: len(found)]
+        if found != before:
+            base, old = float(self.base_lrs[0]), float(before[0])
+            factor = base * now / old if old else 1.0
+            groups = self.optimizer.param_groups
+            found += [group["lr"] * factor for group in groups[len(found) :]]
             self._last_lr = found
-            for group, rate in zip(self.optimizer.param_groups, found, strict=False):
+            for group, rate in zip(groups, found, strict=False):
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(rate)
                 else:
@@ -130,9 +150,9 @@ def polynomial(
     Raises:
         ConfigError: See `linear`.
     """
-    if not 0 < power < math.inf:
+    if not (_is_number(power) and 0 < power < math.inf):
         raise _refused("polynomial", [f"power={power!r}, expected a number above 0"])
-    left = partial(_power, power=power)
+    left = partial(_power, power=float(power))
     return _make("polynomial", optimizer, num_steps, left, warmup=warmup, floor=min_lr_ratio, devices=devices)
 
 
@@ -165,7 +185,7 @@ def wsd(
 
     Source: Hu et al. 2024, eq. 1 (MiniCPM); the shapes are from Hägele et al. 2024.
     """
-    if shape not in _SHAPES:
+    if not isinstance(shape, str) or shape not in _SHAPES:
         got = f"shape={shape!r}, expected one of {', '.join(_SHAPES)}{nearest(str(shape), _SHAPES)}"
         raise _refused("wsd", [got])
     return _make(
@@ -202,11 +222,14 @@ def _make(
         for key, value in lengths.items()
         if not _is_length(value)
     ]
-    if not 0 <= floor <= 1:
+    if not isinstance(optimizer, Optimizer):
+        got = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        problems.append(f"optimizer={got}, expected an optimizer of torch that holds its parameters")
+    if not (_is_number(floor) and 0 <= floor <= 1):
         problems.append(f"min_lr_ratio={floor!r}, expected a share of the target in [0, 1]")
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+    if not _is_whole(devices) or devices < 1:
         problems.append(f"devices={devices!r}, expected a whole number of at least 1")
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int | float) or not num_steps >= 0:
+    if not (_is_number(num_steps) and num_steps >= 0):
         problems.append(f"num_steps={num_steps!r}, expected a number of steps")
     if problems:
         raise _refused(name, problems)
@@ -216,10 +239,14 @@ def _make(
             "length, and the run has no limit.",
             fix="pass max_steps= to the Trainer, or the number of steps as num_steps=.",
         )
-    first = _steps(warmup, num_steps)
-    begin = first if decay is None else max(first, num_steps - _steps(decay, num_steps))
+    num_steps, floor = _plain(num_steps), float(floor)
+    first = begin = _steps(warmup, num_steps)
+    if decay is not None:
+        last = _steps(decay, num_steps)
+        begin = max(first, num_steps - last)
+        left = left if last else _stay  # also after the end
     # A partial of functions of this file can be pickled, and LambdaLR saves nothing of it.
-    target = scaled_lr(1.0, devices)
+    target = scaled_lr(1.0, int(devices))
     share = partial(_share, warmup=first, begin=begin, end=num_steps, left=left, floor=floor, target=target)
     return StepSchedule(optimizer, share)
 
@@ -260,17 +287,29 @@ _SHAPES = {"linear": _line, "cosine": _half_cosine, "sqrt": _one_minus_root}
 
 
 def _steps(length: int | float, num_steps: float) -> float:
-    return round(length * num_steps) if _is_share(length) else length
+    return round(float(length) * num_steps) if _is_share(length) else int(length)
+
+
+def _plain(number: float) -> float:
+    """Return a number of Python: rates are saved."""
+    return int(number) if _is_whole(number) else float(number)
 
 
 def _is_share(length: int | float) -> bool:
-    return isinstance(length, float)
+    return not isinstance(length, Integral)
 
 
 def _is_length(value: object) -> bool:
-    if isinstance(value, float):
-        return 0 <= value <= 1
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return _is_number(value) and (value >= 0 if _is_whole(value) else 0 <= value <= 1)
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    """Whether it is a whole number, of Python or of a library such as numpy."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _refused(name: str, problems: list[str]) -> ConfigError:

@@ -19,6 +19,8 @@ def optimizer_class(name: str) -> type[Optimizer]:
     Raises:
         ConfigError: There is no such class, or its package is not installed.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"Expected the name of an optimizer, got {name!r}.", fix="pass a name such as 'adamw'.")
     try:
         found = find_class(name, Optimizer)
     except ClassProblem as problem:

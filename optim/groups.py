@@ -37,8 +37,10 @@ def group_parameters(
         Dicts with `params` and the options, of the groups that have parameters.
 
     Raises:
-        ConfigError: A regular expression or class matches no parameter of the module; or a rule is of another type.
+        ConfigError: A regular expression or class matches no parameter of the module; or an argument is of another
+            form.
     """
+    _check(module, rules, others)
     trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
     tests = [_test(module, rule) for rule, _ in rules]
     groups: list[list[nn.Parameter]] = [[] for _ in range(len(rules) + 1)]
@@ -52,8 +54,27 @@ def group_parameters(
                 f"group_parameters: no parameter of {type(module).__name__} matches {_shown(rule)}.",
                 fix=f"correct the rule; the first parameters are {names or 'none'}.",
             )
-    options = [*(given for _, given in rules), others or {}]
-    return [{"params": some, **given} for some, given in zip(groups, options, strict=True) if some]
+    options = [*(given for _, given in rules), others]
+    return [{"params": some, **(given or {})} for some, given in zip(groups, options, strict=True) if some]
+
+
+def _check(module: object, rules: object, others: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise _refused(f"a module, got {type(module).__name__}")
+    if not isinstance(rules, Sequence) or isinstance(rules, str):
+        raise _refused(f"a list of pairs of a rule and options, got {type(rules).__name__}")
+    for pair in rules:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise _refused(f"pairs of a rule and options such as ('bias$', {{'weight_decay': 0.0}}), got {pair!r}")
+    for options in (*(given for _, given in rules), others):
+        if not isinstance(options, Mapping | None):
+            raise _refused(f"the options of a rule as a dict, got {options!r}")
+        if "params" in (options or ()):
+            raise _refused("options without 'params', which the rule chooses")
+
+
+def _refused(expected: str) -> ConfigError:
+    return ConfigError(f"group_parameters: Expected {expected}.", fix="correct the arguments.")
 
 
 def _test(module: nn.Module, rule: Rule) -> Callable[[str, nn.Parameter], bool]:
@@ -65,16 +86,15 @@ def _test(module: nn.Module, rule: Rule) -> Callable[[str, nn.Parameter], bool]:
                 f"group_parameters: {rule!r} is not a regular expression ({error}).", fix="correct the rule."
             ) from error
         return lambda name, _: pattern.search(name) is not None
-    if isinstance(rule, type | tuple):
+    kinds = rule if isinstance(rule, tuple) else (rule,)
+    if all(isinstance(one, type) and issubclass(one, nn.Module) for one in kinds):
         held = {
-            id(one) for part in module.modules() if isinstance(part, rule) for one in part.parameters(recurse=False)
+            id(one) for part in module.modules() if isinstance(part, kinds) for one in part.parameters(recurse=False)
         }
         return lambda _, one: id(one) in held
-    if not callable(rule):
-        raise ConfigError(
-            f"group_parameters: Expected a regular expression, a class or a function, got {rule!r}.",
-            fix="correct the rule.",
-        )
+    if isinstance(rule, nn.Module | type) or not callable(rule):
+        shown = type(rule).__name__ if isinstance(rule, nn.Module | nn.Parameter) else repr(rule)
+        raise _refused(f"a regular expression, a class of modules or a function as rule, got {shown}")
     return rule
 
 

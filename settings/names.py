@@ -162,7 +162,7 @@ def find_class(name: str, base: type[Any] | tuple[type[object], ...], trust: Tru
     matches = [one for one in known if one.__name__ == name] or [
         one
         for one in known
-        if _folded(one.__name__) in (_folded(name), *(_folded(name) + ending for ending in endings))
+        if _folded(name) and _folded(one.__name__) in (_folded(name), *(_folded(name) + ending for ending in endings))
     ]
     # The program's own classes come first, then those that a program for Lightning sees under its names.
     own = [one for one in matches if one.__module__ == "__main__"] or [one for one in matches if _is_served(one)]

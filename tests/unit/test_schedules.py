@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -153,6 +154,36 @@ def test_schedules_are_pickled_and_copied(make: Any) -> None:
         assert [again.lr_lambdas[0](step) for step in range(12)] == [made.lr_lambdas[0](step) for step in range(12)]
 
 
+def test_numbers_of_numpy_are_numbers_and_the_rates_are_pythons() -> None:
+    one, count = np.float64(0.25), np.int64(20)
+    for make in (
+        partial(schedules.cosine, num_steps=count, warmup=np.int64(5), min_lr_ratio=one, devices=np.int64(2)),
+        partial(schedules.polynomial, num_steps=np.float64(20), warmup=np.float32(0.25), min_lr_ratio=one, power=one),
+        partial(schedules.wsd, num_steps=count, warmup=one, decay=one, shape="sqrt", min_lr_ratio=one),
+    ):
+        plain = {key: value.item() for key, value in make.keywords.items() if key != "shape"}
+        found = shares(make, 25)
+        assert found == shares(partial(make, **plain), 25)
+        assert {type(rate) for rate in found} == {float}  # a checkpoint holds them
+
+
+def test_a_stable_phase_without_decay_does_not_end() -> None:
+    assert shares(partial(schedules.wsd, num_steps=5, decay=0), 9) == [1.0] * 9
+
+
+def test_a_group_that_is_added_follows_the_curve() -> None:
+    stepped = optimizer(1.0)
+    schedule = schedules.cosine(stepped, 20, warmup=4)
+    for step in range(25):
+        if step in (2, 8):
+            rate = stepped.param_groups[0]["lr"]
+            stepped.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": rate / (step + 1)})
+        first, *added = [group["lr"] for group in stepped.param_groups]
+        assert added == pytest.approx([first / 3, first / 9][: len(added)], rel=1e-12, abs=1e-18)
+        stepped.step()
+        schedule.step()
+
+
 def test_every_wrong_argument_is_named() -> None:
     with pytest.raises(lw.ConfigError, match=r"warmup=1\.5.* decay=-1.* min_lr_ratio=2.* devices=0.* num_steps=-3"):
         schedules.wsd(optimizer(), -3, warmup=1.5, decay=-1, min_lr_ratio=2, devices=0)
@@ -160,6 +191,14 @@ def test_every_wrong_argument_is_named() -> None:
         schedules.wsd(optimizer(), 3, shape="lineer")
     with pytest.raises(lw.ConfigError, match="power=0"):
         schedules.polynomial(optimizer(), 3, power=0)
+    with pytest.raises(lw.ConfigError, match=r"num_steps='9'.*|warmup='1'"):
+        schedules.cosine(optimizer(), "9", warmup="1")  # type: ignore[arg-type]
+    with pytest.raises(lw.ConfigError, match=r"min_lr_ratio='0\.1'"):
+        schedules.cosine(optimizer(), 9, min_lr_ratio="0.1")  # type: ignore[arg-type]
+    with pytest.raises(lw.ConfigError, match="power='2'"):
+        schedules.polynomial(optimizer(), 9, power="2")  # type: ignore[arg-type]
+    with pytest.raises(lw.ConfigError, match="optimizer=SGD"):
+        schedules.cosine(SGD, 9)  # type: ignore[arg-type]
     with pytest.raises(lw.ConfigError, match="warmup=True"):
         schedules.cosine(optimizer(), 3, warmup=True)
 

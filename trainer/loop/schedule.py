@@ -220,13 +220,29 @@ def _check_scheduler(
 
 
 def step_scheduler(config: LRSchedulerConfig, metric: Tensor | float | None, override: StepFunction | None) -> None:
-    """Step one schedule, through the module's own `lr_scheduler_step` where it has one."""
-    if override is not None:
-        override(config.scheduler, metric)
-    elif metric is None:
-        config.scheduler.step()
-    else:
-        config.scheduler.step(metric)
+    """Step one schedule, through the module's own `lr_scheduler_step` where it has one.
+
+    Raises:
+        ModuleError: The schedule has rates for fewer parameter groups than its optimizer has by now.
+    """
+    try:
+        if override is not None:
+            override(config.scheduler, metric)
+        elif metric is None:
+            config.scheduler.step()
+        else:
+            config.scheduler.step(metric)
+    except ValueError as error:
+        known = len(getattr(config.scheduler, "base_lrs", ()))
+        now = len(getattr(getattr(config.scheduler, "optimizer", None), "param_groups", ()))
+        if not 0 < known < now:
+            raise
+        raise ModuleError(
+            f"{type(config.scheduler).__name__} has rates for {known} parameter groups, and its optimizer has {now}: "
+            "groups were added during training, as callbacks that unfreeze layers do.",
+            fix="use a schedule of lw.schedules, or torch's CosineAnnealingLR or StepLR, which follow added groups; or "
+            "give the optimizer all groups from the beginning.",
+        ) from error
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

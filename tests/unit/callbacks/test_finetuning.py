@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 from toys import assert_same, loader, net, quiet, weights
 
 import loopwright as lw
 from loopwright.callbacks import BackboneFinetuning, BaseFinetuning, Callback
 from loopwright.callbacks.finetuning import multiplicative
-from loopwright.errors import CheckpointError, ConfigError
+from loopwright.errors import CheckpointError, ConfigError, ModuleError
 
 
 class Model(lw.Module):
@@ -33,6 +33,10 @@ class Model(lw.Module):
         if self.optimizer == "adam":
             return torch.optim.Adam(parameters, lr=0.01)
         optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        if self.optimizer == "cosine":
+            return [optimizer], [lw.schedules.cosine(optimizer, 24, warmup=3)]
+        if self.optimizer == "lambda":
+            return [optimizer], [LambdaLR(optimizer, lambda epoch: 0.9**epoch)]
         return [optimizer], [StepLR(optimizer, 1, 0.9)] if self.optimizer == "scheduled" else []
 
 
@@ -86,6 +90,29 @@ def test_the_rate_begins_as_a_part_of_the_heads_and_rises_to_it() -> None:
     assert multiplicative(3) == 2.0
 
 
+def test_an_added_group_follows_a_schedule_of_loopwright() -> None:
+    class Unfreezes(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.backbone)
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 2:
+                self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, initial_denom_lr=10)
+
+    watch = Watch()
+    fit(Unfreezes(), watch, module=Model("cosine"))
+    assert [len(rates) for rates in watch.rates] == [1, 1, 2, 2, 2, 2]
+    schedule = lw.schedules.cosine(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), 24, warmup=3)
+    for epoch, (head, *added) in enumerate(watch.rates, 1):
+        assert head == 0.1 * schedule.lr_lambdas[0](4 * epoch)  # as without the group
+        assert added == pytest.approx([head / 10 for _ in added], rel=1e-12)  # chained products round differently
+
+
+def test_a_schedule_that_cannot_follow_added_groups_is_named() -> None:
+    with pytest.raises(ModuleError, match=r"LambdaLR has rates for 1 parameter groups, and its optimizer has 2"):
+        fit(BackboneFinetuning(2), module=Model("lambda"))
+
+
 def test_batch_norms_may_train_from_the_beginning(recwarn: Any) -> None:
     watch, start = Watch(), net(Model)
     trainer, _ = fit(BackboneFinetuning(2), watch, max_epochs=3)
@@ -103,7 +130,7 @@ def test_parameters_that_the_optimizer_has_already_are_said_and_stay_in_their_gr
     assert watch.rates == [[0.1]] * 3
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "scheduled"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "scheduled", "cosine"])
 @pytest.mark.parametrize("stop", [3, 8, 9, 12, 14, 20])
 def test_resume_is_bit_exact(tmp_path: Path, stop: int, optimizer: str) -> None:
     def run(watch: Watch, ckpt_path: Any = None) -> Any:

@@ -63,3 +63,9 @@ def test_names_of_torch_are_torchs_and_unknown_ones_are_errors() -> None:
     assert optimizer_class("adam_w") is torch.optim.AdamW
     with pytest.raises(lw.ConfigError, match="did you mean 'Adam'"):
         optimizer_class("AdamV")
+
+
+@pytest.mark.parametrize("name", ["", "_", None, 3])
+def test_a_name_that_is_none_is_refused(name: Any) -> None:
+    with pytest.raises(lw.ConfigError, match=r"no Optimizer is called|Expected the name of an optimizer"):
+        optimizer_class(name)

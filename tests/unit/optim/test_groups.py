@@ -72,12 +72,29 @@ def test_frozen_parameters_are_left_out_and_their_rules_are_no_mistakes() -> Non
         (nn.Conv2d, "no parameter of Net matches Conv2d"),
         ((nn.Conv2d, nn.GroupNorm), "no parameter of Net matches Conv2d, GroupNorm"),
         ("(", "is not a regular expression"),
-        (3, "a regular expression, a class or a function, got 3"),
+        (3, "a regular expression, a class of modules or a function as rule, got 3"),
+        (nn.Linear(1, 1), "a function as rule, got Linear"),
+        (("bias", "norm"), r"a function as rule, got \('bias', 'norm'\)"),
     ],
 )
 def test_a_wrong_rule_is_an_error(rule: Any, text: str) -> None:
     with pytest.raises(lw.ConfigError, match=text):
         group_parameters(Net(), [(rule, {})])
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ({"bias": {"lr": 1}}, "a list of pairs of a rule and options, got dict"),
+        ("bias", "a list of pairs of a rule and options, got str"),
+        (["bias"], "pairs of a rule and options such as .*, got 'bias'"),
+        ([("bias", 0.0)], "the options of a rule as a dict, got 0.0"),
+        ([("bias", {"params": []})], "options without 'params'"),
+    ],
+)
+def test_rules_of_another_form_are_errors(rules: Any, text: str) -> None:
+    with pytest.raises(lw.ConfigError, match=text):
+        group_parameters(Net(), rules)
 
 
 def test_a_rule_behind_another_that_takes_everything_is_no_mistake() -> None:
