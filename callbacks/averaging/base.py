@@ -160,6 +160,18 @@ class StepAveraging(Averaging):
         """Restore the trained weights."""
         self._lw_swap_out(pl_module)
 
+    def take_over(self, trainer: Trainer, module: nn.Module, state: StateDict) -> None:
+        """Continue with the average of a checkpoint whose weights have just been loaded into the module.
+
+        Args:
+            trainer: The trainer, whose training has ended.
+            module: The module.
+            state: What `state_dict` returned.
+        """
+        self._lw_raw = None
+        self.load_state_dict(state)
+        self._lw_bind(module)
+
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 

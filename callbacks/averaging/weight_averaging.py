@@ -129,6 +129,11 @@ class WeightAveraging(StepAveraging):
         """Write the average into the module. Checkpoints that are still due in this run hold the trained weights."""
         self._lw_swap_in(trainer, pl_module)
 
+    def take_over(self, trainer: Trainer, module: nn.Module, state: StateDict) -> None:
+        """Write the average of a checkpoint into the module whose weights it has; see `on_train_end`."""
+        super().take_over(trainer, module, state)
+        self._lw_swap_in(trainer, module)
+
     def teardown(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Release the trained weights: the module now holds the average."""
         if stage == "fit" and self._lw_raw is not None:

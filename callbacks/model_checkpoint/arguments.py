@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
+from ..averaging.base import Averaging, StepAveraging
 from . import files as files
 from .names import check_template
+
+if TYPE_CHECKING:
+    from ...trainer import Trainer
+    from .callback import ModelCheckpoint
 
 
 def check_arguments(
@@ -48,6 +54,32 @@ def check_arguments(
         raise ConfigError(f"ModelCheckpoint: {'; '.join(problems)}.", fix="correct these arguments.")
     if filename is not None:
         check_template(filename, "filename")
+
+
+def check_restore_best(callback: ModelCheckpoint, trainer: Trainer) -> None:
+    """Refuse `restore_best=True` where something else decides on the weights that fit leaves.
+
+    Raises:
+        ConfigError: Another callback does, or the file would not hold the weights that had the score.
+    """
+    others = [one for one in trainer.checkpoint_callbacks if getattr(one, "restore_best", False)]
+    averages = [one for one in trainer.callbacks if isinstance(one, Averaging)]
+    final = next((type(one).__name__ for one in averages if not isinstance(one, StepAveraging)), None)
+    if trainer._lw_arguments.fault_tolerance is not None:
+        problem = "with fault_tolerance, where one group of several writes files"
+        fix = "leave it out, and call trainer.test(ckpt_path='best') after fit."
+    elif len(others) > 1:
+        problem = f"in {len(others)} callbacks, which would load different weights"
+        fix = "pass it to one of them."
+    elif final is not None:
+        problem = f"with {final}, which ends fit with an average that no score was computed for"
+        fix = "leave out one of them."
+    elif averages and callback.save_weights_only:
+        problem = f"with save_weights_only=True and {type(averages[0]).__name__}: files would not hold the average"
+        fix = "pass save_weights_only=False."
+    else:
+        return
+    raise ConfigError(f"ModelCheckpoint: restore_best=True {problem}.", fix=fix)
 
 
 def _cadence_problems(counts: dict[str, int | None], interval: timedelta | None) -> list[str]:

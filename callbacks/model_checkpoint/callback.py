@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor, nn
 
 from ...console import ONLY_LOGS
-from ...errors import CheckpointError, ConfigError, StopBySignal
+from ...errors import CheckpointError, StopBySignal
 from ...remote import is_url
 from ...strategies.distributed.shards import local
-from ..base import AnyModule, Checkpoint, from_rank_zero
+from ..averaging.base import StepAveraging
+from ..base import AnyModule, Checkpoint, find_state, from_rank_zero
 from . import files as files
-from .arguments import check_arguments
+from .arguments import check_arguments, check_restore_best
 from .interval import TimeInterval
 from .names import COUNTERS, missing_metric, render_name, template_names
 from .removal import CheckpointRemoval, remove_or_warn
@@ -57,7 +58,9 @@ class ModelCheckpoint(Checkpoint):
         save_last: Whether "last.ckpt" is written at every save; "link" makes it a link to the newest file.
         save_top_k: Number of checkpoints to keep: the best ones, without `monitor` the newest; -1 for all, 0 for none.
         keep_last: Number of the newest checkpoints to keep as well, whatever their scores. None is 0.
-        restore_best: Whether the module has the weights of the best checkpoint when fit has ended, instead of the last.
+        restore_best: Whether the module has the weights of the best checkpoint when fit has ended, instead of the last;
+            with `WeightAveraging` and its subclasses the average at that checkpoint, which had the score. Not after an
+            error or Ctrl-C.
         save_on_exception: Whether a checkpoint is written when training fails or is interrupted.
         save_weights_only: Whether to omit optimizers, schedules and callbacks; such a file cannot be resumed.
         mode: "min" if a smaller metric is better, else "max".
@@ -78,7 +81,8 @@ class ModelCheckpoint(Checkpoint):
         given_dirpath: Directory that was passed or assigned; None for the default.
 
     Raises:
-        ConfigError: Arguments are invalid; all are named. At the start of training: the directory is not writable.
+        ConfigError: Arguments are invalid; all are named. At the start of training: the directory is not writable, or
+            `restore_best` cannot be combined with other callbacks.
         ModuleError: After the first validation, or after the first epoch if its end may log more: no logged metric has
             the name `monitor`.
     """
@@ -351,11 +355,8 @@ class ModelCheckpoint(Checkpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: AnyModule) -> None:
         """Determine the directory; the loggers know their version by now."""
-        if self.restore_best and trainer._lw_arguments.fault_tolerance is not None:
-            raise ConfigError(
-                "ModelCheckpoint: restore_best=True with fault_tolerance, where one group of several writes files.",
-                fix="leave it out, and call trainer.test(ckpt_path='best') after fit.",
-            )
+        if self.restore_best:
+            check_restore_best(self, trainer)
         if trainer._lw_saving.is_elsewhere:
             return
 
@@ -470,7 +471,10 @@ class ModelCheckpoint(Checkpoint):
             return
         self._lw_finish_before(trainer)
         if self.best_model_path:
-            trainer._lw_saving.load_weights(self.best_model_path)
+            states = trainer._lw_saving.load_weights(self.best_model_path)
+            for callback in trainer.callbacks:
+                if isinstance(callback, StepAveraging) and (key := find_state(states, callback.state_key)) is not None:
+                    callback.take_over(trainer, pl_module, states[key])
             _log.info("ModelCheckpoint: the module has the weights of %s.", self.best_model_path)
         elif trainer.is_global_zero:
             _log.warning("ModelCheckpoint: restore_best=True, but no checkpoint was written: the module is unchanged.")

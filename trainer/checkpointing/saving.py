@@ -249,11 +249,22 @@ class Saving:
             return
         self._begin_wait(filepaths)
 
-    def load_weights(self, path: str) -> None:
-        """Load the weights of a checkpoint into the module of the present run; on every rank."""
+    def load_weights(self, path: str) -> StateDict:
+        """Load the weights of a checkpoint into the module of the present run; on every rank.
+
+        The module's `on_load_checkpoint` is called before: it may add what `on_save_checkpoint` has left out.
+
+        Returns:
+            The states of callbacks in the checkpoint, which are not loaded.
+        """
         run = self._trainer.present_run()
         assert run is not None
-        snapshot.restore_weights(run, snapshot.read(run.fabric, path, is_trusted=False))
+        content = snapshot.read(run.fabric, path, is_trusted=False)
+        if (own := run.lifecycle.own("on_load_checkpoint")) is not None:
+            own(content.extra["__checkpoint__"])
+        snapshot.restore_weights(run, content)
+        states: StateDict = content.states.get("callbacks", {})
+        return states
 
     def full_state(self, run: Run, module: nn.Module | None) -> StateDict:
         """Return full weights on rank 0; see `Trainer.full_state_dict`."""

@@ -187,7 +187,7 @@ def test_a_launching_process_gets_full_weights_and_averages() -> None:
     assert_near(by_launcher(2), by_launcher(1))
 
 
-def restored(rank: int, size: int, folder: str, form: str) -> dict[str, Any]:
+def restored(rank: int, size: int, folder: str, form: str, *, averages: bool = False) -> dict[str, Any]:
     """Return the weights after fit, and what the best of the validations saw."""
     seen: list[tuple[float, Any]] = []
 
@@ -198,7 +198,8 @@ def restored(rank: int, size: int, folder: str, form: str) -> dict[str, Any]:
     best = lw.ModelCheckpoint(f"{folder}/{form}-{size}", monitor="val", mode="max", restore_best=True)  # the first
     plugins = AsyncCheckpointIO() if form == "full" else None
     quiet = {"enable_checkpointing": None, "num_sanity_val_steps": 0, "plugins": plugins}
-    trainer = trainer_for(size, form, max_epochs=3, callbacks=[Watch(), best], **quiet)
+    average = [lw.EMAWeightAveraging(decay=0.9)] if averages else []  # validations see the average
+    trainer = trainer_for(size, form, max_epochs=3, callbacks=[Watch(), *average, best], **quiet)
     module = Net()
     trainer.fit(module, training(size), validation())
     wanted = max(seen, key=lambda one: one[0])[1]
@@ -208,10 +209,11 @@ def restored(rank: int, size: int, folder: str, form: str) -> dict[str, Any]:
     return found
 
 
-def test_fit_ends_with_the_best_weights_on_request(tmp_path: Path) -> None:
-    (wanted,) = run_ranks(restored, 1, str(tmp_path), "full", connect=False)
+@pytest.mark.parametrize("averages", [False, True])
+def test_fit_ends_with_the_best_weights_on_request(tmp_path: Path, averages: bool) -> None:
+    (wanted,) = run_ranks(restored, 1, str(tmp_path), "full", connect=False, averages=averages)
     for form in ("full", "sharded"):
-        for found in run_ranks(restored, 2, str(tmp_path), form, connect=False):
+        for found in run_ranks(restored, 2, str(tmp_path), form, connect=False, averages=averages):
             assert_near(found, wanted)
 
 

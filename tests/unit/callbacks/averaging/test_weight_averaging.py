@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from toys import Net, ValidatedNet, assert_near, assert_same, loader, momentum, net, quiet, weights
 
-from loopwright.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from loopwright.callbacks import (
+    EMA,
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from loopwright.errors import CheckpointError, ConfigError
 
 
@@ -278,3 +285,75 @@ def test_two_averages_keep_separate_state(tmp_path: Path) -> None:
     assert not torch.equal(
         states[slow.state_key]["average"]["net.0.weight"], states[fast.state_key]["average"]["net.0.weight"]
     )
+
+
+# --- the best weights at the end of fit ---------------------------------------------------------------------------
+
+
+class Scored(Net):
+    """A net whose best score is that of the second epoch; it leaves its norm out of checkpoints, and puts it back."""
+
+    def __init__(self, optimizer: Any = momentum, **kwargs: Any) -> None:
+        super().__init__(optimizer, **kwargs)
+        self.validated: list[dict[str, Tensor]] = []
+        self.trained: list[dict[str, Tensor]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", [3.0, 1.0, 2.0][self.trainer.current_epoch])
+        if batch_idx == 0:
+            self.validated.append(weights(self))
+
+    def on_train_epoch_end(self) -> None:
+        self.trained.append(weights(self))
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        self.kept = checkpoint["state_dict"].pop("net.0.bias")
+
+    def on_load_checkpoint(self, checkpoint: Any) -> None:
+        checkpoint["state_dict"]["net.0.bias"] = self.kept
+
+
+def fit_scored(*callbacks: Callback, path: Path, **kwargs: Any) -> Any:
+    module = net(Scored, momentum)
+    best = ModelCheckpoint(path, "{epoch}", "score", restore_best=True, **kwargs)
+    trainer = quiet(callbacks=[*callbacks, best], max_epochs=3, enable_checkpointing=True, num_sanity_val_steps=0)
+    trainer.fit(module, loader(8, 2), loader(4, 2))
+    assert best.best_model_path.endswith("epoch=1.ckpt")
+    return module
+
+
+@pytest.mark.parametrize("make", [WeightAveraging, lambda: EMAWeightAveraging(decay=0.5)])
+def test_the_best_weights_are_the_average_that_had_the_score(make: Any, tmp_path: Path) -> None:
+    average = make()
+    module = fit_scored(average, path=tmp_path)
+    bias = "net.0.bias"  # `on_load_checkpoint` of the test puts back the last one, as trained
+    assert all(torch.equal(value, module.validated[1][name]) for name, value in weights(module).items() if name != bias)
+    assert not torch.equal(module.validated[1]["net.0.weight"], module.trained[1]["net.0.weight"])
+    assert_same(average.averaged_module(), module)
+
+
+def test_before_the_first_update_the_best_weights_are_those_that_were_trained(tmp_path: Path) -> None:
+    module = fit_scored(EMAWeightAveraging(update_starting_at_step=9), path=tmp_path)
+    assert torch.equal(module.net[0].weight, module.trained[1]["net.0.weight"])
+
+
+def test_ema_keeps_the_average_of_the_best_checkpoint_beside_its_weights(tmp_path: Path) -> None:
+    average = EMA(decay=0.5)
+    module = fit_scored(average, path=tmp_path)
+    assert torch.equal(module.net[0].weight, module.trained[1]["net.0.weight"])
+    assert torch.equal(average.shadow_state_dict()["net.0.weight"], module.validated[1]["net.0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("other", "kwargs", "text"),
+    [
+        (EMAWeightAveraging, {"save_weights_only": True}, "files would not hold the average"),
+        (lambda: StochasticWeightAveraging(0.1), {}, "an average that no score was computed for"),
+        (lambda: ModelCheckpoint(monitor="loss", restore_best=True), {}, "in 2 callbacks"),
+    ],
+)
+def test_best_weights_that_something_else_replaces_are_refused(
+    other: Any, kwargs: Any, text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        fit_scored(other(), path=tmp_path, **kwargs)
