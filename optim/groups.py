@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from torch import nn
 
@@ -86,16 +86,20 @@ def _test(module: nn.Module, rule: Rule) -> Callable[[str, nn.Parameter], bool]:
                 f"group_parameters: {rule!r} is not a regular expression ({error}).", fix="correct the rule."
             ) from error
         return lambda name, _: pattern.search(name) is not None
-    kinds = rule if isinstance(rule, tuple) else (rule,)
-    if all(isinstance(one, type) and issubclass(one, nn.Module) for one in kinds):
+    if _is_kind(rule):
         held = {
-            id(one) for part in module.modules() if isinstance(part, kinds) for one in part.parameters(recurse=False)
+            id(one) for part in module.modules() if isinstance(part, rule) for one in part.parameters(recurse=False)
         }
         return lambda _, one: id(one) in held
     if isinstance(rule, nn.Module | type) or not callable(rule):
         shown = type(rule).__name__ if isinstance(rule, nn.Module | nn.Parameter) else repr(rule)
         raise _refused(f"a regular expression, a class of modules or a function as rule, got {shown}")
     return rule
+
+
+def _is_kind(rule: object) -> TypeGuard[type[nn.Module] | tuple[type[nn.Module], ...]]:
+    kinds = rule if isinstance(rule, tuple) else (rule,)
+    return all(isinstance(one, type) and issubclass(one, nn.Module) for one in kinds)
 
 
 def _shown(rule: Rule) -> str:
