@@ -9,10 +9,11 @@ import posixpath
 import shutil
 import tempfile
 from collections.abc import Collection
+from contextlib import nullcontext
 from pathlib import Path
 
 from .refresh import refresh_file
-from .store import RemoteFile, RemoteStore, check_protocol, grown_files
+from .store import RemoteFile, RemoteStore, check_protocol, explained, grown_files
 
 _TRIES = 3
 _MOST_COPIED = 1 << 25
@@ -48,7 +49,8 @@ class RemoteReader:
 
     def exists(self) -> bool:
         """Whether something is there."""
-        return bool(self._store.names())
+        with explained(self.url):
+            return bool(self._store.names())
 
     def is_placeholder(self, path: Path) -> bool:
         """Whether a file of the copy is without its content."""
@@ -62,11 +64,12 @@ class RemoteReader:
         """Read what is new.
 
         Raises:
-            OSError: The folder changes faster than it can be read.
+            ConfigError: The store cannot be read, or the folder changes faster than it can be read.
         """
         for tried in range(1, _TRIES + 1):
             try:
-                self._refresh()
+                with explained(self.url) if tried == _TRIES else nullcontext():
+                    self._refresh()
             except OSError:  # a file was replaced after it was listed
                 if tried == _TRIES:
                     raise

@@ -13,7 +13,7 @@ import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any, Self
 
 from fsspec import AbstractFileSystem, get_filesystem_class
 from fsspec.core import url_to_fs
@@ -70,6 +70,38 @@ def explained(url: str) -> Iterator[None]:
             f"{url!r} cannot be read: {type(error).__name__}: {error}",
             fix="check the address, the credentials and the network.",
         ) from error
+
+
+class ExplainedFile:
+    """A file of a store, open for reading, whose errors name the URL; see `explained`. Other attributes are the file's.
+
+    Args:
+        file: As fsspec opens it.
+        url: Its URL.
+    """
+
+    def __init__(self, file: IO[bytes], url: str) -> None:
+        self._file, self._url = file, url
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next bytes."""
+        with explained(self._url):
+            return self._file.read(size)
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Read the next bytes into a buffer and return their number."""
+        with explained(self._url):
+            count: int = self._file.readinto(buffer)  # type: ignore[attr-defined]  # typeshed's IO lacks it
+            return count
 
 
 def make_folder(files: AbstractFileSystem, folder: str) -> None:

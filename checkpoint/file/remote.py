@@ -6,16 +6,17 @@ folder (TMPDIR), uploaded under a temporary key, compared, and moved.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import posixpath
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 from urllib.parse import unquote
 
-from ...errors import CheckpointError, MissingDependency
+from ...errors import CheckpointError, ConfigError, MissingDependency
 from ...protocols import StorageOptions
 
 logger = logging.getLogger(__name__)
@@ -87,14 +88,18 @@ class Remote:
 
     def is_folder(self) -> bool:
         """Return whether the address is a folder."""
-        return bool(self._store.isdir(self._key))
-
-    def open(self) -> tuple[IO[bytes], int]:
-        """Return the file, open for reading, and its size in bytes."""
         from ...remote.store import explained
 
         with explained(self.url):
-            return self._store.open(self._key, "rb"), int(self._store.size(self._key))
+            return bool(self._store.isdir(self._key))
+
+    def open(self) -> tuple[IO[bytes], int]:
+        """Return the file, open for reading, and its size in bytes."""
+        from ...remote.store import ExplainedFile, explained
+
+        with explained(self.url):
+            file, size = self._store.open(self._key, "rb"), int(self._store.size(self._key))
+        return cast("IO[bytes]", ExplainedFile(file, self.url)), size
 
     def send(self, source: Path) -> None:
         """Put a local file there: under a temporary key first, then moved.
@@ -120,15 +125,33 @@ class Remote:
         self._remove_left(folder, start)
 
     def fetch(self, target: Path) -> None:
-        """Copy the file to a local one."""
-        self._store.get_file(self._key, str(target))
+        """Copy the file to a local one.
+
+        Raises:
+            ConfigError: The store cannot be read, or there is no space for the copy.
+        """
+        from ...remote.store import explained
+
+        with explained(self.url):
+            try:
+                self._store.get_file(self._key, str(target))
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                raise ConfigError(
+                    f"{self.url!r} cannot be copied to {str(target.parent)!r}: {error.strerror}.",
+                    fix="free space there, or set the environment variable TMPDIR to a folder on another disk.",
+                ) from error
 
     def neighbours(self) -> list[str]:
         """Return the names of the files in the same folder."""
+        from ...remote.store import explained
+
         folder = posixpath.dirname(self._key)
-        if not self._store.isdir(folder):
-            return []
-        return [posixpath.basename(name) for name in self._store.ls(folder, detail=False)]
+        with explained(self.url):
+            if not self._store.isdir(folder):
+                return []
+            return [posixpath.basename(name) for name in self._store.ls(folder, detail=False)]
 
     def remove(self) -> None:
         """Remove the file."""

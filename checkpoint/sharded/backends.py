@@ -10,9 +10,9 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from ...files import remove_quietly
 from ...protocols import StorageOptions
@@ -124,7 +124,8 @@ class RemoteBackend:
         """Return the names in it; none if it is not there."""
         self._store.invalidate_cache()
         try:
-            found = self._store.ls(self._key, detail=False)
+            with self._explained():
+                found = self._store.ls(self._key, detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return set()
         return {str(name).rstrip("/").rpartition("/")[2] for name in found}
@@ -135,16 +136,21 @@ class RemoteBackend:
         Raises:
             OSError: It is not there.
         """
-        return int(self._store.size(self._path(name)))
+        with self._explained(name):
+            return int(self._store.size(self._path(name)))
 
     def open(self, name: str) -> IO[bytes]:
         """Return a file, open for reading."""
-        file: IO[bytes] = self._store.open(self._path(name), "rb")
-        return file
+        from ...remote.store import ExplainedFile
+
+        with self._explained(name):
+            file: IO[bytes] = self._store.open(self._path(name), "rb")
+        return cast("IO[bytes]", ExplainedFile(file, self.address(name)))
 
     def read(self, name: str) -> bytes:
         """Return the content of a small file."""
-        return bytes(self._store.cat_file(self._path(name)))
+        with self._explained(name):
+            return bytes(self._store.cat_file(self._path(name)))
 
     @contextmanager
     def create(self, name: str) -> Iterator[Sink]:
@@ -179,6 +185,11 @@ class RemoteBackend:
         self._remove(MANIFEST)
         if self._store.exists(self._key):
             self._store.rm(self._key, recursive=True)
+
+    def _explained(self, name: str = "") -> AbstractContextManager[None]:
+        from ...remote.store import explained
+
+        return explained(self.address(name) if name else self.url)
 
     def _make(self) -> None:
         from ...remote.store import make_folder

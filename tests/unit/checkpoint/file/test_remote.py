@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import io
+import re
 import uuid
 from pathlib import Path
 from typing import Any
@@ -202,6 +205,80 @@ def test_a_store_that_cannot_be_read_is_no_missing_and_no_damaged_checkpoint(tmp
     trainer = quiet(max_epochs=1, default_root_dir="closed://runs", enable_checkpointing=True)
     with pytest.raises(ConfigError, match="'closed://runs/checkpoints' cannot be read"):
         trainer.fit(net(), loader(), ckpt_path="last")
+
+
+class Expires(ObjectStore):
+    """A store whose credentials expire after some requests, with errors of its library."""
+
+    protocol = "expires"
+    left = 0
+
+    def _spend(self, path: str) -> None:
+        if path.endswith((".ckpt", ".safetensors", "manifest.json")):
+            Expires.left -= 1
+            if Expires.left < 0:
+                raise RuntimeError("ExpiredToken")
+
+    def cat_file(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        self._spend(path)
+        return super().cat_file(path, *args, **kwargs)
+
+    def get_file(self, rpath: str, *args: Any, **kwargs: Any) -> Any:
+        self._spend(rpath)
+        return super().get_file(rpath, *args, **kwargs)
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        file = super()._open(path, mode, **kwargs)
+        if mode != "rb":
+            return file
+        spend = self._spend
+
+        class Reads(io.BytesIO):
+            def read(self, size: int | None = -1) -> bytes:
+                spend(path)
+                return super().read(size)
+
+            def readinto(self, buffer: Any) -> int:
+                spend(path)
+                return super().readinto(buffer)
+
+        return Reads(file.read())
+
+
+def test_every_later_read_of_a_store_names_the_url(checkpoint: dict[str, Any]) -> None:
+    fsspec.register_implementation("expires", Expires, clobber=True)
+    Expires.left = 10**6
+    save(checkpoint, "expires://runs/a.ckpt")
+    sharded.save(checkpoint, "expires://runs/b.ckpt")
+    ends: dict[str, int] = {}
+    texts: list[str] = []
+    for name, read in (("a", load), ("a", verify), ("b", sharded.load), ("b", sharded.verify), ("b", load)):
+        for allowed in range(100):
+            Expires.left = allowed
+            try:
+                read(f"expires://runs/{name}.ckpt")
+            except ConfigError as error:
+                texts.append(error.what)
+            else:
+                ends[f"{read.__module__}.{read.__name__} {name}"] = allowed
+                break
+    pattern = r"'expires://runs/[ab]\.ckpt.*' cannot be read: RuntimeError: ExpiredToken"
+    assert [one for one in texts if not re.fullmatch(pattern, one)] == []
+    assert len(ends) == 5
+    assert min(ends.values()) >= 1
+
+
+def test_a_full_disk_is_not_the_fault_of_the_store(checkpoint: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "memory://space/a.ckpt"
+    save(checkpoint, url)
+
+    def get_file(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "get_file", get_file)
+    with pytest.raises(ConfigError, match=r"cannot be copied to '.*': No space left on device") as caught:
+        load(url)
+    assert "TMPDIR" in caught.value.fix
 
 
 def test_settings_that_a_store_refuses_are_not_taken_for_an_unknown_protocol() -> None:
