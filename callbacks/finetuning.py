@@ -112,12 +112,15 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Unfreeze all parameters, and let batch norms update running statistics."""
+        """Unfreeze all parameters, and let batch norms update running statistics.
+
+        Weights of integers, which `BitsandbytesPrecision` has packed, have no gradient and stay frozen.
+        """
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, _BatchNorm):
                 module.track_running_stats = True
             for parameter in module.parameters(recurse=False):
-                parameter.requires_grad = True
+                parameter.requires_grad = parameter.is_floating_point() or parameter.is_complex()
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:

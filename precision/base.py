@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,6 +19,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.overrides import has_torch_function_unary
 
 from ..deferred_compiler import step_uncompiled
+from ..errors import nearest
+from ..messages import warn
 from ..protocols import AnyBatch, StateDict, Tree
 from ..tree import map_tree
 
@@ -152,6 +154,15 @@ class Precision:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.precision!r})"
+
+
+def warn_of_unknown(ignored: Collection[str], module: nn.Module) -> None:
+    """Warn of names in `ignore_modules` that the module does not have: the layers that they mean are converted."""
+    names = dict(module.named_modules())
+    for one in sorted(set(ignored) - set(names)):
+        ending = next((name for name in names if name.endswith(f".{one}")), None)
+        hint = f" (did you mean {ending!r}?)" if ending else nearest(one, names)
+        warn(f"ignore_modules has {one!r}{hint}, and {type(module).__name__} has no module of that name")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..errors import ConfigError, MissingDependency, ModuleError, nearest
 from ..messages import warn
+from .base import warn_of_unknown
 from .mixed import MixedPrecision
 
 # Any in this file: torchao, which is imported where it is used.
@@ -109,6 +110,8 @@ class Float8Precision(MixedPrecision):
         Raises:
             ModuleError: No layer can be replaced.
         """
+        if not any(isinstance(one, self._kind()) for one in module.modules()):
+            warn_of_unknown(self.ignore_modules, module)
         is_fit = partial(_is_fit, self.ignore_modules, _MULTIPLE[self.recipe])
         kind = self._kind()
         if self.recipe == _MX:

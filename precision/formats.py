@@ -114,9 +114,15 @@ def check_format(tensor: Tensor, name: str) -> FormatCheck:
         raise ConfigError(
             f"Expected a number format, got {name!r}{nearest(str(name), FORMATS)}.", fix=f"use {', '.join(FORMATS)}."
         )
-    if not tensor.is_floating_point() or not tensor.numel():
+    is_usable = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.layout is torch.strided
+    if not is_usable or not tensor.numel():
+        got = (
+            f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype} and {tensor.layout}"
+            if isinstance(tensor, Tensor)
+            else type(tensor).__name__
+        )
         raise ConfigError(
-            f"Expected floating point values, got a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}.",
+            f"Expected a dense tensor with floating point values, got {got}.",
             fix="pass weights, activations or gradients.",
         )
     values = tensor.detach()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import ConfigError, MissingDependency, ModuleError, nearest
-from .base import kept_buffers
+from .base import kept_buffers, warn_of_unknown
 from .uniform import UniformPrecision
 
 # Any in this file: bitsandbytes, which has no types.
@@ -77,6 +77,7 @@ class BitsandbytesPrecision(UniformPrecision):
         kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
         if any(isinstance(one, kinds) for one in module.modules()):
             return module
+        warn_of_unknown(self.ignore_modules, module)
         found = {
             name: one
             for name, one in module.named_modules()
@@ -109,7 +110,7 @@ class BitsandbytesPrecision(UniformPrecision):
         weight = linear.weight.data
         if self.precision.startswith("int8"):
             keeps = self.precision == "int8-training"
-            layer = bnb.nn.Linear8bitLt(
+            layer = importlib.import_module(".int8_linear", __package__).Int8Linear(
                 linear.in_features, linear.out_features, has_fp16_weights=keeps, threshold=6.0, **size
             )
             layer.weight = bnb.nn.Int8Params(

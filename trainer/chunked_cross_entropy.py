@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,8 @@ def chunked_cross_entropy(
         ConfigError: An argument is invalid, or the head's weights are shards of a mesh (DTensor) when it is called, as
             with tensor parallelism: each rank would have the logits of a part of the vocabulary.
     """
-    _check(states, labels, chunk_size, label_smoothing, reduction)
+    _check(states, head, labels)
+    _check_options(chunk_size, ignore_index, label_smoothing, softcap, reduction)
     states, labels = states.flatten(0, -2), labels.flatten()
     weight = head if isinstance(head, Tensor) else getattr(head, "weight", None)
     size = chunk_size or (default_chunk_size(len(weight)) if isinstance(weight, Tensor) else 1024)
@@ -72,7 +73,17 @@ def chunked_cross_entropy(
     return total if reduction == "sum" else total / (labels != ignore_index).sum()
 
 
-def _check(states: Tensor, labels: Tensor, chunk_size: int | None, label_smoothing: float, reduction: str) -> None:
+def _check(states: Tensor, head: object, labels: Tensor) -> None:
+    if not isinstance(head, nn.Module | Tensor) or isinstance(head, nn.Embedding):
+        raise ArgumentTypeError(
+            f"Expected a module that computes logits, or the weight of a linear layer, got {type(head).__name__}.",
+            fix="pass embedding.weight." if isinstance(head, nn.Embedding) else "pass a module or a weight as head.",
+        )
+    if states.ndim < 2:
+        raise ConfigError(
+            f"Expected states of shape (..., width), got {tuple(states.shape)}.",
+            fix="use states[None] and labels[None].",
+        )
     if states.shape[:-1] != labels.shape:
         raise ConfigError(
             f"Expected labels of the shape of states without the last dimension, got states of shape "
@@ -81,12 +92,27 @@ def _check(states: Tensor, labels: Tensor, chunk_size: int | None, label_smoothi
         )
     if labels.dtype != torch.int64:
         raise ArgumentTypeError(f"Expected labels of dtype torch.int64, got {labels.dtype}.", fix="use labels.long().")
-    if chunk_size is not None and chunk_size < 1:
-        raise ConfigError(f"Expected chunk_size of at least 1, or None, got {chunk_size}.", fix="pass a larger one.")
-    if not 0 <= label_smoothing <= 1:
-        raise ConfigError(f"Expected label_smoothing from 0 to 1, got {label_smoothing}.", fix="pass such a number.")
+
+
+def _check_options(
+    chunk_size: object, ignore_index: object, label_smoothing: object, softcap: object, reduction: object
+) -> None:
+    if chunk_size is not None and not (_is_whole(chunk_size) and chunk_size >= 1):
+        raise ConfigError(
+            f"Expected chunk_size of at least 1, or None, got {chunk_size!r}.", fix="pass a whole number of positions."
+        )
+    if not _is_whole(ignore_index):
+        raise ConfigError(f"Expected a label as ignore_index, got {ignore_index!r}.", fix="pass a whole number.")
+    if not (isinstance(label_smoothing, int | float) and 0 <= label_smoothing <= 1):
+        raise ConfigError(f"Expected label_smoothing from 0 to 1, got {label_smoothing!r}.", fix="pass such a number.")
+    if softcap is not None and not (isinstance(softcap, int | float) and softcap > 0):
+        raise ConfigError(f"Expected softcap above 0, or None, got {softcap!r}.", fix="pass None for no limit.")
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"Expected reduction 'mean' or 'sum', got {reduction!r}.", fix="pass one of them.")
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def default_chunk_size(vocab_size: int) -> int:

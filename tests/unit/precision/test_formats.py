@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,3 +130,9 @@ def test_the_page_has_the_table() -> None:
         one = FORMATS[name]
         assert int(bits) == one.bits
         assert [f"{value:.3g}" for value in (one.largest, one.smallest, one.epsilon)] == [largest, smallest, epsilon]
+
+
+@pytest.mark.parametrize("given", [[1.0, 2.0], torch.eye(3).to_sparse(), torch.ones(2, dtype=torch.complex64)])
+def test_what_is_no_dense_tensor_of_floats_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="Expected a dense tensor with floating point values, got"):
+        check_format(given, "bfloat16")

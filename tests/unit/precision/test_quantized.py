@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import loopwright as lw
+from loopwright.callbacks import BaseFinetuning
 from loopwright.errors import ConfigError, ModuleError
 from loopwright.fabric.resolve import _PACKED
 from loopwright.precision.quantized import BITSANDBYTES_MODES, import_bitsandbytes
@@ -187,3 +188,40 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     for strategy in ("fsdp", "deepspeed"):
         with pytest.raises(ConfigError, match="BitsandbytesPrecision cannot be used"):
             lw.Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[lw.BitsandbytesPrecision("nf4")])
+
+
+@pytest.mark.parametrize("shape", [(64,), (2, 3, 64), (2, 1, 3, 64)])
+@pytest.mark.parametrize("mode", ["int8", "int8-training"])
+def test_inputs_have_any_shape(mode: str, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 32))
+    wanted = plain[0].weight.detach().clone().requires_grad_()
+    layer = lw.BitsandbytesPrecision(mode, torch.float32).convert_module(plain)[0]
+    given, same = (torch.ones(shape).cumsum(-1).requires_grad_() for _ in range(2))
+    output, expected = layer(given), F.linear(same, wanted, layer.bias.detach())
+    for one in (output, expected):
+        one.square().sum().backward()
+    # 8 bits of a row's largest value: the error of 64 products is below 1/100 of the largest result.
+    pairs = [(output, expected), (given.grad, same.grad)]
+    pairs += [(layer.weight.grad, wanted.grad)] if mode == "int8-training" else []
+    for found, reference in pairs:
+        assert found.shape == reference.shape
+        assert (found - reference).abs().max() < 0.02 * reference.abs().max()
+
+
+def test_a_backbone_of_packed_weights_is_unfrozen_but_for_them() -> None:
+    module = Net()
+    precision("nf4").convert_module(module)
+    BaseFinetuning.freeze(module.body)
+    BaseFinetuning.make_trainable(module.body)
+    assert [one.requires_grad for one in module.body.parameters()] == [False, True, False, True, True, True]
+
+
+def test_a_name_to_ignore_that_no_module_has_is_said() -> None:
+    module = nn.ModuleDict({"model": nn.ModuleDict({"head": nn.Linear(64, 64), "body": nn.Linear(64, 64)})})
+    with pytest.warns(UserWarning, match=r"ignore_modules has 'head' \(did you mean 'model.head'\?\)"):
+        lw.BitsandbytesPrecision("nf4", ignore_modules="head").convert_module(module)
+    with pytest.warns(UserWarning, match=r"ignore_modules has 'model.haed' \(did you mean 'model.head'\?\)"):
+        lw.BitsandbytesPrecision("nf4", ignore_modules="model.haed").convert_module(
+            nn.ModuleDict({"model": nn.ModuleDict({"head": nn.Linear(64, 64)})})
+        )

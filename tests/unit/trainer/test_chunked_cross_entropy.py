@@ -111,6 +111,14 @@ def test_logits_of_one_chunk_only_are_kept() -> None:
         ({"chunk_size": 0}, "chunk_size"),
         ({"label_smoothing": 1.5}, "label_smoothing"),
         ({"reduction": "none"}, "reduction"),
+        ({"chunk_size": 2.0}, "chunk_size of at least 1, or None, got 2.0"),
+        ({"chunk_size": "8"}, "chunk_size of at least 1, or None, got '8'"),
+        ({"label_smoothing": "0.1"}, "label_smoothing from 0 to 1, got '0.1'"),
+        ({"softcap": 0.0}, "softcap above 0, or None, got 0.0"),
+        ({"ignore_index": None}, "a label as ignore_index, got None"),
+        ({"head": torch.relu}, "a module that computes logits, .* got builtin"),
+        ({"head": nn.Embedding(3, 4)}, r"got Embedding[\s\S]*pass embedding.weight"),
+        ({"states": torch.zeros(4), "labels": torch.tensor(0)}, r"states of shape \(..., width\), got \(4,\)"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(change: dict[str, Any], words: str) -> None:
