@@ -57,13 +57,14 @@ def read_topology(text: str) -> dict[str, str]:
         text: Output of `nvidia-smi topo -m`: a matrix with GPUs and network cards as rows and columns.
     """
     lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
-    columns = [word for word in lines[0] if re.fullmatch(r"GPU\d+", word)] if lines else []
+    header = lines[0] if lines else []  # cards before the GPUs have columns, too
+    columns = [word for word in header if re.fullmatch(r"GPU\d+", word)]
     rows = {words[0]: words[1:] for words in lines[1:] if words[0] in columns}
     return {
-        f"{first[3:]}-{second[3:]}": rows[first][columns.index(second)]
+        f"{first[3:]}-{second[3:]}": rows[first][header.index(second)]
         for position, first in enumerate(columns)
         for second in columns[position + 1 :]
-        if first in rows and len(rows[first]) > columns.index(second)
+        if first in rows and len(rows[first]) > header.index(second)
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,14 +103,23 @@ def facts_of_rank(fabric: Fabric) -> RankFacts:
         machine=fabric.node_rank,
         host=socket.gethostname(),
         versions=versions,
-        packages={one.name: one.version for one in metadata.distributions() if one.name},
+        packages=installed_packages(),
         variables={
-            name: value
+            name: value or "empty"
             for name, value in os.environ.items()
             if name.startswith(_VARIABLES) and name not in _OWN_VARIABLES
         },
         links=find_links() if fabric.local_rank == 0 else None,
     )
+
+
+def installed_packages() -> dict[str, str]:
+    """Return the versions of packages by normalized name."""
+    found: dict[str, str] = {}
+    for one in metadata.distributions():
+        if one.name:  # the first one on sys.path is imported; names differ in - and _ between installers
+            found.setdefault(re.sub(r"[-_.]+", "-", one.name).lower(), one.version)
+    return found
 
 
 def judge_places(ranks: Sequence[RankFacts], took_s: float) -> Finding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -11,6 +12,8 @@ from ...doctor import Finding, Level
 from ...doctor.ranks import examine_ranks
 from ...errors import LaunchError, LoopwrightError
 from .launch import DEFAULT_PORT
+
+_OPTIONS = ("nnodes", "nproc_per_node", "node_rank", "main_address", "main_port", "rdzv_endpoint")
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +40,7 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
 def wants_ranks(given: argparse.Namespace) -> bool:
     """Return whether several ranks are to be checked: the user asks for it, or torchrun has started them."""
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1"
-    return is_launched or given.nnodes is not None or given.nproc_per_node is not None
+    return is_launched or any(getattr(given, name) is not None for name in _OPTIONS)
 
 
 def examine_all_ranks(
@@ -61,7 +64,10 @@ def examine_all_ranks(
     if cluster.local_rank() > 0:
         levels = [one.level.value for one in findings]
     elif cluster.node_rank() > 0:
-        levels = show(one for one in findings if one.level is Level.PROBLEM)
+        problems = [one for one in findings if one.level is Level.PROBLEM]
+        levels = show(problems) if problems or given.json else []
+        if not levels and not given.json:
+            sys.stdout.write("no problems; machine 0 shows the findings\n")
     else:
         levels = show(findings)
     return 1 if "problem" in levels else 0
@@ -69,6 +75,10 @@ def examine_all_ranks(
 
 def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """End with the parser's error if the arguments are contradictory."""
+    if given.nnodes is None and "TORCHELASTIC_RUN_ID" not in os.environ:
+        alone = [f"--{name.replace('_', '-')}" for name in _OPTIONS[2:] if getattr(given, name) is not None]
+        if alone:
+            parser.error(f"{', '.join(alone)} without --nnodes: expected the number of machines, as in --nnodes 2")
     for name in ("nnodes", "nproc_per_node"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: expected a number of at least 1")
@@ -79,6 +89,11 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         if not given.main_address or not port.isdecimal():
             parser.error(f"--rdzv-endpoint {given.rdzv_endpoint}: expected HOST:PORT")
         given.main_port = port
+    if given.main_port is not None:
+        if not given.main_port.isdecimal() or not 1 <= int(given.main_port) <= 65535:
+            parser.error(f"--main-port {given.main_port}: expected a port from 1 to 65535")
+        if given.main_address is None and (given.nnodes or 1) > 1:
+            parser.error("--main-port without --main-address: expected the name or address of machine 0, too")
     if given.node_rank is not None and not 0 <= given.node_rank < (given.nnodes or 1):
         parser.error(f"--node-rank {given.node_rank}: expected 0 to {(given.nnodes or 1) - 1}, one number per machine")
 
@@ -111,6 +126,9 @@ def _examine(given: argparse.Namespace) -> Iterator[Finding]:
         yield Finding("ranks", "connection", error.what, Level.PROBLEM, f"{error.fix}{limit}")
     except RuntimeError as error:  # of torch, if a rank has ended: the watch knows which
         failure = fabric.watch.explain(error) if fabric is not None and fabric.watch is not None else None
-        if failure is None:
-            raise
-        yield Finding("ranks", "connection", failure.what, Level.PROBLEM, failure.fix)
+        if failure is not None:
+            yield Finding("ranks", "connection", failure.what, Level.PROBLEM, failure.fix)
+            return
+        # Rank 0, which has the store, is gone.
+        what = f"The ranks lost their connection: {str(error).strip().partition(chr(10))[0]}"
+        yield Finding("ranks", "connection", what, Level.PROBLEM, "see the output of machine 0.")

@@ -34,6 +34,9 @@ def test_links_of_gpus_are_read_pair_by_pair() -> None:
     assert read_topology(by_pcie) == {"0-1": "NV18", "0-2": "SYS", "1-2": "NV18"}
     assert read_topology("") == {}
     assert read_topology("\tGPU0\tCPU Affinity\nGPU0\t X \t0-15\n") == {}
+    assert read_topology("\tNIC0\tGPU0\tGPU1\nNIC0\t X \tPXB\tPXB\nGPU0\tPXB\t X \tNV4\nGPU1\tPXB\tNV4\t X \n") == {
+        "0-1": "NV4"
+    }
 
 
 def test_ports_of_infiniband_and_roce_are_read_where_they_are_active(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from ranks import run_ranks
 
 from loopwright.doctor import Level
 from loopwright.doctor.all_reduce import AllReduceError, Rate, measure
-from loopwright.doctor.ranks import RankFacts, compare, judge_places
+from loopwright.doctor.ranks import RankFacts, compare, installed_packages, judge_places
 
 
 def _rank(machine: int, versions: Mapping[str, str], packages: Mapping[str, str], **variables: str) -> RankFacts:
@@ -36,6 +37,16 @@ def test_what_differs_is_named_by_rank_and_host() -> None:
     assert found["package rich"].value == "15 on ranks 0, 1 (host0); none on rank 2 (host1)"
     assert found["variable NCCL_ALGO"].value == "none on ranks 0, 1 (host0); Ring on rank 2 (host1)"
     assert "ranks 0, 1 on machine 0 (host0); rank 2 on machine 1 (host1)" in judge_places(ranks, 0.5).value
+
+
+def test_the_version_of_a_package_is_the_one_that_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, (folder, name) in enumerate([("first", "Some_Package"), ("second", "some-package")]):
+        place = tmp_path / folder / f"some_package-{number}.dist-info"
+        place.mkdir(parents=True)
+        (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    assert installed_packages()["some-package"] == "1"
+    assert "Some_Package" not in installed_packages()
 
 
 def test_many_unequal_packages_share_a_line() -> None:
@@ -93,6 +104,9 @@ def test_a_wrong_sum_is_reported_on_all_ranks_with_its_rank() -> None:
         (["--nproc-per-node", "0"], "--nproc-per-node 0: expected a number of at least 1"),
         (["--nnodes", "2", "--rdzv-endpoint", "host"], "expected HOST:PORT"),
         (["--nnodes", "2", "--rdzv-endpoint", "a:1", "--main-address", "a"], "alternatives"),
+        (["--node-rank", "0", "--main-address", "a"], "--node-rank, --main-address without --nnodes"),
+        (["--nnodes", "2", "--main-port", "80"], "--main-port without --main-address"),
+        (["--nnodes", "2", "--main-address", "a", "--main-port", "70000"], "a port from 1 to 65535"),
     ],
 )
 def test_contradictory_arguments_are_refused(
