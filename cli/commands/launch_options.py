@@ -189,8 +189,9 @@ def read_request(arguments: Sequence[str], variables: Mapping[str, str] | None =
                 fix="see `loopwright launch --help`; write your program's options after its name.",
             )
     file = _Found() if given.config is None else _read_file(given.config)
-    has_rendezvous = "rdzv-endpoint" in {**file.options, **flags.options}
-    environment = _read_variables(variables or {}, has_rendezvous=has_rendezvous)
+    chosen = {**file.options, **flags.options}
+    is_own = "rdzv-endpoint" in chosen or "1" in (chosen.get("nnodes"), chosen.get("num-nodes"))
+    environment = _read_variables(variables or {}, has_own_machines=is_own)
     problems = Problems([*flags.problems, *file.problems, *environment.problems])
     if program and file.program and has_dashes:
         program, given.module = [*file.program, *program], file.is_module
@@ -262,10 +263,10 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str], bool]:
     return ours, list(arguments[index:]), False
 
 
-def _read_variables(variables: Mapping[str, str], *, has_rendezvous: bool) -> _Found:
+def _read_variables(variables: Mapping[str, str], *, has_own_machines: bool) -> _Found:
     """Return the options that torchrun would take from its variables, or that follow from those of a SageMaker job."""
     found = _Found()
-    if not has_rendezvous:
+    if not has_own_machines:
         of_job = {f"PET_{name}": value for name, value in sagemaker_variables(variables).items()}
         variables = {**of_job, **variables}
     for option in OPTIONS:

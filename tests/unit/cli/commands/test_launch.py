@@ -505,6 +505,7 @@ def test_the_hosts_of_a_sagemaker_job_are_the_machines() -> None:
     job = {"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-2"}
     made = make_plan(read_request(["--nproc-per-node", "4", "a.py"], job), num_gpus=4, num_cpus=8, variables=job)
     assert made.torchrun[:4] == ("--nnodes=2", "--node-rank=1", "--master-addr=algo-1", "--master-port=29400")
+    assert read_request(["--nnodes", "1", "a.py"], job).options == {"nnodes": "1"}  # each host by itself
     single = {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}
     assert read_request(["a.py"], single).options == {}
     elastic = read_request(["--nnodes", "1:2", "--rdzv-endpoint", "a:1", "--rdzv-id", "j", "a.py"], job)
