@@ -10,7 +10,7 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -44,6 +44,14 @@ WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 _EXTRA = "_extra_state"  # torch's name of what a module's get_extra_state returns
 _OWN = "_loopwright"  # entry of config.json: what load_from_checkpoint knows about hyperparameters from a checkpoint
 _FIX = "check the name, the token (`hf auth login`, or HF_TOKEN), and the network; HF_ENDPOINT is the hub's address."
+
+# The bases of HfHubHTTPError are the HTTP library's errors, such as a cut connection.
+_FAILURES: tuple[type[Exception], ...] = (
+    *cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__),
+    EntryNotFoundError,
+    HFValidationError,
+    OSError,
+)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -86,7 +94,7 @@ def push_to_hub(
     try:  # before the weights are read and written
         validate_repo_id(repo_id)
         repo_id = repo_id if "/" in repo_id else f"{api.whoami()['name']}/{repo_id}"
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except _FAILURES as error:
         raise CheckpointError(f"{repo_id!r} could not be published: {error}", fix=_FIX) from error
     with tempfile.TemporaryDirectory(prefix="loopwright-hub-") as folder:
         write_hub_files(source, folder, repo_id=repo_id, metrics=metrics, description=description)
@@ -98,7 +106,7 @@ def push_to_hub(
                 revision=revision,
                 commit_message=commit_message or f"Upload weights with Loopwright {__version__}",
             )
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
+        except _FAILURES as error:
             raise CheckpointError(f"{repo_id!r} could not be published: {error}", fix=_FIX) from error
     return str(commit.commit_url)
 
@@ -255,7 +263,7 @@ def _download(repo_id: str, name: str, revision: str | None, token: str | None) 
     """Return the local copy of a file; None if the repository does not have it."""
     try:
         return Path(huggingface_hub.hf_hub_download(repo_id, name, revision=revision, token=token))
-    except (EntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+    except _FAILURES as error:
         if _is_absent(error, repo_id, name, revision):
             return None
         raise CheckpointError(f"{name} of {repo_id!r} could not be downloaded: {error}", fix=_FIX) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from ...errors import ConfigError, MissingDependency
 from .settings import DataSettings, SourceLike, listed
@@ -68,10 +69,17 @@ def _folder(name: str, hub: HubData) -> Path:
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError as error:
         raise MissingDependency("huggingface_hub", needed_for=f"data={name}", extra="recipes") from error
+    # The bases are the HTTP library's errors: a cut connection, no answer, a circle of redirects. ValueError: neither a
+    # connection nor a copy in the cache.
+    failures: tuple[type[Exception], ...] = (
+        *cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__),
+        OSError,
+        ValueError,
+    )
     try:
         folder = Path(snapshot_download(hub.repository, repo_type="dataset", allow_patterns=list(hub.patterns)))
-    except (HfHubHTTPError, OSError, ValueError) as error:  # ValueError: neither a connection nor a copy in the cache
-        first = str(error).strip().partition("\n")[0]
+    except failures as error:
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
             f"data: Expected to download {hub.repository} for the name {name}, got: {first}",
             fix="check the connection (HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE), or pass files.",

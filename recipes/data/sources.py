@@ -190,7 +190,7 @@ def _read_parquet(file: Path) -> Iterator[Record]:
     try:
         with ParquetFile(file) as table:
             yield from _read_rows(file, table, size)
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:  # OSError: a damaged page, too
         yield Record(f"{file}:row 1", size=size, problem=f"Expected a parquet file, got one that is damaged ({error}).")
 
 

@@ -209,6 +209,15 @@ def test_a_missing_repository_is_named(hub: type[Hub]) -> None:
         push_to_hub(Tied(width=3), "not a name")
 
 
+def test_a_cut_connection_is_an_error_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(*args: object, **options: object) -> None:
+        raise huggingface_hub.errors.HfHubHTTPError.__bases__[0]("peer closed connection")  # the HTTP library's error
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", cut)
+    with pytest.raises(CheckpointError, match="could not be downloaded: peer closed connection"):
+        load_from_hub(nn.Linear, "me/net")
+
+
 def test_the_files_can_be_looked_at_first(tmp_path: Path) -> None:
     write_hub_files(Tied(width=3), tmp_path / "new", repo_id="me/tied")
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"model.safetensors", "config.json", "README.md"}

@@ -13,7 +13,9 @@ import pytest
 from hub_server import Hub, serve_hub
 from recipe_runs import make_inputs
 
-from loopwright.recipes.data.named import NAMED, named_data
+from loopwright.errors import ConfigError
+from loopwright.recipes.data.named import NAMED, download, named_data
+from loopwright.recipes.data.settings import DataSettings
 
 pytest.importorskip("pyarrow")
 
@@ -70,6 +72,17 @@ def test_what_cannot_be_downloaded_is_named_before_anything_else_is_done(
     assert "Expected to download roneneldan/TinyStories for the name tinystories" in missing.stderr
     assert "HF_ENDPOINT" in missing.stderr
     assert "Traceback" not in missing.stderr
+
+
+def test_a_cut_connection_is_an_error_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+
+    def cut(*args: object, **options: object) -> None:
+        raise hub.errors.HfHubHTTPError.__bases__[0]("peer closed connection")  # the HTTP library's error
+
+    monkeypatch.setattr(hub, "snapshot_download", cut)
+    with pytest.raises(ConfigError, match=r"for the name alpaca, got: peer closed connection"):
+        download(DataSettings("alpaca"))
 
 
 def test_a_file_of_the_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,3 +113,15 @@ def test_null_keys_of_parquet_files_are_absent(tmp_path: Path) -> None:
         rows[0],
         {"messages": [{"call": {"y": "z"}}]},
     ]
+
+
+def test_a_damaged_page_of_a_parquet_file_is_named(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{"text": f"a line of text, number {n}"} for n in range(400)]), path)
+    content = bytearray(path.read_bytes())
+    content[100:400] = bytes(300)
+    path.write_bytes(content)
+    assert "got one that is damaged" in list(read_records(path))[-1].problem
