@@ -82,8 +82,13 @@ def launch(arguments: Sequence[str]) -> int:
 
 
 def _ask(path: str) -> int:
+    if Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK):  # before the questions
+        raise ConfigError(f"Expected a file that can be written, got --ask {path!r}.", fix="pass another path.")
     try:
         ask(path)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\nloopwright launch: {path} was not written.\n")
+        return 130
     except EOFError as error:
         raise ConfigError(
             "Expected answers on the terminal, got the end of the input.",

@@ -501,6 +501,25 @@ def test_without_a_terminal_questions_are_an_error(
     assert "Expected answers on the terminal" in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_is_named_before_the_questions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (tmp_path, tmp_path / "none" / "a.yaml"):
+        assert launch(["--ask", str(path)]) == 2
+        assert "Expected a file that can be written" in capsys.readouterr().err
+
+
+def test_ctrl_c_at_a_question_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(path: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("loopwright.cli.commands.launch.ask", interrupt)
+    assert launch(["--ask", str(tmp_path / "a.yaml")]) == 130
+    assert "was not written" in capsys.readouterr().err
+
+
 def test_the_hosts_of_a_sagemaker_job_are_the_machines() -> None:
     job = {"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-2"}
     made = make_plan(read_request(["--nproc-per-node", "4", "a.py"], job), num_gpus=4, num_cpus=8, variables=job)
