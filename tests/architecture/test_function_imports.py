@@ -161,16 +161,20 @@ def _closure(module: str) -> frozenset[str]:
         waiting += _own(file)
         if "." in one:
             waiting.append(one.rpartition(".")[0])
-        for node in _imports(tree_of(file), is_local=False):
-            for target in _targets(file, node):
-                if target not in _modules():
-                    found |= _needs(target)
+        for target in _at_top(file) - _own(file):
+            found |= _needs(target)
     return frozenset(found)
 
 
-def _own(file: Path) -> set[str]:
+def _own(file: Path) -> frozenset[str]:
+    return _at_top(file) & _modules().keys()
+
+
+@cache
+def _at_top(file: Path) -> frozenset[str]:
+    """Return what a file imports outside functions."""
     nodes = _imports(tree_of(file), is_local=False)
-    return {target for node in nodes for target in _targets(file, node) if target in _modules()}
+    return frozenset(target for node in nodes for target in _targets(file, node))
 
 
 def _imports(tree: ast.AST, *, is_local: bool, inside: bool = False) -> Iterator[ast.Import | ast.ImportFrom]:
