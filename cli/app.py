@@ -338,7 +338,13 @@ class CLI:
             )
 
         def configure_optimizers() -> Any:
-            optimizer = make([one for one in model.parameters() if one.requires_grad])
+            try:
+                optimizer = make([one for one in model.parameters() if one.requires_grad])
+            except ValueError as error:  # a value, or parameters that it cannot train
+                raise ConfigError(
+                    f"optimizer= cannot be created: {error}.",
+                    fix="correct its settings, or define configure_optimizers in the module for several optimizers.",
+                ) from error
             length = {"num_steps": self.trainer.estimated_stepping_batches} if self._lw_of.needs_length else {}
             made = None if schedule is None else {"scheduler": schedule(optimizer, **length), **options}
             return self.configure_optimizers(model, optimizer, made)

@@ -135,8 +135,17 @@ def taken_over(config: Mapping[str, Any], facts: Facts) -> Facts:
     """Return the facts with accumulation and clipping as the configuration has them, where the Trainer can do the same.
 
     A `train_batch_size` without accumulation implies one, if the size of a micro-batch is known.
+
+    Raises:
+        ConfigError: One of the values is out of range.
     """
     accumulate, clip = at(config, "gradient_accumulation_steps"), at(config, "gradient_clipping")
+    for key, value, least in (("gradient_accumulation_steps", accumulate, 1), ("gradient_clipping", clip, 0)):
+        if isinstance(value, int | float) and not value >= least:
+            raise ConfigError(
+                f"Expected {key} of at least {least} in DeepSpeed's configuration, got {value!r}.",
+                fix="correct the configuration.",
+            )
     total, micro = at(config, "train_batch_size"), (facts.micro_batch or 0) * facts.world_size
     if not isinstance(accumulate, int) and isinstance(total, int) and micro and total % micro == 0:
         accumulate = total // micro

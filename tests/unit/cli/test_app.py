@@ -336,6 +336,19 @@ def test_optimizers_and_schedules_by_name() -> None:
     assert "StepLR needs step_size" in problems("optimizer=SGD", "lr_scheduler=StepLR")
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (("optimizer=SGD", "optimizer.lr=-1"), "Invalid learning rate: -1.0"),
+        (("optimizer=Muon", "optimizer.lr=0.01"), "only supports 2D parameters"),
+    ],
+)
+def test_an_optimizer_that_refuses_its_arguments_is_named(given: tuple[str, ...], text: str) -> None:
+    cli = made(*given, "trainer.max_steps=1")
+    with pytest.raises(lw.ConfigError, match=f"optimizer= cannot be created: .*{text}"):
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+
+
 def test_schedules_of_loopwright_get_the_length_of_the_run() -> None:
     given = ("optimizer=SGD", "optimizer.lr=1", "lr_scheduler=wsd", "lr_scheduler.warmup=1", "lr_scheduler.decay=0.5")
     cli = made(*given, "trainer.max_steps=4")

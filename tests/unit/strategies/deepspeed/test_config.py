@@ -265,3 +265,9 @@ def test_a_configuration_that_wins_gives_accumulation_clipping_and_precision() -
     assert precision_of({"bf16": {"enabled": True}}, "32-true") == "bf16-mixed"
     assert precision_of({"fp16": {"enabled": True}}, "bf16-true") == "16-true"
     assert precision_of({"fp16": {"enabled": "auto"}, "bf16": {"enabled": False}}, "32-true") == "32-true"
+
+
+@pytest.mark.parametrize(("key", "value"), [("gradient_accumulation_steps", 0), ("gradient_clipping", -1.0)])
+def test_values_out_of_range_are_not_taken_over(key: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"Expected {key} of at least"):
+        taken_over({key: value}, Facts(accumulate=1, clip=0.0))
