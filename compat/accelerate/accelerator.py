@@ -159,7 +159,7 @@ class Accelerator:
         if "InitProcessGroupKwargs" in self.handlers and self.handlers["InitProcessGroupKwargs"].timeout is not None:
             options["timeout"] = self.handlers["InitProcessGroupKwargs"].timeout
         if "DistributedDataParallelKwargs" in self.handlers:
-            options |= self.handlers["DistributedDataParallelKwargs"].to_kwargs()
+            options |= _ddp_arguments(self.handlers["DistributedDataParallelKwargs"].to_kwargs())
         if not options:
             return "auto"
         from ...strategies import DDPStrategy
@@ -398,7 +398,7 @@ class Accelerator:
         return data[:remainder] if is_object else operations.slice_tensors(data, slice(remainder))
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return the sum or mean over processes."""
+        """Return the sum, mean or maximum over processes."""
         return operations.reduce(tensor, reduction, scale)
 
     def set_trigger(self) -> None:
@@ -553,6 +553,18 @@ def _check(refused: dict[str, object], steps: int, plugin: Any) -> None:
             "Expected either gradient_accumulation_steps or gradient_accumulation_plugin, got both.",
             fix="pass GradientAccumulationPlugin(num_steps=...) only.",
         )
+
+
+def _ddp_arguments(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of DDPStrategy for fields of `DistributedDataParallelKwargs`; a wrapper alone does nothing."""
+    names = {"comm_hook": "ddp_comm_hook", "comm_wrapper": "ddp_comm_wrapper", "comm_state_option": "ddp_comm_state"}
+    chosen = {names[name]: settings.pop(name) for name in list(settings) if name in names}
+    kind = str(chosen.get("ddp_comm_hook", "no"))
+    if kind == "batched_power_sgd":
+        refuse("comm_hook='batched_power_sgd'", "use comm_hook='power_sgd'")
+    if kind != "power_sgd":
+        chosen.pop("ddp_comm_state", None)
+    return settings | (chosen if kind != "no" else {})
 
 
 def _registered(hook: Callable[..., None], hooks: dict[int, Any]) -> RemovableHandle:

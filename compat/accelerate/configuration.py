@@ -29,6 +29,12 @@ class LoggerType(StrEnum):
     COMETML, MLFLOW, CLEARML, DVCLIVE, SWANLAB = "comet_ml", "mlflow", "clearml", "dvclive", "swanlab"
 
 
+class DDPCommunicationHookType(StrEnum):
+    """How gradients are compressed on their way to the other processes."""
+
+    NO, FP16, BF16, POWER_SGD, BATCHED_POWER_SGD = "no", "fp16", "bf16", "power_sgd", "batched_power_sgd"
+
+
 class KwargsHandler:
     """The base class of objects in `kwargs_handlers`."""
 
@@ -57,7 +63,8 @@ _HANDLERS: dict[str, dict[str, Any]] = {
     "AutocastKwargs": {"enabled": True, "cache_enabled": None},
     "DistributedDataParallelKwargs": {
         "dim": 0, "broadcast_buffers": True, "bucket_cap_mb": 25, "find_unused_parameters": False,
-        "check_reduction": False, "gradient_as_bucket_view": False, "static_graph": False,
+        "check_reduction": False, "gradient_as_bucket_view": False, "static_graph": False, "comm_hook": "no",
+        "comm_wrapper": "no", "comm_state_option": None,
     },
     "GradScalerKwargs": {
         "init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "enabled": True,

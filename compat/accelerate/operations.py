@@ -80,18 +80,18 @@ def gather_object(object: Any) -> Any:
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Return the sum or mean over processes; a copy of the tensors with one process.
+    """Return the sum, mean or maximum over processes; a copy of the tensors with one process.
 
     Args:
         tensor: A structure of tensors, of the same shapes on all processes.
-        reduction: "mean"; anything else is the sum, "none" too, as in Accelerate 1.15.
+        reduction: "mean" or "max"; anything else is the sum, "none" too, as in Accelerate 1.15.
         scale: Accepted for compatibility; it has an effect on TPUs only.
     """
     fabric = machine()
     tensor = _on_tensors(torch.clone, tensor)
     if fabric.world_size == 1:
         return tensor
-    total = fabric.all_reduce(tensor, reduce_op="sum")
+    total = fabric.all_reduce(tensor, reduce_op="max" if reduction == "max" else "sum")
     return _on_tensors(lambda one: one / fabric.world_size, total) if reduction == "mean" else total
 
 

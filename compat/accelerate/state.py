@@ -109,10 +109,10 @@ class PartialState:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this process's part of a list, tuple, tensor, or dict of them; the first ranks have one element more.
+        """Yield this process's part of a list, tuple, tensor, Dataset or dict of them; the first ranks have one more.
 
         Args:
-            inputs: The same on all ranks.
+            inputs: The same on all ranks. Text, arrays and others are yielded unchanged.
             apply_padding: Whether shorter parts repeat the last element, so that all have one length.
         """
         yield self._part_of(inputs, apply_padding) if self.num_processes > 1 else inputs
@@ -124,9 +124,16 @@ class PartialState:
             return {name: self._part_of(value, is_padded) for name, value in inputs.items()}
         each, more = divmod(len(inputs), self.num_processes)
         start = self.process_index * each + min(self.process_index, more)
-        part = inputs[start : start + each + (self.process_index < more)]
-        missing = each + (more > 0) - len(part)
-        if not is_padded or missing == 0:
+        count = each + (self.process_index < more)
+        missing = (each + (more > 0) - count) if is_padded else 0
+        is_sequence = isinstance(inputs, list | tuple | torch.Tensor)
+        if not is_sequence:
+            if not hasattr(inputs, "select"):  # text and arrays: unchanged, as in Accelerate
+                return inputs
+            # datasets.Dataset, whose slices are dicts of columns.
+            return inputs.select([*range(start, start + count), *[len(inputs) - 1] * missing])
+        part = inputs[start : start + count]
+        if missing == 0:
             return part
         if isinstance(inputs, torch.Tensor):
             return torch.cat([part, inputs[-1:].expand(missing, *inputs.shape[1:])]).to(self.device)
@@ -187,6 +194,10 @@ class GradientState:
     in_dataloader = property(lambda self: self.active_dataloader is not None)
     end_of_dataloader = property(lambda self: self.in_dataloader and self.active_dataloader.end_of_dataloader)
     remainder = property(lambda self: self.active_dataloader.remainder if self.in_dataloader else -1)
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        cls._shared_state.clear()
 
     def enter(self, loader: Any) -> None:
         """Let a loader be the active one."""

@@ -29,6 +29,7 @@ RUNS = {
     "accumulation": ["accumulation.py"],
     "bfloat16": ["bfloat16.py"],
     "by_feature": ["by_feature.py"],
+    "communication": ["communication.py"],
     "early_stopping": ["early_stopping.py"],
     "gan": ["gan.py"],
     "processes": ["processes.py"],

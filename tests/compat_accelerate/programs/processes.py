@@ -1,5 +1,8 @@
 """Deals prompts to processes, calls functions on some of them, and exchanges objects."""
 
+from importlib.util import find_spec
+
+import numpy
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast, broadcast_object_list, gather_object, set_seed
@@ -59,5 +62,17 @@ record("gathered", accelerator.gather_for_metrics([accelerator.process_index, "t
 record("gathered", accelerator.gather({"x": [torch.full((1, 2), accelerator.process_index)]}))
 with accelerator.split_between_processes([1, 2, 3]) as few:
     record("few", few)
+for padded in (False, True) if find_spec("datasets") else ():
+    from datasets import Dataset
+
+    rows = Dataset.from_list([{"row": index} for index in range(3)])
+    with accelerator.split_between_processes(rows, apply_padding=padded) as few:
+        record("rows", len(few), [row["row"] for row in few])
+with accelerator.split_between_processes({"prompts": ["a", "b", "c"], "style": "abc"}) as few:
+    record("whole text", few)
+with accelerator.split_between_processes(numpy.arange(3)) as few:
+    record("whole array", few.tolist())
+rank = float(accelerator.process_index)
+record("largest", accelerator.reduce({"x": torch.tensor([rank, -rank, 2.0])}, reduction="max"))
 accelerator.print("only once")
 accelerator.end_training()
