@@ -295,6 +295,8 @@ def _of_rank(training: Training, choice: Choice, rank: int) -> Usage:
         few, more = map(shortened, counts)
     except (IndexError, KeyError, AttributeError):  # its forward asks for the blocks that were left out
         return simulate(training, choice.strategy(), devices=choice.devices, rank=rank)
+    if few.passes and not all(map(_is_aligned, few.passes, more.passes)):  # of small blocks that are sharded together
+        return simulate(training, choice.strategy(), devices=choice.devices, rank=rank)
     factor = (length - counts[0]) / (counts[1] - counts[0])
     return Usage(
         _moments(few, more, factor),
@@ -309,7 +311,7 @@ def _of_rank(training: Training, choice: Choice, rank: int) -> Usage:
 def _moments(few: Usage, more: Usage, factor: float) -> list[dict[str, float]]:
     """Return the moments with the most bytes of a longer model."""
     lines = [_line(one, other, factor) for one, other in zip(few.moments, more.moments, strict=True)]
-    if not few.passes or not all(map(_is_aligned, few.passes, more.passes)):
+    if not few.passes:
         return lines
     found = []
     for one, other in zip(few.passes, more.passes, strict=True):

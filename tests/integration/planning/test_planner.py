@@ -59,6 +59,15 @@ def test_recomputed_blocks_of_a_long_model_are_extrapolated_exactly() -> None:
     assert extrapolated.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.001)
 
 
+def test_recomputed_blocks_that_are_sharded_together_are_counted_exactly() -> None:
+    batch = torch.zeros(16, 64, dtype=torch.int64)  # more activations than weights
+    task = planner.Training(lambda: build(7), batch, checkpointing=True)
+    choice = next(one for one in planner.choices(2) if one.name == "fsdp")
+    planned = run_in_child(lambda: planner.usage_of(task, choice))
+    whole = run_in_child(lambda: planner.simulate(task, "fsdp", devices=2))
+    assert planned.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.001)
+
+
 def test_sharded_parameters_are_cast_when_they_are_gathered_as_on_a_gpu() -> None:
     choice = next(one for one in planner.choices(2) if one.name == "fsdp")
     task = planner.Training(lambda: build(5), torch.zeros(1, 2, dtype=torch.int64), precision="bf16-mixed")
