@@ -28,7 +28,6 @@ from ..strategies.construction.activation_checkpointing import apply_activation_
 from ..strategies.ddp import DDPStrategy
 from ..strategies.ddp.replica import loss_tensor
 from ..strategies.distributed.gradients import average_tensors
-from ..strategies.fsdp import sharding
 from ..strategies.mesh.pipeline.blocks import plan_stages
 from ..strategies.mesh.pipeline.options import Pipeline
 from ..strategies.mesh.pipeline.shapes import shapes_of
@@ -36,6 +35,7 @@ from ..strategies.mesh.tensor import auto
 from ..strategies.mesh.tensor.heads import head_problem
 from ..strategies.mesh.tensor.simulate import group_problem
 from ..strategies.optional import RunsWindows, load_strategy_state
+from ..strategies.sharded import set_casts_when_gathered
 from ..strategies.tree import leaves, map_leaves
 from .fake_world import agreed_stages, average_buckets, fake_tensors, fake_world, naming_reads
 from .live_memory import LiveMemory
@@ -193,7 +193,6 @@ def simulate(
         quiet(),
         naming_reads(),
         patch.object(auto, "group_problem", _problem),
-        patch.object(sharding, "casts_when_gathered", lambda device: training.casts_when_gathered),
         fake_world(devices, rank, num_nodes=num_nodes) as cluster,
     ):
         fabric = Fabric(
@@ -204,6 +203,7 @@ def simulate(
             precision=training.precision,
             plugins=[cluster],
         )
+        set_casts_when_gathered(fabric.strategy, training.casts_when_gathered)
         if isinstance(fabric.precision, MixedPrecision):
             fabric.precision.scaler = None  # it reads whether gradients are finite, and holds nothing
         with torch.device("meta"):

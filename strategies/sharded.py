@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import Clauses, ModuleError, own_arguments
 from ..precision.base import compute_gradients
-from .base import NoLoss, Topology, non_finite_norm, refuse_complex
+from .base import NoLoss, Strategy, Topology, non_finite_norm, refuse_complex
 from .construction.activation_checkpointing import choose_checkpointed
 from .construction.deferred import DeferredInit
 from .construction.wrap_policy import choose_units
@@ -551,3 +551,12 @@ def _largest_on_all_ranks(tensor: Tensor) -> None:
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
     return [one.grad for one in parameters_of(optimizer) if one.grad is not None]
+
+
+def set_casts_when_gathered(strategy: Strategy, casts: bool) -> None:
+    """Let a strategy cast sharded parameters when it gathers them, or leave that to autocast, whatever the device.
+
+    Called before modules are set up. Strategies that shard nothing stay as they are.
+    """
+    if isinstance(strategy, ShardedStrategy):
+        strategy.plan = replace(strategy.plan, casts_when_gathered=casts)

@@ -56,6 +56,9 @@ class ShardingPlan:
         offload: Whether parameters, gradients and optimizer state live in the host's memory.
         pin_memory: Whether that memory is pinned. None: where there is an accelerator.
         mixed_precision: The plan from the user's arguments; None: what follows from `precision=`.
+        casts_when_gathered: Whether `precision=` casts parameters when they are gathered, so that autocast makes no
+            copies of them; None: not on the CPU, where autocast leaves norms alone, which refuse half weights with
+            float32 inputs.
         accumulate_dtype: Of sums of gradients over a window and over ranks; None: what follows from these.
         auto_wrap_policy: See `choose_units`.
         activation_checkpointing: See `apply_activation_checkpointing`; None: none.
@@ -78,6 +81,7 @@ class ShardingPlan:
     offload: bool = False
     pin_memory: bool | None = None
     mixed_precision: MixedPrecisionPlan | None = None
+    casts_when_gathered: bool | None = None
     accumulate_dtype: torch.dtype | None = None
     auto_wrap_policy: Any = None
     activation_checkpointing: Any = None

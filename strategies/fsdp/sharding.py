@@ -319,12 +319,6 @@ def _placement(parameter: nn.Parameter, num_shards: int) -> Shard | None:
     return Shard(1)
 
 
-def casts_when_gathered(device: torch.device) -> bool:
-    """Return whether parameters are cast when they are gathered, so that autocast makes no copies of them."""
-    # On the CPU autocast leaves norms alone, which refuse half weights with float32 inputs.
-    return device.type != "cpu"
-
-
 def _mixed_precision(plan: ShardingPlan, precision: PrecisionPolicy, device: torch.device) -> MixedPrecisionPolicy:
     """Return the user's own mixed precision, or what follows from `precision=`."""
     own = plan.mixed_precision
@@ -336,7 +330,8 @@ def _mixed_precision(plan: ShardingPlan, precision: PrecisionPolicy, device: tor
             cast_forward_inputs=own.cast_forward_inputs,
         )
     # Autocast casts inputs where an operation wants it: a regression's targets keep their digits.
-    is_mixed = precision.compute_dtype != precision.param_dtype and casts_when_gathered(device)
+    casts = device.type != "cpu" if plan.casts_when_gathered is None else plan.casts_when_gathered
+    is_mixed = precision.compute_dtype != precision.param_dtype and casts
     return MixedPrecisionPolicy(
         param_dtype=precision.compute_dtype if is_mixed else None,
         reduce_dtype=plan.accumulate_dtype or (precision.reduce_dtype if is_mixed else None),
