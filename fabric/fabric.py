@@ -725,7 +725,7 @@ class Fabric(ChecksKeywords):
         """
         limits = {"clip_val": clip_val, "max_norm": max_norm, "agc_factor": agc_factor}
         given = [one for one in limits.values() if one is not None]
-        if len(given) != 1 or not given[0] > 0:
+        if len(given) != 1 or isinstance(given[0], str) or not given[0] > 0:
             got = ", ".join(f"{name}={value!r}" for name, value in limits.items())
             raise ConfigError(
                 f"Expected a positive clip_val, max_norm or agc_factor for Fabric.clip_gradients, got {got}.",

@@ -138,6 +138,8 @@ def test_a_loop_with_fabric_clips_as_the_trainer_does() -> None:
     assert differences(net, by_hand(1)) < 1e-6
     with pytest.raises(lw.ConfigError, match=r"max_norm=1, agc_factor=0.1"):
         fabric.clip_gradients(model, optimizer, max_norm=1, agc_factor=0.1)
+    with pytest.raises(lw.ConfigError, match="agc_factor='0.1'"):
+        fabric.clip_gradients(model, optimizer, agc_factor="0.1")  # type: ignore[arg-type]
 
 
 class Manual(Net):
