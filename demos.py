@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from .errors import ConfigError
 from .trainer import Module
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, width: int, heads: int, *, is_causal: bool = False) -> None:
         super().__init__()
+        if heads < 1 or width % heads:
+            raise ConfigError(
+                f"Expected heads to divide width, got heads={heads} and width={width}.", fix="pass width=16 * heads."
+            )
         self.head_size, self.is_causal = width // heads, is_causal
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
@@ -195,6 +200,10 @@ class ViT(_Classifier):
     ) -> None:  # fmt: skip
         super().__init__(width, heads, layers, lr)
         self.save_hyperparameters()
+        if size % patch:
+            raise ConfigError(
+                f"Expected patch to divide size, got patch={patch} and size={size}.", fix="pass size=4 * patch."
+            )
         self.patches = nn.Conv2d(channels, width, patch, stride=patch)
         self.places = nn.Parameter(0.02 * torch.randn((size // patch) ** 2, width))
         self.head = nn.Linear(width, num_classes)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import loopwright as lw
 from loopwright import demos
+from loopwright.errors import ConfigError
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -77,3 +78,10 @@ def test_two_ranks_with_halves_of_the_matrices_train_as_one_process(name: str) -
     two, part = run_ranks(lambda rank, size: losses("mesh:tp=2", 2), 2, connect=False)[0]
     assert (len(one), whole, part) == (4, 16, 8)
     assert two == pytest.approx(one, rel=1e-12)  # float64, sums over ranks in another order
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Expected heads to divide width, got heads=30 and width=64"):
+        demos.GPT(width=64, heads=30)
+    with pytest.raises(ConfigError, match="Expected patch to divide size, got patch=5 and size=16"):
+        demos.ViT(patch=5)
