@@ -263,7 +263,7 @@ def add_nearest(error: BaseException) -> None:
     for module, names in [(key, vars(one)) for key, one in list(sys.modules.items())]:
         if parts and getattr(names.get(name), "__module__", None) == module:
             methods.append(reduce(lambda one, part: getattr(one, part, None), parts, names[name]))
-    _note_nearest(error, [one for one in methods if callable(one)])
+    _note_nearest(error, list(dict.fromkeys(one for one in methods if callable(one))))  # a subclass may inherit it
 
 
 def _note_nearest(error: BaseException, functions: Sequence[Callable[..., object]]) -> None:

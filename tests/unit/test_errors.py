@@ -69,6 +69,10 @@ def text_of(error: BaseException) -> str:  # from Python 3.13 on, Python's own m
     return "\n".join(lines)
 
 
+class Fabric(lw.Fabric):
+    """A subclass of the same name, which inherits its methods, as those for other libraries' programs do."""
+
+
 @pytest.mark.parametrize(
     ("call", "wrong", "right"),
     [(lw.seed_everything, "sed", "seed"), (lw.Trainer.fit, "modle", "model"), (lw.Fabric.setup, "modul", "module"),
