@@ -49,6 +49,9 @@ def tell_beginning(trainer: Trainer) -> None:
         trainer.precision,
         "no seed" if seed is None else f"seed {seed}",
     )
+    loop = trainer.fit_loop
+    if loop.max_epochs is None and loop.epoch_limit != -1:
+        logger.info("No limit was set: training ends after max_epochs=%d, the default.", loop.epoch_limit)
 
 
 def _device(trainer: Trainer) -> str:
@@ -134,7 +137,7 @@ def reason(trainer: Trainer) -> str:
     if loop.max_steps != -1 and trainer.global_step >= loop.max_steps:
         return f"max_steps={loop.max_steps} is reached"
     if loop.epoch_limit != -1 and trainer.progress.epochs >= loop.epoch_limit:
-        return f"max_epochs={loop.epoch_limit} is reached"
+        return f"max_epochs={loop.epoch_limit}{'' if loop.max_epochs is not None else ', the default,'} is reached"
     return _request(trainer)
 
 

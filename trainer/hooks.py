@@ -42,7 +42,9 @@ def find_override(owner: Owner, name: str, bases: tuple[type, ...]) -> Hook | No
     return bound
 
 
-_CHECKED = ("on_", "configure_optimizers")
+_STAGES = ("train", "val", "test", "predict")
+# Beginnings of the names of hooks that take the declared arguments; steps may leave some out.
+_CHECKED = ("on_", "configure_", "setup", "teardown", "prepare_data", *(f"{one}_dataloader" for one in _STAGES))
 # Hooks of Lightning before 2.0, which took all outputs of an epoch.
 _FORMER = {"test_epoch_end", "training_epoch_end", "validation_epoch_end"}
 # Common method names that are similar to the name of a hook.
@@ -81,8 +83,7 @@ def check_hook_names(owner: Owner, listener: str, known: set[str]) -> None:
             fix="rename each to the hook that was meant, or give helpers another name, such as one with a leading "
             "underscore; `python -m loopwright lifecycle` lists the hooks.",
         )
-    if listener != "datamodule":
-        _check_signatures(owner, [name for name in own if name in known and name.startswith(_CHECKED)], bases)
+    _check_signatures(owner, [name for name in own if name in known and name.startswith(_CHECKED)], bases)
 
 
 def _check_signatures(owner: Owner, names: Iterable[str], bases: tuple[type, ...]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -132,8 +131,7 @@ class ProgressBar(Callback):
             self._lw_write(printed(*args, **kwargs))
 
     def _lw_write(self, text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        print(text, end="", flush=True)  # noqa: T201  # also without a console, as pythonw
 
     def setup(self, trainer: Trainer, pl_module: AnyModule, stage: str) -> None:
         """Keep the trainer; only rank zero draws."""

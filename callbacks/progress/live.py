@@ -406,7 +406,7 @@ class LiveProgressBar(ProgressBar):
         """Write a line of a log above the bars."""
         if self._lw_open and self._lw_is_drawn:
             self._lw_safely(self._lw_write_above, text)
-        else:
+        elif sys.stderr is not None:
             sys.stderr.write(text)
 
     def _lw_finish_all(self) -> None:

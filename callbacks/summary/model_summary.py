@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
@@ -82,8 +81,7 @@ class ModelSummary(Callback):
             **summarize_kwargs: Arguments from the constructor.
         """
         totals = total_rows(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
-        sys.stdout.write(format_table(summary_data, totals) + "\n")
-        sys.stdout.flush()
+        print(format_table(summary_data, totals), flush=True)  # noqa: T201  # also without a console, as pythonw
 
 
 def total_rows(

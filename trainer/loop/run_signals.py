@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...console import ONLY_LOGS
 from ...errors import StopBySignal
+from ...tracebacks import end_in_silence
 
 if TYPE_CHECKING:
     from ...fabric.watch import StopCoordinator, Watch
@@ -167,6 +168,28 @@ class RunSignals:
         if self.requested is signal.SIGINT:
             raise interrupt()
         raise StopBySignal
+
+    def raise_late(self, verb: str) -> None:
+        """End the program after a run whose last steps a signal followed, with one process.
+
+        With several, the next run of all ranks stops at its beginning. A job that has trained is not requeued.
+
+        Args:
+            verb: The run, for the line that is logged.
+
+        Raises:
+            KeyboardInterrupt: After Ctrl-C.
+            StopBySignal: After SIGTERM; the exit code is 143.
+        """
+        name = self.requested
+        if name is None or name is self._requeue or self.stop_coordinator is not None:
+            return
+        logger.warning("%s arrived after the last step: %s is complete, the program ends here", name.name, verb)
+        if name is not signal.SIGINT:
+            raise StopBySignal
+        error = interrupt()
+        end_in_silence(error)
+        raise error
 
     def stop(self) -> NoReturn:
         """End the run at the stop step of all ranks, after a signal at one of them.

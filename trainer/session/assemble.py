@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ...callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from ...data.move import move_to_device, mover_to
 from ...errors import ConfigError, ModuleError, nearest
-from ...messages import warn
+from ...messages import counted, warn
 from ...precision.base import clear_gradients, evaluates_again
 from ...protocols import Batch, StepFunction
 from ...strategies.joint_optimizer import JointOptimizer
@@ -380,6 +380,8 @@ def check_parameters(module: nn.Module, optimizers: list[Optimizer]) -> None:
                 "Call requires_grad_(True) on them, or pass configure_optimizers those that are trained"
             )
     known = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    if optimizers:
+        _warn_of_unregistered(module, own | known)
     if known <= own:
         return
     left_out = {name: one for name, one in module.named_parameters() if one.requires_grad and id(one) not in known}
@@ -406,6 +408,31 @@ def check_parameters(module: nn.Module, optimizers: list[Optimizer]) -> None:
             f"{len(strange)} of the {len(parameters)} parameters of {type(optimizer).__name__} do not belong to the "
             "module: they are in no checkpoint, and several processes do not average their gradients",
         )
+
+
+def _warn_of_unregistered(module: nn.Module, known: set[int]) -> None:
+    """Warn of layers in a plain list, tuple or dict, whose parameters torch does not find: they are not trained.
+
+    Args:
+        module: The module that is trained.
+        known: Ids of the parameters that the module or an optimizer has.
+    """
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name.startswith("_") or not isinstance(value, list | tuple | dict):
+                continue
+            layers = [
+                one for one in (value.values() if isinstance(value, dict) else value) if isinstance(one, nn.Module)
+            ]
+            lost = [p for layer in layers for p in layer.parameters() if p.requires_grad and id(p) not in known]
+            if lost:
+                kind = "ModuleDict" if isinstance(value, dict) else "ModuleList"
+                warn(
+                    f"self.{f'{path}.{name}' if path else name} is a {type(value).__name__} that holds layers: torch "
+                    f"does not find their {counted(len(lost), 'parameter')}, so they are not trained, not saved and "
+                    f"not moved to the device. Use nn.{kind}; or, for layers that are not to be trained, call "
+                    "requires_grad_(False) on them"
+                )
 
 
 def check_joint(module: nn.Module, optimizers: list[Optimizer], strategy: Strategy) -> None:

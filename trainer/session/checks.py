@@ -49,8 +49,8 @@ def unwrapped(model: object) -> nn.Module:
         )
     if "_modules" not in vars(model):
         raise ModuleError(
-            f"{type(model).__name__}.__init__ did not call the one of nn.Module.",
-            fix="call super().__init__() first in __init__.",
+            f"{type(model).__name__}.__init__ did not call super().__init__().",
+            fix="call it first in __init__.",
         )
     return model
 

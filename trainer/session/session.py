@@ -138,6 +138,7 @@ class Session(ABC):
                     fail(self, error)
         if error is None:
             self.state.end()
+            self.trainer._lw_run_signals.raise_late(self.verb)
 
     def requeue_signal(self) -> Signals | None:
         """Return the signal with which the cluster asks to save and requeue the job; None without."""

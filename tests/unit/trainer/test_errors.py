@@ -805,7 +805,7 @@ def test_a_module_that_was_not_initialized_is_named() -> None:
         def __init__(self) -> None:
             self.rate = 3
 
-    with pytest.raises(ModuleError, match=r"call super\(\).__init__\(\) first"):
+    with pytest.raises(ModuleError, match=r"did not call super\(\).__init__\(\)\."):
         quiet().fit(Forgetful(), loader(8))
 
 
@@ -835,6 +835,35 @@ def test_optimizers_that_need_arguments_are_named_before_the_run() -> None:
 
     with pytest.raises(ModuleError, match=r"is called as configure_optimizers\(\)"):
         quiet().fit(net(Parametric), loader(8))
+
+
+def test_hooks_of_a_data_module_that_take_other_arguments_are_named_before_the_run() -> None:
+    class Data(lw.DataModule):
+        def setup(self) -> None: ...  # type: ignore[override]
+
+        def teardown(self, stage: str, more: int) -> None: ...  # type: ignore[override]
+
+        def train_dataloader(self) -> Any:
+            return loader(8)
+
+    named = r"setup\(\) is called as setup\(stage\); teardown\(stage, more\) is called as teardown\(stage\)"
+    with pytest.raises(ModuleError, match=named):
+        quiet().fit(net(), Data())
+
+
+def test_layers_in_a_plain_list_are_named() -> None:
+    class Listed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = [torch.nn.Linear(2, 2)]
+            self.heads = {"a": torch.nn.Linear(2, 2, bias=False)}
+            self.teacher = [torch.nn.Linear(2, 2).requires_grad_(False)]
+            self.same = [torch.nn.Identity(), *self.children()]
+
+    with pytest.warns(UserWarning, match="holds layers") as told:
+        quiet().fit(net(Listed), loader(8))
+    told_of = [str(one.message).split(": ")[0] for one in told if "holds layers" in str(one.message)]
+    assert told_of == ["self.blocks is a list that holds layers", "self.heads is a dict that holds layers"]
 
 
 def test_a_former_hook_of_an_epochs_outputs_is_named() -> None:

@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -320,3 +321,50 @@ def test_resuming_names_the_file_and_where_it_continues(tmp_path: Path, caplog: 
     )
     trainer.fit(Net(), DataLoader(torch.ones(6, 4), batch_size=2), DataLoader(torch.ones(2, 4)), ckpt_path=path)
     assert f"Resuming at epoch 1, step 3 from {path}." in [one.getMessage() for one in caplog.records]
+
+
+def test_the_default_number_of_epochs_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Short(Net):
+        def on_train_epoch_end(self) -> None:
+            self.trainer.progress.epochs += 900
+
+    fit(tmp_path, Short(), max_epochs=None, logger=False, enable_checkpointing=False)
+    told = lines(caplog)
+    assert "No limit was set: training ends after max_epochs=1000, the default." in told
+    assert any("max_epochs=1000, the default, is reached" in one for one in told)
+
+
+def test_no_default_is_named_where_steps_are_limited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, max_epochs=None, max_steps=2, logger=False, enable_checkpointing=False)
+    assert not any("default" in one for one in lines(caplog))
+
+
+@pytest.mark.parametrize(("name", "error"), [("SIGINT", KeyboardInterrupt), ("SIGTERM", SystemExit)])
+@pytest.mark.parametrize("hook", ["on_fit_end", "teardown"])
+def test_a_signal_after_the_last_step_is_not_lost(
+    hook: str, name: str, error: type[BaseException], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Late(Net):
+        pass
+
+    setattr(Late, hook, lambda *_: os.kill(os.getpid(), signal.Signals[name]))
+    module, before = Late(), signal.getsignal(signal.Signals[name])
+    with pytest.raises(error):
+        fit(tmp_path, module)
+    assert signal.getsignal(signal.Signals[name]) is before
+    assert any("max_epochs=1 is reached" in one for one in lines(caplog))
+    assert list(tmp_path.rglob("*.ckpt"))
+    assert f"{name} arrived after the last step: fit is complete" in caplog.text
+
+
+@pytest.mark.parametrize("bar", [lw.TQDMProgressBar, lw.RichProgressBar])
+def test_a_program_without_a_console_trains(
+    bar: type[lw.Callback], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    shown: dict[str, Any] = {"enable_progress_bar": True, "enable_model_summary": True, "logger": False}
+    trainer = fit(tmp_path, callbacks=[bar()], **shown)
+    trainer.print("nobody sees it")
+    trainer.validate(Net(), DataLoader(torch.ones(2, 4)))
+    assert trainer.global_step == 3
