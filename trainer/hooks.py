@@ -103,7 +103,7 @@ def _check_signatures(owner: Owner, names: Iterable[str], bases: tuple[type, ...
         except (TypeError, ValueError):  # written in C, or a stand-in
             continue
         required = [one for one in expected if one.default is one.empty]
-        if not any(_takes(found, len(some)) for some in (required, expected)):
+        if not (_takes(found, len(required)) or _takes(found, len(expected))):
             taken = ", ".join(found.parameters)
             wrong.append(f"{name}({taken}) is called as {name}({', '.join(one.name for one in expected)})")
     if wrong:
