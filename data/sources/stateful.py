@@ -155,9 +155,14 @@ class StatefulSource(Source):
         """Bring the loader to where it was when the loaded epoch was left, so that iterating begins another one."""
         self._keeper.load_state_dict(state["loader"])
         self._may_be_rest = state["is_at_end"]
-        if state["is_at_end"] and self._keeps_own_state and isinstance(self.loader, DataLoader):
+        is_torchdata = isinstance(self.loader, DataLoader) and (
+            type(self.loader)._get_iterator is not DataLoader._get_iterator
+        )
+        if state["is_at_end"] and self._keeps_own_state and is_torchdata:
+            # It makes the iterator of the epoch that was left, and its `__iter__` would draw for both. Any other loader
+            # would start workers for nothing.
             with RngStream(b""):
-                self.loader._get_iterator()  # torchdata's; its `__iter__` would make this one too, and draw for both
+                cast("DataLoader[Batch]", self.loader)._get_iterator()
         elif state["position"] and not state["is_at_end"] and state.get("seeks", True):
             with RngStream(b""):
                 iter(self.loader)  # what was left; the iteration after this one is the new epoch

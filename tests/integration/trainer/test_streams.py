@@ -129,3 +129,32 @@ def test_a_pipeline_of_webdataset_that_shuffles_by_the_clock_is_reported(
     fit(tmp_path, webdataset(data, 0, rng=random.Random(1)), max_steps=4)
     fit(tmp_path, webdataset(data, 0, rng=random.Random(2)), ckpt_path="last")
     assert "yields other batches than before the stop" in caplog.text
+
+
+class Counting(torch.utils.data.DataLoader[Any]):
+    """A loader that keeps its own epoch."""
+
+    epoch = 0
+
+    def __iter__(self) -> Any:
+        self.epoch += 1
+        return super().__iter__()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch = state["epoch"]
+
+
+def test_a_resume_at_the_end_of_an_epoch_starts_workers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of mosaicml-streaming wait for each other, and did so forever after some had been started in vain."""
+    made: list[Any] = []
+    make = torch.utils.data.DataLoader._get_iterator
+    monkeypatch.setattr(torch.utils.data.DataLoader, "_get_iterator", lambda self: made.append(self) or make(self))
+    samples = [{"x": number} for number in range(NUM_SAMPLES)]
+    first = fit(tmp_path, Counting(samples, batch_size=BATCH_SIZE), max_steps=NUM_SAMPLES // BATCH_SIZE)
+    made.clear()
+    rest = fit(tmp_path, Counting(samples, batch_size=BATCH_SIZE), ckpt_path="last")
+    assert rest == first
+    assert len(made) == 1

@@ -10,8 +10,8 @@ import pytest
 import loopwright
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "guides" / "errors.md"
-# In bold and as code; not those that PyTorch prints.
-QUOTED = re.findall(r"\*\*`([^`]+)`\*\*(?! \(PyTorch)", PAGE.read_text(encoding="utf-8"))
+# In bold and as code; not those that PyTorch or Python prints.
+QUOTED = re.findall(r"\*\*`([^`]+)`\*\*(?! \(Py)", PAGE.read_text(encoding="utf-8"))
 ROOMS = ("callbacks", "checkpoint", "data", "fabric", "strategies", "trainer")
 
 

@@ -133,6 +133,7 @@ def test_arguments_of_sharding_reach_the_plan() -> None:
         "is_replicated",
         "mesh",
         "pin_memory",
+        "casts_when_gathered",
         "accumulate_dtype",
         "shard_placement_fn",
         "notes",

@@ -18,7 +18,7 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]
     checkpoint.touch()
     words = ["-c", f"open({str(made)!r}, 'w') # \x1b[2K"]
     program = {"command": words, "folder": str(tmp_path), "variables": {"SIZE": "2"}}
-    monkeypatch.setattr(command, "_read", lambda path: command._Checkpoint(path, 0, 1, program, 0, 0))
+    monkeypatch.setattr(command, "_read", lambda path: command._Checkpoint(path, 0, 1, program, 0))
     return str(checkpoint), made
 
 
