@@ -365,6 +365,6 @@ def test_a_program_without_a_console_trains(
     monkeypatch.setattr(sys, "stderr", None)
     shown: dict[str, Any] = {"enable_progress_bar": True, "enable_model_summary": True, "logger": False}
     trainer = fit(tmp_path, callbacks=[bar()], **shown)
-    trainer.print("nobody sees it")
+    trainer.print("without a console")
     trainer.validate(Net(), DataLoader(torch.ones(2, 4)))
     assert trainer.global_step == 3
